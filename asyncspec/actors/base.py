@@ -1,0 +1,189 @@
+"""What all actors share: how one comes up, hears the controller, reports, and ends.
+
+Life of an actor: open its inbox, say Hello, load, receive Welcome (where everybody is), join its broadcast groups, say
+Ready; then `turn` again and again until the controller says Stop; `finish`; say Stopped. Whatever goes wrong is sent to the
+controller as one line and written in full to the actor's log.
+
+Actors know nothing of what launched them: `ActorSpec` is all they are given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+
+import msgspec
+
+from asyncspec import messages as m
+from asyncspec import transport
+from asyncspec.config import Config, from_yaml
+from asyncspec.timing.spans import Recorder
+
+REPORT_EVERY_S = 1.0
+
+
+class ActorSpec(msgspec.Struct, frozen=True):
+    """What a launcher gives an actor."""
+
+    role: str
+    name: str
+    run_dir: str
+    config_yaml: str
+    control_address: str = ""  # empty for the controller, which makes it
+
+
+class StopRequested(Exception):
+    """Raised inside a wait when the controller says Stop."""
+
+
+class Actor:
+    role = ""
+    threads = 1
+
+    def __init__(self, spec: ActorSpec) -> None:
+        self.spec, self.name = spec, spec.name
+        self.config: Config = from_yaml(spec.config_yaml)
+        self.recorder = Recorder()
+        self.counters: dict[str, float] = {}
+        self.stopping = ""
+        self.inbox: transport.Inbox | None = None
+        self.outboxes: list[transport.Outbox] = []
+        self.workers: list = []  # broadcast threads, see weights.py
+        self._to_join: set[str] = set()
+        self._reported = 0.0
+
+    # What a role fills in.
+    def load(self) -> None:
+        """Read models; runs before the other actors are known."""
+
+    def connect(self, welcome: m.Welcome) -> set[str]:
+        """Make outboxes and broadcast threads; returns the kinds of broadcast groups to join."""
+        return set()
+
+    def turn(self) -> None:
+        """One bounded piece of work, or a short wait."""
+        raise NotImplementedError
+
+    def handle(self, message: m.Message) -> None:
+        """A control message of the role's own."""
+
+    def finish(self) -> None:
+        """Write what must survive."""
+
+    def inbox_credits(self) -> int:
+        return 8
+
+    # What is shared.
+    def run(self) -> int:
+        """Live until told to stop; 0 if all went well."""
+        redirect_output(self.spec)
+        self.log(f"{self.name} starts, pid {os.getpid()}")
+        self.control = transport.ControlClient(self.spec.control_address, self.name)
+        try:
+            import torch
+
+            torch.set_num_threads(self.threads)
+            self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
+            self.control.send(m.Hello(self.name, self.role, self.inbox.address, os.getpid()))
+            self.load()
+            welcome = self._await(m.Welcome)
+            self._to_join = self.connect(welcome)
+            self.ready_if_joined()
+            while not self.stopping:
+                self.pump()
+                self.turn()
+        except StopRequested:
+            pass
+        except Exception as error:
+            self.log(traceback.format_exc())
+            self.control.send(m.Failed(self.name, f"{type(error).__name__}: {error}".splitlines()[0]))
+            self._leave()
+            return 1
+        try:
+            self.finish()
+        except Exception as error:
+            self.log(traceback.format_exc())
+            self.control.send(m.Failed(self.name, f"{type(error).__name__} while stopping: {error}".splitlines()[0]))
+        self.report(force=True)
+        self.control.send(m.Stopped(self.name))
+        self.log(f"{self.name} stopped: {self.stopping}")
+        self._leave()
+        return 0
+
+    def pump(self) -> None:
+        """Handle what the controller sent, send what there is credit for, report now and then."""
+        while (message := self.control.receive()) is not None:
+            if isinstance(message, m.Stop):
+                self.stopping = message.reason
+            else:
+                self.handle(message)
+        for outbox in self.outboxes:
+            outbox.flush()
+        self.report()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something may have arrived, at most timeout_s."""
+        transport.wait([self.control, self.inbox, *self.outboxes], timeout_s)
+
+    def wait_step(self, timeout_s: float = 0.05) -> None:
+        """One turn of a wait inside `turn`; raises StopRequested when told to stop."""
+        self.wait(timeout_s)
+        self.pump()
+        if self.stopping:
+            raise StopRequested
+
+    def join(self, worker, membership: m.Membership) -> None:
+        """Join a broadcast group in its thread; Ready is said once all are joined."""
+        worker.form(membership.epoch, membership.members, lambda: self._to_join.discard(membership.kind))
+
+    def ready_if_joined(self) -> None:
+        deadline = time.monotonic() + self.config.deployment.start_timeout_s
+        while self._to_join:
+            for worker in self.workers:
+                worker.check()
+            self.wait_step(0.01)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"broadcast groups {sorted(self._to_join)} not joined within start_timeout_s")
+        self.control.send(m.Ready(self.name))
+
+    def report(self, force: bool = False) -> None:
+        now = time.monotonic()
+        if force or now - self._reported > REPORT_EVERY_S:
+            self._reported = now
+            spans = self.recorder.drain()
+            self.control.send(m.Spans(self.name, spans, dict(self.counters)))
+
+    def log(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+    def _await(self, kind: type) -> m.Message:
+        deadline = time.monotonic() + self.config.deployment.start_timeout_s
+        while time.monotonic() < deadline:
+            transport.wait([self.control], 0.1)
+            message = self.control.receive()
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, m.Stop):
+                self.stopping = message.reason
+                raise StopRequested
+        raise TimeoutError(f"no {kind.__name__} from the controller within start_timeout_s")
+
+    def _leave(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for socket in [self.inbox, *self.outboxes, self.control]:
+            if socket is not None:
+                socket.close()
+
+
+def redirect_output(spec: ActorSpec) -> None:
+    """Standard output and error of this process go to logs/NAME.log of the run."""
+    folder = os.path.join(spec.run_dir, "logs")
+    os.makedirs(folder, exist_ok=True)
+    log = open(os.path.join(folder, f"{spec.name}.log"), "a", buffering=1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)

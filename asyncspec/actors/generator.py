@@ -1,0 +1,160 @@
+"""The generator: turns tickets into groups with an Engine, under the newest weights it has.
+
+- A ticket starts only under a version at least its min_version; versions only grow, so the lag bound holds for every token.
+- Weights arrive in the background and are swapped between two engine steps.
+- A group leaves when all its samples are done and rewarded; evaluation groups go to the controller, all others to logprob.
+- Tickets are taken from the inbox only while the engine has room, so credits hold the rest back at the controller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncspec import messages as m
+from asyncspec import transport
+from asyncspec.actors.base import Actor
+from asyncspec.config import resolve_path
+from asyncspec.engine.base import Completion, Request
+from asyncspec.rl.tasks import load_reward
+from asyncspec.timing.spans import now
+
+IDLE_WAIT_S = 0.005  # weights that complete in the background wake nobody, so an idle generator looks this often
+
+
+@dataclass
+class _OpenGroup:
+    ticket: m.Ticket
+    received: float
+    admitted: float
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Generator(Actor):
+    role = "generator"
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self.threads = self.config.engine.threads
+        self.not_admitted: deque[tuple[m.Ticket, float]] = deque()
+        self.open_groups: dict[int, _OpenGroup] = {}
+        self._busy_since = 0.0
+
+    def inbox_credits(self) -> int:
+        return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
+
+    def load(self) -> None:
+        from asyncspec.engine.torch_engine import TorchEngine
+        from asyncspec.models import eagle3, policy, tokenizer
+
+        c = self.config
+        path = resolve_path(c.model.path)
+        self.reward = load_reward(c.data.reward)
+        self.tokenizer = tokenizer.load(path)
+        model, shape = policy.load(path)
+        draft = eagle3.load(resolve_path(c.speculation.draft_path), shape) if c.drafting else None
+        self.engine = TorchEngine(
+            shape, draft, slots=c.engine.slots, max_prompt_tokens=c.engine.max_prompt_tokens,
+            max_response_tokens=c.sampling.max_response_tokens, draft_length=c.speculation.draft_length,
+            temperature=c.sampling.temperature, top_p=c.sampling.top_p, top_k=c.sampling.top_k,
+            kv_at_swap=c.engine.kv_at_swap,
+        )
+        self.engine.load_policy(dict(model.named_parameters()), 0)
+        self.engine.draft_version = 0
+
+    def connect(self, welcome: m.Welcome) -> set[str]:
+        from asyncspec.weights import Layout, Receiver
+
+        self.to_logprob = transport.Outbox(welcome.addresses["logprob"])
+        self.outboxes.append(self.to_logprob)
+        parts = {"policy": self.engine.model}
+        if self.config.adapting:
+            parts["draft"] = self.engine.drafter.draft
+        self.receivers = {}
+        for kind, module in parts.items():
+            self.receivers[kind] = Receiver(
+                welcome.store_host, welcome.store_port, kind, self.name, self.engine.device,
+                Layout.of(dict(module.named_parameters())), lambda version, kind=kind: self._received.append((kind, version)))
+        self._received: deque[tuple[str, int]] = deque()
+        self.workers = list(self.receivers.values())
+        return set(parts)
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.Membership):
+            self.join(self.receivers[message.kind], message)
+        elif isinstance(message, m.Receive):
+            self.receivers[message.kind].expect(message.version, message.epoch)
+
+    def turn(self) -> None:
+        self._swap_weights()
+        self._admit()
+        if self.engine.live or self.engine.waiting:
+            self._busy_since = self._busy_since or now()
+            for completion in self.engine.poll():
+                group = self.open_groups[completion.request_id]
+                group.completions.append(completion)
+                if len(group.completions) == len(group.ticket.seeds):
+                    self._send(self.open_groups.pop(completion.request_id))
+        else:
+            self._end_busy_span()
+            self.wait(IDLE_WAIT_S)
+
+    def _swap_weights(self) -> None:
+        while self._received:
+            kind, version = self._received.popleft()
+            self.control.send(m.Received(self.name, kind, version))
+        for kind, receiver in self.receivers.items():
+            if (new := receiver.take()) is not None:
+                self._end_busy_span()
+                version, tensors = new
+                with self.recorder.span(f"swap {kind}", version=version):
+                    (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
+
+    def _admit(self) -> None:
+        while self.engine.waiting < self.engine.slots and (item := self.inbox.take()) is not None:
+            ticket, _, arrived = item
+            self.not_admitted.append((ticket, arrived))
+        # In order: a ticket that must wait for weights holds those behind it back, which wait for the same or newer ones.
+        while self.not_admitted and self.not_admitted[0][0].min_version <= self.engine.version:
+            ticket, arrived = self.not_admitted.popleft()
+            self.open_groups[ticket.ticket_id] = _OpenGroup(ticket, arrived, now())
+            self.engine.submit(Request(
+                ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, self.config.sampling.max_response_tokens))
+
+    def _send(self, group: _OpenGroup) -> None:
+        done, ticket = now(), group.ticket
+        completions = sorted(group.completions, key=lambda c: c.sample)
+        rewards = [self._rewarded(ticket, c) for c in completions]
+        versions = np.concatenate([c.versions.numpy() for c in completions])
+        if ticket.evaluation:
+            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min())))
+            return
+        started = min(c.started_at for c in completions)
+        phases = [m.Phase("weights", group.received, group.admitted), m.Phase("queued", group.admitted, started),
+                  m.Phase("generate", started, done), m.Phase("reward", done, now())]
+        self.to_logprob.put(
+            m.Group(
+                ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),
+                sum(c.proposed for c in completions), sum(c.accepted for c in completions), self.engine.draft_version, phases),
+            {
+                "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
+                "behaviour": np.concatenate([c.logprobs.numpy() for c in completions]),
+                "versions": versions,
+                "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
+            })
+
+    def _rewarded(self, ticket: m.Ticket, completion: Completion) -> float:
+        text = self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+        reward = float(self.reward(ticket.prompt, text, ticket.answer))
+        if not math.isfinite(reward):
+            raise ValueError(f"data.reward={self.config.data.reward}: returned {reward} for ticket {ticket.ticket_id}, "
+                             f"response {text[:40]!r}; expected a finite number")
+        return reward
+
+    def _end_busy_span(self) -> None:
+        if self._busy_since:
+            self.recorder.add("generate", self._busy_since, now(), version=self.engine.version)
+            self._busy_since = 0.0

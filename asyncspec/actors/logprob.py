@@ -1,0 +1,136 @@
+"""The logprob actor: one pass of the target over each finished group.
+
+It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
+term, reference logprobs; and from the same pass offers the draft adapter its supervision. An offer that finds no credit is
+dropped and counted: nobody on the way to the trainer ever waits for the draft.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from asyncspec import messages as m
+from asyncspec import transport
+from asyncspec.actors.base import Actor
+from asyncspec.config import resolve_path
+from asyncspec.timing.spans import now
+
+
+class Logprob(Actor):
+    role = "logprob"
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self.threads = self.config.trainer.logprob_threads
+        self.version = 0
+        self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
+        self.offered: dict[int, int] = {}  # groups offered to the draft adapter, by step
+
+    def inbox_credits(self) -> int:
+        return self.config.rl.groups_per_step
+
+    def load(self) -> None:
+        from asyncspec.models import policy
+
+        c = self.config
+        self.model, self.shape = policy.load(resolve_path(c.model.path))
+        self.model.requires_grad_(False)
+        self.reference = None
+        if c.rl.kl_coef > 0:
+            self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path))
+            self.reference.requires_grad_(False)
+
+    def connect(self, welcome: m.Welcome) -> set[str]:
+        from asyncspec.weights import Layout, Receiver
+
+        self.to_trainer = transport.Outbox(welcome.addresses["trainer"])
+        self.outboxes.append(self.to_trainer)
+        self.to_adapter = None
+        if self.config.adapting:
+            self.to_adapter = transport.Outbox(welcome.addresses["draft_adapter"])
+            self.outboxes.append(self.to_adapter)
+        self._received: deque[int] = deque()
+        self.receiver = Receiver(
+            welcome.store_host, welcome.store_port, "policy", self.name, "cpu",
+            Layout.of(dict(self.model.named_parameters())), self._received.append)
+        self.workers = [self.receiver]
+        return {"policy"}
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.Membership):
+            self.join(self.receiver, message)
+        elif isinstance(message, m.Receive):
+            self.receiver.expect(message.version, message.epoch)
+
+    def turn(self) -> None:
+        while self._received:
+            self.control.send(m.Received(self.name, "policy", self._received.popleft()))
+        self._swap_weights()
+        while (item := self.inbox.take()) is not None:
+            self.waiting.append(item)
+        for item in self.waiting:
+            if int(item[1]["versions"].max()) <= self.version:
+                self.waiting.remove(item)
+                self._process(*item)
+                return
+        self.wait(0.005 if self.waiting else 0.02)
+
+    def _swap_weights(self) -> None:
+        if (new := self.receiver.take()) is not None:
+            self.version, tensors = new
+            with self.recorder.span("swap policy", version=self.version), torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(tensors[name])
+            self._swapped = now()
+
+    _swapped = 0.0
+
+    @torch.inference_mode()
+    def _process(self, group: m.Group, arrays: m.Arrays, arrived: float) -> None:
+        from asyncspec.models.policy import hidden_states
+        from asyncspec.rl.batch import padded, response_logprobs
+
+        start, ticket = now(), group.ticket
+        # Weights that came while the group lay here are what it waited for, if it needed them.
+        needed = int(arrays["versions"].max()) == self.version and self._swapped > arrived
+        waited_until = min(max(arrived, self._swapped), start) if needed else arrived
+        temperature = self.config.sampling.temperature
+        tokens_GL, mask_GL = padded(ticket.prompt_tokens, arrays)
+        supervising = self._wants_supervision(ticket.step)
+        hidden_GLD, features_GLE = hidden_states(
+            self.model, tokens_GL, None, self.shape.aux_layers if supervising else ())
+        logits_GLV = self.model.lm_head(hidden_GLD)
+        arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).numpy()
+        if self.reference is not None:
+            reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
+            arrays["reference"] = response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).numpy()
+        end = now()
+        self.recorder.add("logprob", start, end, ticket.step, ticket.ticket_id, self.version)
+        phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
+                  m.Phase("logprob_queue", waited_until, start), m.Phase("logprob", start, end)]
+        self.to_trainer.put(
+            m.Group(ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
+                    group.accepted, group.draft_version, phases, self.version), arrays)
+        if supervising:
+            self._offer(ticket, features_GLE, tokens_GL, logits_GLV, mask_GL)
+
+    def _wants_supervision(self, step: int) -> bool:
+        if self.to_adapter is None or self.offered.get(step, 0) >= self.config.draft.groups_per_step:
+            return False
+        self.to_adapter.flush()
+        if not self.to_adapter.credits:
+            self.counters["draft/groups_dropped"] = self.counters.get("draft/groups_dropped", 0) + 1
+            return False
+        return True
+
+    def _offer(self, ticket: m.Ticket, features_GLE, tokens_GL, logits_GLV, mask_GL) -> None:
+        self.offered = {step: n for step, n in self.offered.items() if step >= ticket.step - 8}
+        self.offered[ticket.step] = self.offered.get(ticket.step, 0) + 1
+        logprobs_GLV = (logits_GLV / self.config.sampling.temperature).log_softmax(-1)
+        embeds_GLD = self.model.tok_embeddings(tokens_GL)
+        self.to_adapter.offer(m.Supervision(ticket.ticket_id, self.version), {
+            "features": features_GLE.numpy().astype(np.float16), "embeds": embeds_GLD.numpy().astype(np.float16),
+            "target_logprobs": logprobs_GLV.numpy().astype(np.float16), "mask": mask_GL.numpy()})

@@ -1,0 +1,353 @@
+"""The configuration of a run: typed dataclasses, composed from YAML and overrides, checked before anything starts.
+
+Every knob of the system is a field here, with its unit and its default; `asyncspec train --help` prints this list.
+`load` merges, in this order: the dataclass defaults, a YAML file, dotlist overrides. A key that does not exist, a value
+of the wrong type or an impossible combination raises `ConfigError`, one line that names the field, the value, what was
+expected and the nearest valid choice.
+
+This module imports no other module of ours and no torch: reading a configuration must be instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+PACKAGE_DIR = Path(__file__).resolve().parent
+CONFIG_DIR = PACKAGE_DIR / "configs"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message is one line for the user."""
+
+
+@dataclass
+class ModelConfig:
+    path: str = "asset:tiny/policy"  # Hugging Face directory of the policy (config.json, *.safetensors, tokenizer.json)
+    reference_path: str = ""  # reference policy for the KL term; empty: the same as path
+
+
+@dataclass
+class DataConfig:
+    task: str = "sums"  # built-in task, used while train_file is empty
+    train_file: str = ""  # JSONL with "prompt" and "answer" on each line
+    eval_file: str = ""  # JSONL of held-out prompts; empty: no evaluation when train_file is given
+    train_prompts: int = 4096  # prompts the built-in task makes
+    eval_prompts: int = 256  # held-out prompts the built-in task makes
+    reward: str = "asyncspec.rl.tasks:exact_match"  # callable(prompt, response, answer) -> float, by import path
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    max_response_tokens: int = 320
+
+
+@dataclass
+class EngineConfig:
+    slots: int = 64  # sequences in flight in one generator
+    max_prompt_tokens: int = 96
+    threads: int = 1  # CPU threads of one generator
+    kv_at_swap: str = "keep"  # keep: go on with the KV cache of older weights; recompute: prefill again under the new
+
+
+@dataclass
+class SpeculationConfig:
+    method: str = "eagle3"  # eagle3, or none for autoregressive generation
+    draft_length: int = 3  # k: tokens proposed per verification
+    draft_path: str = "asset:tiny/draft"  # draft directory in the layout vLLM reads
+
+
+@dataclass
+class RLConfig:
+    group_size: int = 8  # rollouts per prompt
+    groups_per_step: int = 16  # prompts per optimizer step
+    advantage: str = "group"  # group: (r - mean) / std; mean: r - mean (Dr. GRPO)
+    clip_low: float = 0.2  # PPO clip range below 1
+    clip_high: float = 0.28  # PPO clip range above 1 (DAPO's clip-higher)
+    correction: str = "truncated"  # importance weights for the lag: truncated, or none
+    correction_cap: float = 2.0  # C in min(pi_prox / pi_behaviour, C)
+    kl_coef: float = 0.0  # weight of KL(policy || reference); 0 skips the reference pass
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 3
+
+
+@dataclass
+class TrainerConfig:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    threads: int = 1
+    logprob_threads: int = 1
+
+
+@dataclass
+class DraftConfig:
+    adapt: bool = True  # train the draft on the policy's rollouts while it runs
+    lr: float = 3e-4
+    groups_per_step: int = 4  # at most this many groups a step are sent to the draft adapter; others are not
+    publish_every: int = 4  # optimizer steps of the draft between two published draft versions
+    unroll: int = 3  # positions the draft is unrolled over in training (training-time test)
+
+
+@dataclass
+class EvalConfig:
+    every: int = 20  # steps between two evaluations; 0: only the first and the last
+    samples: int = 1  # rollouts per held-out prompt, at the sampling settings of training
+
+
+@dataclass
+class DeploymentConfig:
+    generators: int = 1
+    host: str = "127.0.0.1"  # address the actors of this host bind to
+    start_timeout_s: float = 120.0  # until every actor has joined
+    stall_timeout_s: float = 300.0  # any single wait of an actor; the run stops and says what was waited for
+    stop_timeout_s: float = 4.0  # from an interrupt to the end of every process
+
+
+@dataclass
+class Config:
+    steps: int = 120  # optimizer steps
+    policy_lag: int = 1  # versions a rollout may be behind the policy that is trained on it; 0: synchronous
+    seed: int = 0
+    run_dir: str = ""  # where results go; empty: runs/<date>-<time>
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
+
+    @property
+    def drafting(self) -> bool:
+        return self.speculation.method != "none"
+
+    @property
+    def adapting(self) -> bool:
+        return self.drafting and self.draft.adapt
+
+
+def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
+    """Compose and check a configuration.
+
+    Args:
+        config: path of a YAML file, or the name of one in the package's configs folder ("tiny").
+        overrides: "a.b=value" strings, applied last, in order.
+
+    Raises:
+        ConfigError: one line that says what is wrong and what would be right.
+    """
+    path = _config_path(config)
+    try:
+        file_cfg = OmegaConf.load(path)
+    except Exception as error:  # YAML's own errors are of many types
+        raise ConfigError(f"--config {config}: not readable as YAML: {_first_line(error)}") from None
+    if not OmegaConf.is_dict(file_cfg):
+        raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
+    for key in _leaves(OmegaConf.to_container(file_cfg)):
+        _check_key(key, f"in {path.name}")
+    for item in overrides:
+        if "=" not in item or item.startswith("-"):
+            raise ConfigError(f"override {item!r}: expected field=value, for example trainer.optimizer.lr=1e-4")
+        _check_key(item.split("=", 1)[0], "in the overrides")
+    merged = OmegaConf.structured(Config)
+    try:
+        merged = OmegaConf.merge(merged, file_cfg)
+        for item in overrides:
+            key, text = item.split("=", 1)
+            # A string field takes its text as it stands; for all others YAML's reading of the text counts.
+            value = text if _field_type(key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+            OmegaConf.update(merged, key, value)
+        result = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key}: {_first_line(error)}; expected {_expected(key)}") from None
+    check(result)
+    return result
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load` and `from_yaml` read back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration that `to_yaml` wrote; it was checked then."""
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+
+
+def resolve_path(path: str) -> Path:
+    """The folder a configured path names; "asset:NAME" is a file that ships inside the package."""
+    if path.startswith("asset:"):
+        return PACKAGE_DIR / "assets" / path.removeprefix("asset:")
+    return Path(path).expanduser()
+
+
+def check(config: Config) -> None:
+    """Refuse values and combinations that cannot run, naming field, value, expectation and a valid choice."""
+
+    def need(condition: bool, name: str, expected: str, nearest: Any) -> None:
+        if not condition:
+            value: Any = config
+            for part in name.split("."):
+                value = getattr(value, part)
+            raise ConfigError(f"{name}={value!r}: expected {expected}; nearest valid choice: {name}={nearest}")
+
+    def choice(name: str, choices: tuple[str, ...]) -> None:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
+        need(value in choices, name, "one of " + ", ".join(choices), nearest)
+
+    def at_least(name: str, low: float) -> None:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        need(value >= low, name, f"at least {low}", low)
+
+    at_least("steps", 1)
+    at_least("policy_lag", 0)
+    at_least("rl.groups_per_step", 1)
+    at_least("deployment.generators", 1)
+    at_least("engine.slots", 1)
+    for name in ("engine.threads", "trainer.threads", "trainer.logprob_threads", "draft.publish_every", "draft.unroll"):
+        at_least(name, 1)
+    at_least("sampling.max_response_tokens", 1)
+    need(config.sampling.temperature > 0, "sampling.temperature", "more than 0 (rollouts are sampled)", 1.0)
+    need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
+    at_least("sampling.top_k", 0)
+    choice("engine.kv_at_swap", ("keep", "recompute"))
+    choice("speculation.method", ("eagle3", "none"))
+    choice("rl.advantage", ("group", "mean"))
+    choice("rl.correction", ("truncated", "none"))
+    choice("data.task", ("sums",))
+    if config.drafting:
+        need(config.speculation.draft_length >= 1, "speculation.draft_length",
+             "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
+        need(config.speculation.draft_length <= 16, "speculation.draft_length", "at most 16", 16)
+    need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
+    at_least("rl.kl_coef", 0)
+    at_least("eval.every", 0)
+    at_least("eval.samples", 1)
+    need(config.trainer.optimizer.lr > 0, "trainer.optimizer.lr", "more than 0", 1e-4)
+    need(config.rl.correction_cap >= 1, "rl.correction_cap", "at least 1", 1.0)
+    for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
+                       ("speculation.draft_path", config.speculation.draft_path if config.drafting else "")):
+        if path and not (resolve_path(path) / "config.json").is_file():
+            raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
+                              f"the shipped default is {_default(name)!r}")
+    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """Every field as (dotted name, default, comment), for --help."""
+    rows = []
+    comments = _comments()
+    for name in _leaves(dataclasses.asdict(Config())):
+        rows.append((name, str(_default(name)), comments.get(name, "")))
+    return rows
+
+
+def _config_path(config: str) -> Path:
+    for candidate in (Path(config), CONFIG_DIR / f"{config}.yaml"):
+        if candidate.is_file():
+            return candidate
+    names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
+    nearest = difflib.get_close_matches(Path(config).stem, names, 1, 0.0)
+    raise ConfigError(f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}"
+                      + (f"; nearest: {nearest[0]}" if nearest else ""))
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[str]:
+    if not isinstance(tree, dict) or (not tree and prefix):
+        return [prefix]
+    return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _check_key(key: str, where: str) -> None:
+    known = _leaves(dataclasses.asdict(Config()))
+    if key in known:
+        return
+    inner = [name for name in known if name.startswith(key + ".")]
+    if inner:
+        raise ConfigError(f"{key} {where}: names a section, not a field; expected for example {inner[0]}=...")
+    # A right last name under a wrong section is the commonest slip, so it is offered first.
+    same_name = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    near = same_name[:1] or difflib.get_close_matches(key, known, 1, 0.0)
+    raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near[0]} "
+                      f"(default {_default(near[0])!r})")
+
+
+def _field_type(key: str) -> Any:
+    cls: Any = Config
+    for part in key.split("."):
+        cls = typing.get_type_hints(cls)[part]
+    return cls
+
+
+def _expected(key: str) -> str:
+    try:
+        return f"a value of type {_field_type(key).__name__}, for example {_default(key)!r}"
+    except (KeyError, TypeError):
+        return "a known field"
+
+
+def _default(key: str) -> Any:
+    value: Any = Config()
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _comments() -> dict[str, str]:
+    """The comment after each field in this file, by dotted name: the source is the documentation."""
+    import inspect
+
+    found: dict[str, str] = {}
+
+    def walk(cls: type, prefix: str) -> None:
+        hints = typing.get_type_hints(cls)
+        for line in inspect.getsource(cls).splitlines():
+            name = line.strip().split(":")[0]
+            if name in hints and line.startswith("    ") and not line.startswith("     "):
+                found[prefix + name] = line.split("  # ", 1)[1] if "  # " in line else ""
+        for name, hint in hints.items():
+            if dataclasses.is_dataclass(hint):
+                walk(hint, f"{prefix}{name}.")
+
+    walk(Config, "")
+    return found
+
+
+def default_run_dir() -> str:
+    import datetime
+
+    return os.path.join("runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))

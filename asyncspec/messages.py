@@ -1,0 +1,275 @@
+"""What travels between actors: msgspec structs, with raw tensor frames beside them.
+
+Nothing executable is on the wire: a message is a tagged struct from the union below, encoded as MessagePack; tensors
+follow as raw frames, described by name, dtype and shape. Times are seconds of the host's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Union
+
+import msgspec
+import numpy as np
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 30
+_DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}
+
+Arrays = dict[str, np.ndarray]
+
+
+class WireError(ValueError):
+    """Frames that are not a message of ours."""
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """What a group was doing from start to end; the history of a group travels with it."""
+
+    name: str  # one of timing.attribution's causes
+    start: float
+    end: float
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One stretch of an actor's time, for the trace."""
+
+    name: str
+    start: float
+    end: float
+    step: int = -1
+    ticket: int = -1
+    version: int = -1
+
+
+# --- data: along the way of a rollout ---------------------------------------------------------------------------------
+
+
+class Ticket(Message, frozen=True):
+    """The right to generate one group. Issued for a step only once version step - lag is published."""
+
+    ticket_id: int
+    step: int  # the step that trains it: turns version `step` into `step + 1`
+    min_version: int  # no token may be sampled by an older version
+    prompt: str
+    answer: str
+    prompt_tokens: list[int]
+    seeds: list[int]  # one per sample
+    evaluation: bool = False  # rewarded and reported, never trained
+
+
+class Group(Message, frozen=True):
+    """All samples of one prompt.
+
+    Arrays, concatenated over samples: tokens int32 [T], behaviour float32 [T], versions int32 [T], lengths int32 [G];
+    after logprob also proximal float32 [T] and, with a KL term, reference float32 [T].
+    """
+
+    ticket: Ticket
+    generator: str
+    rewards: list[float]
+    truncated: int
+    verifications: int
+    proposed: int
+    accepted: int
+    draft_version: int
+    phases: list[Phase]
+    proximal_version: int = -1
+
+
+class Supervision(Message, frozen=True):
+    """What the draft learns from, one group. Arrays: features float16 [G, L, E], embeds float16 [G, L, D],
+    target_logprobs float16 [G, L, V], mask bool [G, L]."""
+
+    ticket_id: int
+    policy_version: int
+
+
+# --- control: between every actor and the controller ------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """An actor is up. `address` is where its inbox listens."""
+
+    name: str
+    role: str
+    address: str
+    pid: int
+
+
+class Ready(Message, frozen=True):
+    """An actor has loaded what it needs and joined its broadcast groups."""
+
+    name: str
+
+
+class Welcome(Message, frozen=True):
+    """All actors are up; the addresses of all inboxes by actor name, and where broadcast groups meet."""
+
+    addresses: dict[str, str]
+    store_host: str
+    store_port: int
+
+
+class Membership(Message, frozen=True):
+    """A broadcast group of one epoch. The first member sends; the others receive."""
+
+    kind: str  # policy or draft
+    epoch: int
+    members: list[str]
+
+
+class Publish(Message, frozen=True):
+    """A snapshot of a new version is complete and its broadcast has begun."""
+
+    kind: str
+    version: int
+    policy_version: int = -1  # for a draft: the policy version it was last trained for
+
+
+class Receive(Message, frozen=True):
+    """Take part in the broadcast of this version."""
+
+    kind: str
+    version: int
+    epoch: int
+
+
+class Received(Message, frozen=True):
+    name: str
+    kind: str
+    version: int
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """The trainer waited from start to end for the group of a ticket."""
+
+    ticket_id: int
+    start: float
+    end: float
+
+
+class GroupRecord(msgspec.Struct, frozen=True):
+    """What is kept of a group after it is trained."""
+
+    ticket_id: int
+    generator: str
+    reward_mean: float
+    rewards_differ: bool
+    response_tokens: list[int]
+    version_min: int
+    version_max: int
+    proximal_version: int
+    verifications: int
+    proposed: int
+    accepted: int
+    truncated: int
+    draft_version: int
+    phases: list[Phase]
+
+
+class StepDone(Message, frozen=True):
+    """The trainer turned version `step` into `step + 1`."""
+
+    step: int
+    start: float
+    end: float
+    waits: list[Wait]
+    busy: dict[str, float]  # seconds by part: data, train, prepare
+    stats: dict[str, float]
+    groups: list[GroupRecord]
+
+
+class EvalDone(Message, frozen=True):
+    ticket_id: int
+    rewards: list[float]
+    version_min: int
+
+
+class Spans(Message, frozen=True):
+    actor: str
+    spans: list[Span]
+    counters: dict[str, float]
+
+
+class Failed(Message, frozen=True):
+    """An actor cannot go on."""
+
+    name: str
+    error: str
+
+
+class Interrupt(Message, frozen=True):
+    """The launcher asks the run to end: stop, write a checkpoint, leave."""
+
+    reason: str
+
+
+class Stop(Message, frozen=True):
+    """End now; the trainer writes its checkpoint first."""
+
+    reason: str
+
+
+class Stopped(Message, frozen=True):
+    name: str
+
+
+AnyMessage = Union[
+    Ticket, Group, Supervision, Hello, Ready, Welcome, Membership, Publish, Receive, Received, StepDone, EvalDone,
+    Spans, Failed, Interrupt, Stop, Stopped,
+]
+
+
+class _ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    wire: int
+    body: AnyMessage
+    arrays: tuple[_ArraySpec, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Envelope)
+
+
+def encode(body: Message, arrays: Arrays | None = None) -> list:
+    """Frames of a message: one header, then one buffer an array."""
+    kept = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    specs = tuple(_ArraySpec(name, array.dtype.name, array.shape) for name, array in kept.items())
+    return [_encoder.encode(_Envelope(WIRE_VERSION, body, specs)), *(memoryview(a).cast("B") if a.size else b"" for a in kept.values())]
+
+
+def decode(frames: list) -> tuple[Message, Arrays]:
+    """The message and arrays of `frames`.
+
+    Raises:
+        WireError: anything that `encode` does not produce: another wire version, an unknown type, sizes that disagree.
+    """
+    if not frames or sum(len(f) for f in frames) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{len(frames)} frames, more than {MAX_MESSAGE_BYTES} bytes or none")
+    try:
+        envelope = _decoder.decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"header: {error}") from None
+    if envelope.wire != WIRE_VERSION:
+        raise WireError(f"wire version {envelope.wire}: expected {WIRE_VERSION}")
+    if len(envelope.arrays) != len(frames) - 1:
+        raise WireError(f"{len(frames) - 1} tensor frames: the header lists {len(envelope.arrays)}")
+    arrays: Arrays = {}
+    for spec, frame in zip(envelope.arrays, frames[1:]):
+        if spec.dtype not in _DTYPES or min(spec.shape, default=0) < 0:
+            raise WireError(f"tensor {spec.name!r}: dtype {spec.dtype!r}, shape {spec.shape}")
+        dtype = np.dtype(spec.dtype)
+        if math.prod(spec.shape) * dtype.itemsize != len(frame):
+            raise WireError(f"tensor {spec.name!r}: {len(frame)} bytes do not fill {spec.shape} of {spec.dtype}")
+        arrays[spec.name] = np.frombuffer(frame, dtype).reshape(spec.shape)
+    return envelope.body, arrays

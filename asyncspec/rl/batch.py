@@ -1,0 +1,34 @@
+"""Groups as padded batches: what logprob and trainer feed the policy.
+
+Shape suffixes: G samples, L positions (prompt and response, right-padded), T response tokens of all samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncspec.messages import Arrays
+
+
+def padded(prompt: list[int], arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens_GL, int64, and mask_GL, True at response tokens, in the order of the concatenated arrays."""
+    lengths = arrays["lengths"]
+    longest = len(prompt) + int(lengths.max())
+    tokens_GL = np.zeros((len(lengths), longest), dtype=np.int64)
+    tokens_GL[:, : len(prompt)] = prompt
+    index_L = np.arange(longest)
+    mask_GL = (index_L >= len(prompt)) & (index_L < len(prompt) + lengths[:, None])
+    tokens_GL[mask_GL] = arrays["tokens"]
+    return torch.from_numpy(tokens_GL), torch.from_numpy(mask_GL)
+
+
+def response_logprobs(logits_GLV: torch.Tensor, tokens_GL, mask_GL, temperature: float) -> torch.Tensor:
+    """Logprobs of the response tokens at the sampling temperature, [T].
+
+    Args:
+        logits_GLV: the policy's logits after each position.
+    """
+    predicting_GL = mask_GL[:, 1:]  # the position before a token predicts it
+    logprobs_TV = (logits_GLV[:, :-1][predicting_GL] / temperature).log_softmax(-1)
+    return logprobs_TV.gather(-1, tokens_GL[:, 1:][predicting_GL].unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,70 @@
+"""GRPO: advantages within a group, and the decoupled PPO loss as a sum over tokens.
+
+Three policies meet in the loss: behaviour (sampled the token, up to `lag` versions old), proximal (the newest the logprob
+actor had), and the one being trained. The importance weight proximal / behaviour corrects for the lag and is truncated;
+the PPO ratio policy / proximal is clipped (Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). Advantages: GRPO
+(arXiv 2402.03300). KL: the k3 estimator (Schulman 2020, "Approximating KL divergence").
+
+Sums, not means: the trainer adds up groups as they arrive and divides once a step by the step's number of tokens, so the
+gradient does not depend on how groups were streamed.
+
+Shape suffix: T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from asyncspec.config import RLConfig
+
+
+def group_advantages(rewards: Sequence[float], kind: str) -> torch.Tensor:
+    """One advantage per sample of a group, float32 [G].
+
+    Args:
+        kind: "group" for (r - mean) / (std + 1e-6), "mean" for r - mean (Dr. GRPO, arXiv 2503.20783).
+    """
+    r_G = torch.tensor(rewards, dtype=torch.float32)
+    centred_G = r_G - r_G.mean()
+    if kind == "mean":
+        return centred_G
+    return centred_G / (r_G.std(unbiased=False) + 1e-6)
+
+
+def policy_loss(
+    logprob_T, proximal_T, behaviour_T, advantage_T, reference_T, config: RLConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the loss over tokens.
+
+    Args:
+        logprob_T: logprobs under the policy being trained, with gradient; all at the sampling temperature.
+        proximal_T, behaviour_T: logprobs without gradient.
+        reference_T: logprobs of the reference policy, or None without a KL term.
+
+    Returns:
+        The loss summed over tokens, and sums over tokens of what is reported.
+    """
+    ratio_T = (logprob_T - proximal_T).exp()
+    clipped_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
+    surrogate_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    weight_T = torch.ones_like(proximal_T)
+    if config.correction == "truncated":
+        weight_T = (proximal_T - behaviour_T).exp().clamp(max=config.correction_cap)
+    policy = -(weight_T * surrogate_T).sum()
+    kl = logprob_T.new_zeros(())
+    if reference_T is not None:
+        log_ratio_T = reference_T - logprob_T
+        kl = (log_ratio_T.exp() - log_ratio_T - 1).sum()
+    with torch.no_grad():
+        stats = {
+            "loss/policy": policy.detach(),
+            "loss/kl": kl.detach(),
+            "ppo/clipped": (ratio_T * advantage_T > clipped_T * advantage_T).sum(),
+            "correction/weight_mean": weight_T.sum(),
+            "correction/truncated": ((proximal_T - behaviour_T).exp() > config.correction_cap).sum(),
+            # How far behaviour and proximal disagree: the lag, seen in the logprobs (k1 estimator of their KL).
+            "correction/kl_behaviour_proximal": (behaviour_T - proximal_T).sum(),
+        }
+    return policy + config.kl_coef * kl, stats

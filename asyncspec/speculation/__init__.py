@@ -1,0 +1,1 @@
+"""Speculation: random numbers, sampling, exact verification, drafters."""

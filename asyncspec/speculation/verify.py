@@ -1,0 +1,80 @@
+"""Sampling and exact verification, as pure functions over tensors.
+
+`verify` is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): accept a
+proposal x ~ q with probability min(1, p(x)/q(x)); at the first rejection sample from max(p - q, 0), normalised; if none
+is rejected sample one more token from p. Whatever q is, each emitted token has the distribution p.
+
+Shape suffixes: B batch, K draft length, J = K + 1 positions verified, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def sampling_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
+    """Logits [..., V] to the probabilities that are sampled from: temperature, then top-k, then top-p.
+
+    Top-k keeps exactly k tokens (ties by token id); top-p keeps the smallest set of most probable tokens, renormalised
+    after top-k, whose mass reaches top_p.
+    """
+    logits = logits.float() / temperature
+    V = logits.shape[-1]
+    if (top_k <= 0 or top_k >= V) and top_p >= 1.0:
+        return logits.softmax(-1)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if 0 < top_k < V:
+        ordered[..., top_k:] = float("-inf")
+    probs = ordered.softmax(-1)
+    if top_p < 1.0:
+        mass_before = probs.cumsum(-1) - probs
+        probs = probs.masked_fill(mass_before >= top_p, 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, order, probs)
+
+
+def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw one index per row by inverting the cumulative sum.
+
+    Args:
+        weights: float [..., V], not negative, not necessarily normalised, some entry positive in each row.
+        uniform: float [...] in [0, 1).
+
+    Returns:
+        int64 [...]; never an index of weight zero.
+    """
+    cumulative = weights.cumsum(-1)
+    total = cumulative[..., -1:]
+    # Rounding can lift u * total to total; one step below it the search still ends on a positive weight.
+    threshold = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept or replace proposals so that the emitted tokens are distributed as p.
+
+    Args:
+        p_BJV: the target's sampling distribution after the prefix and after each proposal, J = K + 1 rows.
+        q_BKV: the distribution each proposal was drawn from.
+        draft_BK: int64, the proposals.
+        accept_BK, target_BJ: uniform numbers in [0, 1), independent of each other and of the proposals.
+
+    Returns:
+        token_BJ (proposals, then the target's own token; entries beyond the count are meaningless) and count_B, the
+        number of tokens emitted, from 1 to K + 1.
+    """
+    B, J, V = p_BJV.shape
+    K = J - 1
+    p_BK = p_BJV[:, :K].gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
+    q_BK = q_BKV.gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
+    accepted_BK = (accept_BK * q_BK < p_BK).to(torch.int64).cumprod(-1)
+    kept_B = accepted_BK.sum(-1)
+    row_B11 = kept_B.view(B, 1, 1).expand(B, 1, V)
+    p_BV = p_BJV.gather(1, row_B11).squeeze(1)
+    # After the last proposal q is zero, so that "p - q" is p itself: the bonus token.
+    q_BV = torch.nn.functional.pad(q_BKV, (0, 0, 0, 1)).gather(1, row_B11).squeeze(1)
+    residual_BV = (p_BV - q_BV).clamp(min=0)
+    residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
+    own_B = sample(residual_BV, target_BJ.gather(1, kept_B.unsqueeze(1)).squeeze(1))
+    token_BJ = torch.nn.functional.pad(draft_BK, (0, 1)).scatter(1, kept_B.unsqueeze(1), own_B.unsqueeze(1))
+    return token_BJ, kept_B + 1

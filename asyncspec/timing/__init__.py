@@ -1,0 +1,1 @@
+"""Timing: spans, attribution of waits to their causes, exporters."""

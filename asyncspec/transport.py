@@ -1,0 +1,217 @@
+"""Bounded queues over ZeroMQ, and the control channel.
+
+A queue is an `Inbox` (the consumer, bound) and an `Outbox` in each producer. The consumer grants each producer a number
+of credits; a message costs one, and its credit comes back when the consumer has taken the message out, so an inbox never
+holds more than credits x producers. Socket high-water marks bound nothing and are not relied upon. Messages carry sequence
+numbers: a repeated one is dropped and counted, as are frames that do not decode.
+
+An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets.
+
+The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every actor.
+
+No call here blocks but `wait`, which takes a deadline.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from typing import Iterable
+
+import zmq
+
+from asyncspec.messages import Arrays, Message, WireError, decode, encode
+
+_OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
+_NUMBER = struct.Struct("<Q")
+
+
+def context() -> zmq.Context:
+    return zmq.Context.instance()
+
+
+def bind(socket: zmq.Socket, host: str) -> str:
+    """Bind to a free port of `host`; returns the address others connect to."""
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return f"tcp://{host}:{port}"
+
+
+def wait(sockets: Iterable["Inbox | Outbox | ControlServer | ControlClient"], timeout_s: float) -> None:
+    """Return when one of them may have something, or after timeout_s."""
+    poller = zmq.Poller()
+    for item in sockets:
+        poller.register(item.socket, zmq.POLLIN)
+    poller.poll(max(0, int(timeout_s * 1000)))
+
+
+def _receive(socket: zmq.Socket) -> list | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+class Inbox:
+    """The consuming end of a queue."""
+
+    def __init__(self, host: str, credits: int) -> None:
+        """
+        Args:
+            host: address to bind to; the port is free-chosen, see `address`.
+            credits: messages each producer may have under way.
+        """
+        self.socket = context().socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.rcvhwm = self.socket.sndhwm = 0
+        self.address = bind(self.socket, host)
+        self.credits = credits
+        self.rejected = self.duplicates = 0
+        self._seen: dict[bytes, int] = {}
+        self._waiting: deque[tuple[bytes, bytes, Message, Arrays, float]] = deque()
+
+    def __len__(self) -> int:
+        self._pump()
+        return len(self._waiting)
+
+    def take(self) -> tuple[Message, Arrays, float] | None:
+        """The oldest message, its arrays and when it arrived; None if there is none. Gives its credit back."""
+        self._pump()
+        if not self._waiting:
+            return None
+        sender, number, body, arrays, arrived = self._waiting.popleft()
+        self.socket.send_multipart([sender, _ACK, number])
+        return body, arrays, arrived
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _pump(self) -> None:
+        while (frames := _receive(self.socket)) is not None:
+            if len(frames) == 2 and frames[1] == _OPEN:
+                if frames[0] not in self._seen:
+                    self._seen[frames[0]] = 0
+                    self.socket.send_multipart([frames[0], _CREDIT, _NUMBER.pack(self.credits)])
+                continue
+            self._accept(frames)
+
+    def _accept(self, frames: list) -> None:
+        if len(frames) < 4 or frames[1] != _DATA or len(frames[2]) != _NUMBER.size or frames[0] not in self._seen:
+            self.rejected += 1
+            return
+        sender, number = frames[0], _NUMBER.unpack(frames[2])[0]
+        if number <= self._seen[sender]:
+            self.duplicates += 1
+            return
+        try:
+            body, arrays = decode(frames[3:])
+        except WireError:
+            self.rejected += 1
+            return
+        self._seen[sender] = number
+        self._waiting.append((sender, frames[2], body, arrays, time.monotonic()))
+
+
+class Outbox:
+    """A producing end of a queue."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = context().socket(zmq.DEALER)
+        self.socket.linger = 1000
+        self.socket.rcvhwm = self.socket.sndhwm = 0
+        self.socket.connect(address)
+        self.socket.send(_OPEN)
+        self.credits = 0
+        self.unacknowledged: set[int] = set()
+        self._sent = 0
+        self._backlog: deque[list] = deque()
+
+    @property
+    def backlog(self) -> int:
+        return len(self._backlog)
+
+    def put(self, body: Message, arrays: Arrays | None = None) -> None:
+        """Send, now or when credit comes back (see `flush`)."""
+        self._backlog.append(encode(body, arrays))
+        self.flush()
+
+    def offer(self, body: Message, arrays: Arrays | None = None) -> bool:
+        """Send if there is credit now; otherwise drop the message and return False."""
+        self.flush()
+        if self._backlog or not self.credits:
+            return False
+        self.put(body, arrays)
+        return True
+
+    def flush(self) -> None:
+        """Take returned credits and send what they allow. Call it in the actor's loop."""
+        while (frames := _receive(self.socket)) is not None:
+            if len(frames) != 2 or len(frames[1]) != _NUMBER.size:
+                continue
+            number = _NUMBER.unpack(frames[1])[0]
+            if frames[0] == _CREDIT:
+                self.credits += number
+            elif frames[0] == _ACK and number in self.unacknowledged:
+                self.unacknowledged.discard(number)
+                self.credits += 1
+        while self._backlog and self.credits:
+            self._sent += 1
+            self.credits -= 1
+            self.unacknowledged.add(self._sent)
+            self.socket.send_multipart([_DATA, _NUMBER.pack(self._sent), *self._backlog.popleft()])
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class ControlServer:
+    """The controller's end: any actor's messages in, messages to named actors out."""
+
+    def __init__(self, host: str) -> None:
+        self.socket = context().socket(zmq.ROUTER)
+        self.socket.linger = 1000
+        self.socket.router_mandatory = True
+        self.socket.rcvhwm = self.socket.sndhwm = 0
+        self.address = bind(self.socket, host)
+        self.rejected = self.undeliverable = 0
+
+    def receive(self) -> tuple[str, Message] | None:
+        """(name of the sender, message), or None if there is none."""
+        while (frames := _receive(self.socket)) is not None:
+            try:
+                return frames[0].decode(), decode(frames[1:])[0]
+            except (WireError, UnicodeDecodeError):
+                self.rejected += 1
+        return None
+
+    def send(self, name: str, body: Message) -> bool:
+        """False if no actor of that name is connected."""
+        try:
+            self.socket.send_multipart([name.encode(), *encode(body)], zmq.NOBLOCK)
+            return True
+        except zmq.ZMQError:
+            self.undeliverable += 1
+            return False
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class ControlClient:
+    """An actor's end."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.socket = context().socket(zmq.DEALER)
+        self.socket.linger = 2000
+        self.socket.identity = name.encode()
+        self.socket.connect(address)
+
+    def send(self, body: Message) -> None:
+        self.socket.send_multipart(encode(body))
+
+    def receive(self) -> Message | None:
+        frames = _receive(self.socket)
+        return None if frames is None else decode(frames)[0]
+
+    def close(self) -> None:
+        self.socket.close()

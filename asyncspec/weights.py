@@ -1,0 +1,217 @@
+"""Versioned weight broadcast: an immutable snapshot, a shadow buffer, a commit record, a swap between two engine steps.
+
+One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group; gloo on
+CPUs, NCCL where CUDA is, one code path. The controller decides who is a member; each change of membership is a new epoch
+with a new group.
+
+    sender    snapshot(v+1) | announce -> broadcast payload, record          (a thread; training goes on)
+    receiver                    staging <- payload, record matches v+1       (a thread; generation goes on)
+    receiver                                                      take() -> v+1, between two engine steps
+
+A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record (kind,
+version, epoch, bytes) arrived and matched. Every collective has a deadline.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT_S = 60.0
+
+
+class BroadcastError(RuntimeError):
+    """A broadcast that failed or delivered something else than announced."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How named float32 tensors lie in one flat buffer."""
+
+    entries: tuple[tuple[str, tuple[int, ...], int], ...]  # name, shape, first element
+    elements: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Layout":
+        entries, offset = [], 0
+        for name, tensor in tensors.items():
+            entries.append((name, tuple(tensor.shape), offset))
+            offset += tensor.numel()
+        return cls(tuple(entries), offset)
+
+    @torch.no_grad()
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A copy of all tensors, float32 [elements]; later changes of the tensors do not reach it."""
+        device = next(iter(tensors.values())).device
+        flat = torch.empty(self.elements, dtype=torch.float32, device=device)
+        for (name, shape, offset) in self.entries:
+            flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
+        return flat
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The named tensors inside a flat buffer."""
+        return {name: flat[offset : offset + torch.Size(shape).numel()].view(shape) for name, shape, offset in self.entries}
+
+
+class BroadcastGroup:
+    """One epoch of a broadcast group."""
+
+    def __init__(self, store_host: str, store_port: int, kind: str, epoch: int, members: list[str], me: str, device: str):
+        """Joins; collective over the members.
+
+        Raises:
+            BroadcastError: not all members joined within the deadline.
+        """
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        self.kind, self.epoch, self.members, self.device = kind, epoch, members, device
+        rank, size = members.index(me), len(members)
+        try:
+            store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timeout)
+            prefix = dist.PrefixStore(f"{kind}/{epoch}", store)
+            if device.startswith("cuda"):
+                self._group = dist.ProcessGroupNCCL(prefix, rank, size, timeout)
+            else:
+                options = dist.ProcessGroupGloo._Options()
+                options._timeout = timeout
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=store_host)]
+                self._group = dist.ProcessGroupGloo(prefix, rank, size, options)
+        except RuntimeError as error:
+            raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send (first member) or receive (others) in place. Collective; blocks until done or the deadline."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            # Bytes, so that every backend carries every dtype.
+            self._group.broadcast([flat.view(torch.uint8)], options).wait()
+        except RuntimeError as error:
+            raise BroadcastError(f"{self.kind} broadcast, epoch {self.epoch}, members {self.members}: {error}") from None
+
+    def record(self, version: int, elements: int) -> torch.Tensor:
+        """The commit record that follows a payload."""
+        return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
+
+
+class _Worker:
+    """A thread that does collectives in order; errors surface in the owner's next call."""
+
+    def __init__(self, name: str, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
+        self._where = (store_host, store_port, kind)
+        self._me, self._device = me, device
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._group: BroadcastGroup | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def form(self, epoch: int, members: list[str], joined: Callable[[], None]) -> None:
+        """Join a new epoch; `joined` is called in the thread when the group stands."""
+
+        def task() -> None:
+            self._group = BroadcastGroup(*self._where, epoch, members, self._me, self._device)
+            joined()
+
+        self._tasks.put(task)
+
+    def check(self) -> None:
+        """Raises what the thread raised, if it did."""
+        if self._error is not None:
+            raise BroadcastError(str(self._error)) from self._error
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:  # handed to the owner by check()
+                self._error = error
+                return
+
+
+class Publisher(_Worker):
+    """The sending end: one snapshot under way at a time."""
+
+    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout) -> None:
+        self.layout = layout
+        self._idle = threading.Event()
+        self._idle.set()
+        super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
+
+    @property
+    def busy(self) -> bool:
+        return not self._idle.is_set()
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], announce: Callable[[], None]) -> None:
+        """Snapshot now, announce, broadcast in the background. Waits for the broadcast before this one.
+
+        Raises:
+            BroadcastError: that one failed or is past its deadline.
+        """
+        self.drain()
+        flat = self.layout.snapshot(tensors)
+        announce()
+        self._idle.clear()
+
+        def task() -> None:
+            self._group.broadcast(flat)
+            self._group.broadcast(self._group.record(version, flat.numel()))
+            self._idle.set()
+
+        self._tasks.put(task)
+
+    def drain(self) -> None:
+        """Wait for the broadcast under way."""
+        for _ in range(int(COLLECTIVE_TIMEOUT_S * 10) + 10):
+            self.check()
+            if self._idle.wait(0.1):
+                return
+        raise BroadcastError(f"{self._where[2]} broadcast: not finished after {COLLECTIVE_TIMEOUT_S:.0f} s")
+
+
+class Receiver(_Worker):
+    """The receiving end: staging buffers fill in the background, `take` hands over the newest complete version."""
+
+    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout,
+                 received: Callable[[int], None]) -> None:
+        """
+        Args:
+            received: called in the thread with each version that is complete in staging.
+        """
+        self.layout = layout
+        self._received = received
+        self._complete: tuple[int, torch.Tensor] | None = None
+        self._lock = threading.Lock()
+        super().__init__(f"receive-{kind}", store_host, store_port, kind, me, device)
+
+    def expect(self, version: int, epoch: int) -> None:
+        """Take part in the broadcast of `version`."""
+
+        def task() -> None:
+            flat = torch.empty(self.layout.elements, dtype=torch.float32, device=self._device)
+            self._group.broadcast(flat)
+            expected = self._group.record(version, flat.numel())
+            record = torch.zeros_like(expected)
+            self._group.broadcast(record)
+            if not torch.equal(record, expected) or epoch != self._group.epoch:
+                raise BroadcastError(f"{self._where[2]}: commit record {record.tolist()}, expected {expected.tolist()}")
+            with self._lock:
+                self._complete = (version, flat)
+            self._received(version)
+
+        self._tasks.put(task)
+
+    def take(self) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The newest complete version and its tensors, once; None if there is no new one."""
+        self.check()
+        with self._lock:
+            complete, self._complete = self._complete, None
+        return None if complete is None else (complete[0], self.layout.views(complete[1]))
