@@ -1,0 +1,298 @@
+"""The controller: owns the prompt order, the policy clock, the ledger and the timeline of the run.
+
+- Waits until every actor is up and has joined its broadcast groups, each with a deadline.
+- Issues tickets for step s as soon as the clock admits them, in order, to the generator with the least to do.
+- Passes each published version on to its receivers.
+- Writes a ledger line for each ticket's fate, and a metrics row for each step.
+- Ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or when
+  nothing has moved for stall_timeout_s; then it says what was waited for.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from asyncspec import messages as m
+from asyncspec import transport
+from asyncspec.actors.base import ActorSpec
+from asyncspec.config import from_yaml, resolve_path
+from asyncspec.lag import PolicyClock
+from asyncspec.rl import tasks
+from asyncspec.timing.exporters import Console, Ledger, RunMetrics, TraceFile
+from asyncspec.timing.metrics import step_row
+
+EVALUATION_IDS = 1 << 40  # ticket ids from here on are evaluations
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message is one line for the user."""
+
+
+def actor_names(config) -> dict[str, str]:
+    """name -> role of every actor but the controller."""
+    names = {"trainer": "trainer", "logprob": "logprob"}
+    names |= {f"generator{i}": "generator" for i in range(config.deployment.generators)}
+    if config.adapting:
+        names["draft_adapter"] = "draft_adapter"
+    return names
+
+
+class Controller:
+    role = "controller"
+
+    def __init__(self, spec: ActorSpec) -> None:
+        self.config = from_yaml(spec.config_yaml)
+        self.run_dir = Path(spec.run_dir)
+        self.server = transport.ControlServer(self.config.deployment.host)
+        self.address = self.server.address
+        self.names = actor_names(self.config)
+        self.generators = [name for name, role in self.names.items() if role == "generator"]
+        self.clock = PolicyClock(self.config.policy_lag)
+        self.pending: deque[m.Ticket] = deque()  # issued, not yet sent
+        self.outstanding: dict[int, tuple[m.Ticket, str, float]] = {}  # sent: ticket, generator, when
+        self.next_step = 0  # whose tickets are issued next
+        self.trained_steps = 0
+        self.evaluations: dict[int, dict] = {}  # version -> what came back so far
+        self.accuracy: tuple[float, int] = (float("nan"), -1)
+        self.counters: dict[str, float] = {}
+        self.heard: dict[str, float] = {}
+        self.gone: set[str] = set()
+        self.stop_reason = ""
+        self.failure = ""
+
+    def run(self) -> int:
+        """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted."""
+        self.console = Console(self.config, self.run_dir)
+        self.ledger, self.trace = Ledger(self.run_dir), TraceFile(self.run_dir)
+        self.metrics = RunMetrics(self.run_dir)
+        try:
+            self._load_data()
+            self._start()
+            while not self.stop_reason:
+                self._issue()
+                self._dispatch()
+                self._listen(0.02)
+                self._check_end()
+        except RunFailed as error:
+            self.failure = self.stop_reason = str(error)
+        except Exception as error:
+            (self.run_dir / "logs").mkdir(exist_ok=True)
+            (self.run_dir / "logs" / "controller.log").write_text(traceback.format_exc())
+            self.failure = self.stop_reason = f"controller: {type(error).__name__}: {error}"
+        self._stop_all()
+        self.metrics.close()
+        self.ledger.close()
+        self.trace.close()
+        self.console.end(self.failure, self.stop_reason, self.metrics.rows)
+        return 1 if self.failure else 0 if self.stop_reason == "finished" else 130
+
+    # Beginning and end.
+    def _load_data(self) -> None:
+        from asyncspec.models import tokenizer
+
+        d = self.config.data
+        try:
+            if d.train_file:
+                self.problems = tasks.load_jsonl(d.train_file)
+                self.held_out = tasks.load_jsonl(d.eval_file) if d.eval_file else []
+            else:
+                held_out = tasks.sums(self.config.seed + 1_000_003, d.eval_prompts)
+                seen = {p.prompt for p in held_out}
+                self.held_out = held_out
+                self.problems = [p for p in tasks.sums(self.config.seed, d.train_prompts) if p.prompt not in seen]
+            self.tokenizer = tokenizer.load(resolve_path(self.config.model.path))
+        except ValueError as error:
+            raise RunFailed(str(error)) from None
+        limit = self.config.engine.max_prompt_tokens
+        for problem in [*self.problems, *self.held_out]:
+            count = len(self.tokenizer.encode(problem.prompt).ids)
+            if not 0 < count <= limit:
+                raise RunFailed(f"engine.max_prompt_tokens={limit}: the prompt {problem.prompt[:40]!r} has {count} tokens; "
+                                f"expected 1 to {limit}; nearest valid choice: engine.max_prompt_tokens={count}")
+        # The order of prompts is a function of the seed alone.
+        rng = np.random.default_rng([self.config.seed, 0x7072])
+        needed = self.config.steps * self.config.rl.groups_per_step
+        self.order = np.concatenate(
+            [rng.permutation(len(self.problems)) for _ in range(-(-needed // len(self.problems)))])
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        deployment = self.config.deployment
+        hellos: dict[str, m.Hello] = {}
+        self._listen_until(lambda: len(hellos) == len(self.names), hellos, "to start")
+        self.store = dist.TCPStore(deployment.host, 0, is_master=True, wait_for_workers=False)
+        addresses = {name: hello.address for name, hello in hellos.items()}
+        self.outboxes = {name: transport.Outbox(addresses[name]) for name in self.generators}
+        self.members = {"policy": ["trainer", "logprob", *self.generators]}
+        if self.config.adapting:
+            self.members["draft"] = ["draft_adapter", *self.generators]
+        for name in self.names:
+            self.server.send(name, m.Welcome(addresses, deployment.host, self.store.port))
+        for kind, members in self.members.items():
+            for name in members:
+                self.server.send(name, m.Membership(kind, 1, members))
+        ready: dict[str, m.Ready] = {}
+        self._listen_until(lambda: len(ready) == len(self.names), ready, "to load and join its broadcast group")
+        self.console.line(f"{len(self.names) + 1} actors ready: controller, {', '.join(self.names)}")
+        self._evaluate(0)
+        self.moved = time.monotonic()
+
+    def _listen_until(self, done, into: dict, what: str) -> None:
+        deadline = time.monotonic() + self.config.deployment.start_timeout_s
+        while not done():
+            self._listen(0.1, into)
+            if self.stop_reason:
+                raise RunFailed(self.stop_reason)
+            if time.monotonic() > deadline:
+                missing = sorted(set(self.names) - set(into))
+                raise RunFailed(f"waited {self.config.deployment.start_timeout_s:.0f} s for {', '.join(missing)} {what}; "
+                                f"see {self.run_dir}/logs, or raise deployment.start_timeout_s")
+
+    def _check_end(self) -> None:
+        steps = self.config.steps
+        if self.trained_steps == steps and not self.evaluations:
+            self.stop_reason = "finished"
+            return
+        limit = self.config.deployment.stall_timeout_s
+        if time.monotonic() - self.moved > limit:
+            oldest = min(self.outstanding.values(), key=lambda item: item[2], default=None)
+            where = f"ticket {oldest[0].ticket_id} of step {oldest[0].step}, sent to {oldest[1]}" if oldest else "no ticket"
+            silent = max(self.names, key=lambda name: time.monotonic() - self.heard.get(name, 0.0))
+            raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; longest silent: {silent}; see "
+                            f"{self.run_dir}/logs, or raise deployment.stall_timeout_s")
+
+    def _stop_all(self) -> None:
+        for name in self.names:
+            self.server.send(name, m.Stop(self.stop_reason))
+        deadline = time.monotonic() + self.config.deployment.stop_timeout_s
+        while self.gone != set(self.names) and time.monotonic() < deadline:
+            self._listen(0.05)
+        missing = sorted(set(self.names) - self.gone)
+        if missing and not self.failure:
+            self.console.line(f"not stopped within {self.config.deployment.stop_timeout_s} s: {', '.join(missing)}")
+        for ticket, generator, _ in self.outstanding.values():
+            self.ledger.write("dropped", ticket, reason=self.stop_reason, generator=generator)
+        for ticket in self.pending:
+            self.ledger.write("dropped", ticket, reason=self.stop_reason)
+        # Rows held back for an evaluation that will not come.
+        self.metrics.flush()
+
+    # Tickets.
+    def _issue(self) -> None:
+        G = self.config.rl.groups_per_step
+        while self.next_step < self.config.steps and self.clock.may_issue(self.next_step):
+            step = self.next_step
+            for ticket_id in range(step * G, (step + 1) * G):
+                problem = self.problems[self.order[ticket_id]]
+                self._enqueue(ticket_id, step, self.clock.min_version(step), problem, self.config.rl.group_size)
+            self.next_step += 1
+
+    def _evaluate(self, version: int) -> None:
+        if not self.held_out:
+            return
+        self.evaluations[version] = {"rewards": [], "left": len(self.held_out), "started": time.monotonic()}
+        for index, problem in enumerate(self.held_out):
+            ticket_id = EVALUATION_IDS + version * len(self.held_out) + index
+            self._enqueue(ticket_id, version, version, problem, self.config.eval.samples, evaluation=True)
+
+    def _enqueue(self, ticket_id, step, min_version, problem, samples, evaluation=False) -> None:
+        seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
+        ticket = m.Ticket(ticket_id, step, min_version, problem.prompt, problem.answer,
+                          self.tokenizer.encode(problem.prompt).ids, seeds, evaluation)
+        self.pending.append(ticket)
+        self.ledger.write("issued", ticket)
+
+    def _dispatch(self) -> None:
+        """Keep each generator supplied with two engines' worth of samples, the least loaded first."""
+        load = dict.fromkeys(self.generators, 0)
+        for ticket, generator, _ in self.outstanding.values():
+            if ticket.ticket_id >= EVALUATION_IDS or generator in load:
+                load[generator] += len(ticket.seeds)
+        while self.pending:
+            generator = min(load, key=load.get)
+            if load[generator] >= 2 * self.config.engine.slots:
+                break
+            ticket = self.pending.popleft()
+            self.outboxes[generator].put(ticket)
+            self.outstanding[ticket.ticket_id] = (ticket, generator, time.monotonic())
+            load[generator] += len(ticket.seeds)
+        for outbox in self.outboxes.values():
+            outbox.flush()
+
+    # Messages.
+    def _listen(self, timeout_s: float, into: dict | None = None) -> None:
+        transport.wait([self.server, *getattr(self, "outboxes", {}).values()], timeout_s)
+        while (item := self.server.receive()) is not None:
+            name, message = item
+            self.heard[name] = time.monotonic()
+            if isinstance(message, (m.Hello, m.Ready)):
+                if into is not None and message.name in self.names:
+                    into[message.name] = message
+            else:
+                self._handle(message)
+
+    def _handle(self, message: m.Message) -> None:
+        if isinstance(message, m.Publish):
+            self._published(message)
+        elif isinstance(message, m.Received):
+            self.moved = time.monotonic()
+        elif isinstance(message, m.EvalDone):
+            self._evaluated(message)
+        elif isinstance(message, m.StepDone):
+            self._step_done(message)
+        elif isinstance(message, m.Spans):
+            self.trace.write(message.actor, message.spans)
+            self.counters |= message.counters
+        elif isinstance(message, m.Failed):
+            self.gone.add(message.name)
+            if not self.failure:
+                self.failure = self.stop_reason = (
+                    f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log")
+        elif isinstance(message, m.Stopped):
+            self.gone.add(message.name)
+        elif isinstance(message, m.Interrupt):
+            self.stop_reason = self.stop_reason or message.reason
+
+    def _published(self, message: m.Publish) -> None:
+        if message.kind == "policy":
+            self.clock.publish(message.version)
+            every, last = self.config.eval.every, self.config.steps
+            if message.version == last or (every and message.version % every == 0):
+                self._evaluate(message.version)
+        for name in self.members[message.kind][1:]:
+            self.server.send(name, m.Receive(message.kind, message.version, 1))
+
+    def _evaluated(self, message: m.EvalDone) -> None:
+        item = self.outstanding.pop(message.ticket_id, None)
+        if item is None:
+            return
+        ticket, generator, _ = item
+        self.moved = time.monotonic()
+        self.ledger.write("evaluated", ticket, generator=generator, version_min=message.version_min)
+        evaluation = self.evaluations[ticket.step]
+        evaluation["rewards"] += message.rewards
+        evaluation["left"] -= 1
+        if not evaluation["left"]:
+            del self.evaluations[ticket.step]
+            self.accuracy = (float(np.mean(evaluation["rewards"])), ticket.step)
+            self.console.evaluated(*self.accuracy, len(evaluation["rewards"]))
+            self.metrics.evaluated(*self.accuracy)
+
+    def _step_done(self, message: m.StepDone) -> None:
+        self.moved = time.monotonic()
+        self.trained_steps = message.step + 1
+        for record in message.groups:
+            ticket, generator, _ = self.outstanding.pop(record.ticket_id)
+            self.ledger.write("trained", ticket, generator=generator, version_min=record.version_min,
+                              version_max=record.version_max, trained_in=message.step)
+            self.trace.write_group(ticket.step, record)
+        row = step_row(message, self.config, self.counters, self.accuracy)
+        self.metrics.write(row, final=message.step + 1 == self.config.steps and bool(self.held_out))
+        self.console.step(row)
+

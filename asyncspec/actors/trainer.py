@@ -1,0 +1,200 @@
+"""The trainer: accumulates the gradient as groups arrive in ticket order, steps, publishes the next version.
+
+- Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in.
+- A group outside the policy lag is refused with `LagError`, before it touches the gradient.
+- Losses are summed over tokens; gradients are divided once a step by the number of tokens.
+- Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncspec import messages as m
+from asyncspec.actors.base import Actor, StopRequested
+from asyncspec.config import Config, OptimizerConfig, RLConfig, resolve_path
+from asyncspec.lag import check_lag
+from asyncspec.timing.spans import now
+
+
+class GradientAccumulator:
+    """One policy update from any number of groups, added one at a time.
+
+    The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided.
+    """
+
+    def __init__(self, model, optimizer_config: OptimizerConfig, rl: RLConfig, temperature: float) -> None:
+        self.model, self.rl, self.temperature, self.cfg = model, rl, temperature, optimizer_config
+        o = optimizer_config
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps)))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the groups added since the last step."""
+        self.optimizer.zero_grad()
+        self.tokens, self.sums = 0, defaultdict(float)
+
+    def add(self, group: m.Group, arrays: m.Arrays) -> None:
+        """Forward and backward over one group."""
+        from asyncspec.models.policy import hidden_states
+        from asyncspec.rl.batch import padded, response_logprobs
+        from asyncspec.rl.grpo import group_advantages, policy_loss
+
+        advantage_G = group_advantages(group.rewards, self.rl.advantage)
+        tokens = int(arrays["lengths"].sum())
+        self.tokens += tokens
+        if not advantage_G.any() and self.rl.kl_coef == 0:
+            return  # all samples alike: the gradient is exactly zero
+        lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
+        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays)
+        logits_GLV = self.model.lm_head(hidden_states(self.model, tokens_GL)[0])
+        logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
+        reference_T = torch.from_numpy(arrays["reference"].copy()) if "reference" in arrays else None
+        loss, stats = policy_loss(
+            logprob_T, torch.from_numpy(arrays["proximal"].copy()), torch.from_numpy(arrays["behaviour"].copy()),
+            advantage_G.repeat_interleave(lengths_G), reference_T, self.rl)
+        loss.backward()
+        for name, value in stats.items():
+            self.sums[name] += float(value)
+
+    def step(self) -> dict[str, float]:
+        """Divide once, clip, update; returns means over tokens and the gradient norm.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; nothing was changed.
+        """
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self.tokens
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm))
+        if not np.isfinite(norm):
+            raise FloatingPointError(f"gradient norm {norm}: the step was not taken")
+        stats = {name: value / self.tokens for name, value in self.sums.items()}
+        stats |= {"grad/norm": norm, "optimizer/lr": self.schedule.get_last_lr()[0]}
+        self.optimizer.step()
+        self.schedule.step()
+        self.clear()
+        return stats
+
+
+class Trainer(Actor):
+    role = "trainer"
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self.threads = self.config.trainer.threads
+        self.step_index = 0
+        self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
+        self.step_start = 0.0
+
+    def inbox_credits(self) -> int:
+        return (self.config.policy_lag + 1) * self.config.rl.groups_per_step
+
+    def load(self) -> None:
+        from asyncspec.models import policy
+
+        c: Config = self.config
+        self.model, self.shape = policy.load(resolve_path(c.model.path))
+        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature)
+
+    def connect(self, welcome: m.Welcome) -> set[str]:
+        from asyncspec.weights import Layout, Publisher
+
+        self.publisher = Publisher(
+            welcome.store_host, welcome.store_port, "policy", self.name, "cpu",
+            Layout.of(dict(self.model.named_parameters())))
+        self.workers = [self.publisher]
+        return {"policy"}
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.Membership):
+            self.join(self.publisher, message)
+
+    def turn(self) -> None:
+        """One optimizer step, waits included."""
+        if self.step_index == self.config.steps:
+            self.publisher.check()
+            self.wait(0.05)
+            return
+        step, start = self.step_index, self.step_start or now()
+        self.waits, self.busy = [], {"data": 0.0, "train": 0.0, "prepare": 0.0}
+        records = []
+        count = self.config.rl.groups_per_step
+        for ticket_id in range(step * count, (step + 1) * count):
+            group, arrays = self._next_group(ticket_id)
+            self.pump()
+            if self.stopping:
+                raise StopRequested
+            with self._part("train", step, ticket_id):
+                records.append(self._train(step, group, arrays))
+        with self._part("train", step):
+            stats = self.accumulator.step()
+        lags = np.concatenate([step - arrays_versions for arrays_versions in self._versions])
+        stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
+        self._versions.clear()
+        with self._part("prepare", step):
+            self.publisher.publish(step + 1, dict(self.model.named_parameters()),
+                                   lambda: self.control.send(m.Publish("policy", step + 1)))
+        end = now()
+        self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records))
+        self.step_index, self.step_start = step + 1, end
+
+    def finish(self) -> None:
+        """Write the policy as a Hugging Face directory."""
+        from asyncspec.models import policy
+
+        directory = Path(self.spec.run_dir) / "checkpoint" / "policy"
+        policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path))
+        self.log(f"checkpoint of version {self.step_index} written to {directory}")
+        if not self.stopping.startswith("finished"):
+            return
+        self.publisher.drain()
+
+    _versions: list[np.ndarray] = []
+
+    def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
+        versions = arrays["versions"]
+        check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
+        self.accumulator.add(group, arrays)
+        self._versions.append(versions)
+        return m.GroupRecord(
+            group.ticket.ticket_id, group.generator, float(np.mean(group.rewards)), len(set(group.rewards)) > 1,
+            arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,
+            group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases)
+
+    def _next_group(self, ticket_id: int) -> tuple[m.Group, m.Arrays]:
+        start = now()
+        self._sort_inbox()
+        if ticket_id not in self.arrived:
+            while ticket_id not in self.arrived:
+                self.publisher.check()
+                self.wait_step()
+                self._sort_inbox()
+            end = now()
+            self.waits.append(m.Wait(ticket_id, start, end))
+            self.recorder.add("wait", start, end, self.step_index, ticket_id)
+        else:
+            self.busy["data"] += now() - start
+        return self.arrived.pop(ticket_id)
+
+    def _sort_inbox(self) -> None:
+        while (item := self.inbox.take()) is not None:
+            group, arrays, _ = item
+            self.arrived[group.ticket.ticket_id] = (group, arrays)
+
+    @contextmanager
+    def _part(self, name: str, step: int, ticket: int = -1):
+        start = time.monotonic()
+        yield
+        end = time.monotonic()
+        self.busy[name] += end - start
+        self.recorder.add(name, start, end, step, ticket, step)

@@ -1,0 +1,92 @@
+"""One host, started and watched by Monarch: one process mesh of one process for each actor.
+
+Monarch supervises: a process that dies is an event here within half a second, with the actor's name. The actors do not know
+Monarch; `_Host` is the only Monarch actor and plays whatever role it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+
+from asyncspec.actors.base import ActorSpec
+from asyncspec.config import Config
+from asyncspec.launch import roles
+from asyncspec.launch.interrupt import InterruptFlag, ask_to_stop
+
+# Set before Monarch is imported: deaths are noticed in half a second, not ten.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import monarch.actor as monarch  # noqa: E402
+
+POLL_S = 0.1
+
+
+class _Host(monarch.Actor):
+    """Plays one role in its process."""
+
+    @monarch.endpoint
+    def prepare(self, spec: dict) -> str:
+        """Make the actor; returns the controller's address if it is the controller."""
+        self.actor = roles.make(ActorSpec(**spec))
+        return getattr(self.actor, "address", "")
+
+    @monarch.endpoint
+    def run(self) -> int:
+        return self.actor.run()
+
+
+def launch(config: Config) -> int:
+    """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
+    roles.prepare_run_dir(config)
+    interrupt = InterruptFlag()
+    # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
+    # `_watch` through the result of the actor's `run`.
+    monarch.unhandled_fault_hook = lambda failure: None
+    host = monarch.this_host()
+    specs = roles.specs(config)
+    meshes = {spec.name: host.spawn_procs(name=spec.name) for spec in specs}
+    actors = {spec.name: meshes[spec.name].spawn("host", _Host) for spec in specs}
+    controller = specs[0]
+    address = actors["controller"].prepare.call_one(msgspec.structs.asdict(controller)).get(timeout=60)
+    results = {"controller": actors["controller"].run.call_one()}
+    for spec in specs[1:]:
+        spec = msgspec.structs.replace(spec, control_address=address)
+        actors[spec.name].prepare.broadcast(msgspec.structs.asdict(spec))
+        results[spec.name] = actors[spec.name].run.call_one()
+    code = _watch(config, results, address, interrupt)
+    for mesh in meshes.values():
+        try:
+            mesh.stop().get(timeout=2)
+        except Exception:  # it is gone already; nothing is left to stop
+            pass
+    return code
+
+
+def _watch(config: Config, results: dict, address: str, interrupt: InterruptFlag) -> int:
+    """Until the controller has ended; tells it of interrupts and deaths."""
+    told, code, dead = False, None, {}
+    while code is None:
+        for name, result in list(results.items()):
+            try:
+                value = result.get(timeout=POLL_S / len(results))
+            except TimeoutError:
+                continue
+            except Exception as error:
+                value, dead[name] = 1, str(error).splitlines()[0]
+            del results[name]
+            if name == "controller":
+                code = value
+            elif name in dead and not told:
+                print(f"{name} died: {dead[name][:200]}", flush=True)
+                told = True
+                ask_to_stop(address, "launcher")
+        if interrupt.count and not told:
+            told = True
+            ask_to_stop(address, "launcher")
+        if interrupt.count > 1 or (interrupt.count and time.monotonic() - interrupt.first > config.deployment.stop_timeout_s + 0.5):
+            return 130
+    return 1 if dead and code == 130 else code

@@ -1,0 +1,182 @@
+"""What a run leaves behind: metrics.jsonl and TensorBoard, trace.json, the ledger, and lines on the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from asyncspec.messages import GroupRecord, Span, Ticket
+
+
+class RunMetrics:
+    """metrics.jsonl, one object a step, and the same numbers as TensorBoard scalars."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.rows: list[dict] = []
+        self._file = open(run_dir / "metrics.jsonl", "a")
+        self._board = SummaryWriter(str(run_dir / "tb"))
+        self._held: dict | None = None
+
+    def write(self, row: dict, final: bool = False) -> None:
+        """Write a step's row; the final one waits for the evaluation of the last version."""
+        self.rows.append(row)
+        self._held = row
+        if not final:
+            self.flush()
+
+    def evaluated(self, accuracy: float, version: int) -> None:
+        if self._held is not None and self._held["policy_version"] == version:
+            self._held |= {"eval/accuracy": accuracy, "eval/policy_version": version}
+            self.flush()
+        self._board.add_scalar("eval/accuracy_by_version", accuracy, version)
+
+    def flush(self) -> None:
+        if self._held is None:
+            return
+        row, self._held = self._held, None
+        # A number that is not finite is no JSON; null says "unknown".
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+        for key, value in clean.items():
+            if isinstance(value, (int, float)) and key not in ("step", "policy_version"):
+                self._board.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+        self._board.close()
+
+
+class Ledger:
+    """ledger.jsonl: one line for each event in a ticket's life: issued, then trained, evaluated or dropped."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = open(run_dir / "ledger.jsonl", "a", buffering=1)
+
+    def write(self, event: str, ticket: Ticket, **details) -> None:
+        self._file.write(json.dumps({
+            "time": round(time.time(), 3), "event": event, "ticket": ticket.ticket_id, "step": ticket.step,
+            "min_version": ticket.min_version, "evaluation": ticket.evaluation, **details}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TraceFile:
+    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, one async slice a ticket.
+
+    Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be missing.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = open(run_dir / "trace.json", "w")
+        self._file.write("[\n")
+        self._tracks: dict[str, int] = {}
+        self._origin = time.monotonic()
+        self._first = True
+
+    def write(self, actor: str, spans: Sequence[Span]) -> None:
+        for span in spans:
+            args = {k: getattr(span, k) for k in ("step", "ticket", "version") if getattr(span, k) >= 0}
+            self._event({"name": span.name, "ph": "X", "pid": 1, "tid": self._track(actor), "cat": actor,
+                         "ts": self._us(span.start), "dur": round((span.end - span.start) * 1e6, 1), "args": args})
+
+    def write_group(self, step: int, record: GroupRecord) -> None:
+        """The way of a trained ticket through the actors, as nested async slices."""
+        common = {"cat": "ticket", "id": record.ticket_id, "pid": 1, "tid": self._track("tickets")}
+        args = {"step": step, "versions": [record.version_min, record.version_max], "reward": record.reward_mean}
+        outer = {"name": f"ticket {record.ticket_id}", "args": args, **common}
+        self._event({"ph": "b", "ts": self._us(record.phases[0].start), **outer})
+        for phase in record.phases:
+            self._event({"ph": "b", "name": phase.name, "ts": self._us(phase.start), **common})
+            self._event({"ph": "e", "name": phase.name, "ts": self._us(phase.end), **common})
+        self._event({"ph": "e", "ts": self._us(record.phases[-1].end), **outer})
+
+    def close(self) -> None:
+        self._file.write("\n]\n")
+        self._file.close()
+
+    def _us(self, seconds: float) -> float:
+        return round((seconds - self._origin) * 1e6, 1)
+
+    def _track(self, actor: str) -> int:
+        if actor not in self._tracks:
+            self._tracks[actor] = len(self._tracks) + 1
+            self._event({"name": "thread_name", "ph": "M", "pid": 1, "tid": self._tracks[actor], "args": {"name": actor}})
+        return self._tracks[actor]
+
+    def _event(self, event: dict) -> None:
+        self._file.write(("" if self._first else ",\n") + json.dumps(event))
+        self._first = False
+
+
+TABLE_ROWS = (
+    ("data", "time/data"), ("prepare (weight sync)", "time/prepare"), ("exposed generation", "time/exposed_generation"),
+    ("exposed logprob", "time/exposed_logprob"), ("train", "time/train"), ("other", "time/other"), ("step", "time/step"),
+    ("generation, hidden or not", "time/generation"), ("logprob, hidden or not", "time/logprob"),
+)
+
+
+class Console:
+    """Lines for the person who watches: one a step, a table at the end."""
+
+    def __init__(self, config, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._started = time.monotonic()
+        self._first_accuracy: float | None = None
+        self._accuracy = float("nan")
+        k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
+        self.line(f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
+                  f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}")
+
+    def line(self, text: str) -> None:
+        self._out.print(text, markup=False)
+
+    def evaluated(self, accuracy: float, version: int, rollouts: int) -> None:
+        if self._first_accuracy is None:
+            self._first_accuracy = accuracy
+        self._accuracy = accuracy
+        self.line(f"held-out accuracy {accuracy:.1%} with version {version} ({rollouts} rollouts)")
+
+    def step(self, row: dict) -> None:
+        done = row["step"] + 1
+        left = (time.monotonic() - self._started) / done * (self.config.steps - done)
+        self.line(
+            f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
+            f"tokens {row['tokens/response_mean']:.0f}  accepted {row['spec/acceptance_length']:.2f}  "
+            f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
+            f"{row['time/exposed_generation']:.2f})  left {int(left) // 60}:{int(left) % 60:02d}")
+
+    def end(self, failure: str, reason: str, rows: list[dict]) -> None:
+        if rows:
+            # The first step holds the filling of the pipeline; with more than one it is shown apart.
+            steady = rows[1:] or rows
+            table = Table(title=f"Seconds per step, median and mean of {len(steady)} steps after the first", title_justify="left")
+            for heading in ("part", "median", "mean", "share", "first step"):
+                table.add_column(heading, justify="left" if heading == "part" else "right")
+            total = float(np.mean([r["time/step"] for r in steady]))
+            for label, key in TABLE_ROWS:
+                values = [r[key] for r in steady]
+                table.add_row(label, f"{np.median(values):.3f}", f"{np.mean(values):.3f}", f"{np.mean(values) / total:.0%}",
+                              f"{rows[0][key]:.3f}", end_section=key in ("time/other", "time/step"))
+            self._out.print(table)
+        if self._first_accuracy is not None and rows:
+            self.line(f"held-out accuracy {self._first_accuracy:.1%} -> {self._accuracy:.1%}; "
+                      f"largest lag {max(r['lag/max'] for r in rows):.0f} of {self.config.policy_lag} allowed; "
+                      f"{time.monotonic() - self._started:.0f} s")
+        if failure:
+            self.line(f"failed: {failure}")
+        elif reason != "finished":
+            self.line(f"stopped early: {reason}; the checkpoint holds what was trained")
+        self.line(f"results in {self.run_dir}: metrics.jsonl, tb/, trace.json, ledger.jsonl, logs/, checkpoint/")

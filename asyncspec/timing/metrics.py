@@ -1,0 +1,59 @@
+"""One row of metrics.jsonl from what the trainer says of a step. Seconds and tokens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from asyncspec.config import Config
+from asyncspec.messages import StepDone
+from asyncspec.timing.attribution import break_down, covered
+
+
+def step_row(done: StepDone, config: Config, counters: dict[str, float], accuracy: tuple[float, int]) -> dict:
+    """Metrics of step `done.step`.
+
+    Args:
+        counters: latest counters of the actors.
+        accuracy: of the last evaluation, and the version it evaluated.
+    """
+    groups = done.groups
+    phases = {g.ticket_id: g.phases for g in groups}
+    parts = break_down(done.start, done.end, done.waits, done.busy, phases)
+    lengths = np.array([n for g in groups for n in g.response_tokens])
+    verifications, proposed = sum(g.verifications for g in groups), sum(g.proposed for g in groups)
+    seconds = done.end - done.start
+    row = {
+        "step": done.step,
+        "policy_version": done.step + 1,
+        "reward/mean": float(np.mean([g.reward_mean for g in groups])),
+        "eval/accuracy": None if math.isnan(accuracy[0]) else accuracy[0],
+        "eval/policy_version": accuracy[1],
+        "groups/without_signal": sum(not g.rewards_differ for g in groups) / len(groups),
+        "lag/proximal_max": max(done.step - g.proximal_version for g in groups),
+        "loss/policy": 0.0,
+        "loss/kl": 0.0,
+        **done.stats,
+        "tokens/response_mean": float(lengths.mean()),
+        "tokens/response_max": int(lengths.max()),
+        "tokens/truncated": sum(g.truncated for g in groups) / len(lengths),
+        "time/step": seconds,
+        **{f"time/{part}": value for part, value in parts.items()},
+        # Whole stages, hidden or not: as long as any group of the step was in them.
+        "time/generation": stage_time(groups, "generate"),
+        "time/logprob": stage_time(groups, "logprob"),
+        # For comparison with NeMo-RL: a stopwatch around the trainer's wait, whatever its cause.
+        "timing/train/exposed_generation": sum(w.end - w.start for w in done.waits),
+        "spec/draft_length": proposed / verifications if verifications else 0.0,
+        "spec/acceptance_length": (lengths.sum() - len(lengths)) / verifications if verifications else 1.0,
+        "spec/acceptance_rate": sum(g.accepted for g in groups) / proposed if proposed else 0.0,
+        "spec/draft_version": max(g.draft_version for g in groups),
+        "throughput/tokens_per_s": float(lengths.sum()) / seconds,
+        **counters,
+    }
+    return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
+
+
+def stage_time(groups, name: str) -> float:
+    return covered((p.start, p.end) for g in groups for p in g.phases if p.name == name)
