@@ -243,9 +243,9 @@ _decoder = msgspec.msgpack.Decoder(_Envelope)
 
 def encode(body: Message, arrays: Arrays | None = None) -> list:
     """Frames of a message: one header, then one buffer an array."""
-    kept = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    kept = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
     specs = tuple(_ArraySpec(name, array.dtype.name, array.shape) for name, array in kept.items())
-    return [_encoder.encode(_Envelope(WIRE_VERSION, body, specs)), *(memoryview(a).cast("B") if a.size else b"" for a in kept.values())]
+    return [_encoder.encode(_Envelope(WIRE_VERSION, body, specs)), *(a.reshape(-1).view(np.uint8).data for a in kept.values())]
 
 
 def decode(frames: list) -> tuple[Message, Arrays]:

@@ -32,6 +32,8 @@ SHAPE = policy.PolicyShape(
     rope_theta=1e4, norm_eps=1e-6, tied=True, eos_token_id=1, pad_token_id=0,
 )
 
+TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
+
 
 def demonstrations(tokenizer, rng, count, guess, slip):
     """`count` token sequences, prompt and response, with the length of each prompt."""
@@ -45,7 +47,7 @@ def demonstrations(tokenizer, rng, count, guess, slip):
 
 def batches(tokenizer, rng, count, rows, guess, slip):
     """`count` batches of sequences of like length: (tokens_BL, mask_BL of response tokens)."""
-    pool = 16
+    pool = 32
     for _ in range(-(-count // pool)):
         items = sorted(demonstrations(tokenizer, rng, pool * rows, guess, slip), key=lambda item: len(item[0]))
         for index in rng.permutation(pool):
@@ -69,17 +71,19 @@ def warm_up(args, tokenizer):
         optimizer, lambda s: min(1.0, (s + 1) / 50) * 0.5 * (1 + np.cos(np.pi * min(1.0, s / args.steps))))
     with Progress() as progress:
         bar = progress.add_task("policy", total=args.steps)
-        for step, (tokens_BL, mask_BL) in enumerate(batches(tokenizer, rng, args.steps, 64, args.guess, args.slip)):
+        for step, (tokens_BL, mask_BL) in enumerate(batches(tokenizer, rng, args.steps, 32, args.guess, args.slip)):
             hidden_BLD, _ = policy.hidden_states(model, tokens_BL[:, :-1])
             logits_BLV = model.lm_head(hidden_BLD)
-            loss = F.cross_entropy(logits_BLV[mask_BL[:, 1:]], tokens_BL[:, 1:][mask_BL[:, 1:]])
+            # Batches hold sequences of like length, so a mean over each would weigh short responses more.
+            total = F.cross_entropy(logits_BLV[mask_BL[:, 1:]], tokens_BL[:, 1:][mask_BL[:, 1:]], reduction="sum")
+            loss = total / mask_BL.sum()
             optimizer.zero_grad()
-            loss.backward()
+            (total / (len(tokens_BL) * TOKENS_PER_DEMONSTRATION)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             progress.update(bar, advance=1, description=f"policy, loss {loss.item():.3f}")
-            if step % 100 == 99:
+            if step % 200 == 199:
                 progress.console.print(f"policy step {step + 1}: loss {loss.item():.3f}")
     return model
 
@@ -136,7 +140,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "asyncspec/assets/tiny")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1000, help="warm-up steps of 64 demonstrations")
+    parser.add_argument("--steps", type=int, default=1400, help="warm-up steps of 32 demonstrations")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--guess", type=float, default=0.3, help="share of demonstrations that guess the answer")
     parser.add_argument("--slip", type=float, default=0.1, help="share of working steps that hold a slip")

@@ -105,8 +105,10 @@ class PolicyShape:
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840)."""
-        return (min(2, self.n_layers - 1), self.n_layers // 2, max(1, self.n_layers - 3))
+        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840); three different
+        ones also in a shallow policy, which needs three layers for it."""
+        n = self.n_layers
+        return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)
 
 
 def build(shape: PolicyShape, attention: Module.Config | None = None, max_positions: int = 0) -> Qwen3Model:

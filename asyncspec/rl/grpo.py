@@ -26,11 +26,12 @@ def group_advantages(rewards: Sequence[float], kind: str) -> torch.Tensor:
     Args:
         kind: "group" for (r - mean) / (std + 1e-6), "mean" for r - mean (Dr. GRPO, arXiv 2503.20783).
     """
-    r_G = torch.tensor(rewards, dtype=torch.float32)
-    centred_G = r_G - r_G.mean()
-    if kind == "mean":
-        return centred_G
-    return centred_G / (r_G.std(unbiased=False) + 1e-6)
+    r_G = torch.tensor(rewards, dtype=torch.float64)
+    # Equal rewards give exactly zero: their mean may round, and the division below would blow the rounding up.
+    centred_G = (r_G - r_G.mean()) if r_G.max() > r_G.min() else torch.zeros_like(r_G)
+    if kind == "group":
+        centred_G = centred_G / (r_G.std(unbiased=False) + 1e-6)
+    return centred_G.float()
 
 
 def policy_loss(

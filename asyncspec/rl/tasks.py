@@ -1,8 +1,8 @@
 """Tasks: where prompts come from, what a right answer is, and the demonstrations a policy is warmed up on.
 
-The built-in task "sums" is made from a seed. A prompt is a sum of two-digit numbers, "48+7+35="; a worked response
-carries a running total, "48+7=55,55+35=90,#90", and what follows '#' is the answer. The number of terms is 2 + a
-log-normal, so most responses are short and some have hundreds of tokens.
+The built-in task "sums" is made from a seed. A prompt is a sum of many small numbers, "8+7+5="; a worked response carries a
+running total, "8+7=15,15+5=20,#20", and what follows '#' is the answer. The number of terms is 2 + a log-normal, so most
+responses are short and some have hundreds of tokens.
 
 Any other data comes as JSONL with "prompt" and "answer"; any other reward as `module:function`, called as
 `reward(prompt: str, response: str, answer: str) -> float`.
@@ -18,7 +18,7 @@ from typing import Callable
 
 import numpy as np
 
-MAX_TERMS = 24
+MAX_TERMS = 32
 Reward = Callable[[str, str, str], float]
 
 
@@ -30,7 +30,7 @@ class Problem:
 
 def sum_terms(rng: np.random.Generator) -> list[int]:
     count = min(MAX_TERMS, 2 + int(rng.lognormal(1.0, 0.8)))
-    return [int(t) for t in rng.integers(1, 100, count)]
+    return [int(t) for t in rng.integers(1, 10, count)]
 
 
 def sums(seed: int, count: int) -> list[Problem]:

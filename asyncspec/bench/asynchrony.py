@@ -1,0 +1,71 @@
+"""bench async: what the policy lag hides. The default job, policy lag 0 against 1, whole runs interleaved.
+
+Seconds are medians over the steps of a run after the first two, which fill the pipeline; generation is exposed where the
+trainer waited for rollouts that were not generated yet, as attributed from the groups' histories.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from asyncspec.bench.harness import Samples, median, ratio
+from asyncspec.config import ConfigError
+
+STEPS = 24
+SKIP = 2
+PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
+
+
+class AsyncBenchmark:
+    repeats = 3
+    variants = ("lag 0", "lag 1")
+    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "train_s", "generation_s", "lag_max", "tokens_per_s")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        lag = variant.split()[1]
+        run_dir = self.out / f"lag{lag}-{repetition}"
+        # No evaluation and no draft adaptation between the steps: they take the same cores and blur the comparison.
+        command = [sys.executable, "-m", "asyncspec.cli", "train", "--policy-lag", lag, "--run-dir", str(run_dir), "--steps", str(STEPS),
+                   "eval.every=0", "data.eval_prompts=8", f"seed={repetition}", *self.overrides]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise ConfigError(f"bench async: the run {run_dir} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][SKIP:]
+
+        def middle(key: str) -> float:
+            return statistics.median(row[key] for row in rows)
+
+        return {
+            "step_s": middle("time/step"), **{f"{part}_s": middle(f"time/{part}") for part in PARTS},
+            "generation_s": middle("time/generation"), "lag_max": max(row["lag/max"] for row in rows),
+            "tokens_per_s": middle("throughput/tokens_per_s"),
+            "tokens": sum(row["throughput/tokens_per_s"] * row["time/step"] for row in rows),
+        }
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        return {
+            "exposed_generation_lag0_s": median(samples, "lag 0", "exposed_generation_s"),
+            "exposed_generation_lag1_s": median(samples, "lag 1", "exposed_generation_s"),
+            "step_speedup_lag1": ratio(samples, "step_s", "lag 0", "lag 1"),
+        }
+
+    def plot(self, axes, samples: Samples) -> None:
+        left = [0.0] * len(self.variants)
+        for part in PARTS:
+            widths = [median(samples, variant, f"{part}_s") for variant in self.variants]
+            axes.barh(self.variants, widths, left=left, label=part.replace("_", " "))
+            left = [a + b for a, b in zip(left, widths)]
+        axes.set_xlabel("seconds per step")
+        axes.legend(fontsize=8)
+
+
+def make(overrides: Sequence[str], out: Path) -> AsyncBenchmark:
+    return AsyncBenchmark(overrides, out)

@@ -1,0 +1,126 @@
+"""The form all benchmarks share.
+
+A benchmark names its variants and measures one of them at a time. The harness runs them interleaved (every variant once,
+then every variant again), so that what else the machine does falls on all alike; reports medians with their quartiles; and
+writes result.json with every sample, and a plot.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import importlib
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncspec.config import ConfigError
+
+NAMES = {"async": "asyncspec.bench.asynchrony", "speculation": "asyncspec.bench.speculation"}
+
+Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
+
+
+class Benchmark(Protocol):
+    """What a benchmark's module gives: `make(overrides, out) -> Benchmark`."""
+
+    repeats: int
+    variants: Sequence[str]
+    columns: Sequence[str]  # the measurements the table shows
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]: ...
+
+    def headline(self, samples: Samples) -> dict[str, float]: ...
+
+    def plot(self, axes, samples: Samples) -> None: ...
+
+
+def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
+    """Measure, print, write; returns the exit code."""
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(name, NAMES, 1, 0.0)[0]
+        raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}; nearest: {nearest}")
+    directory = Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
+    console, samples = Console(highlight=False, soft_wrap=True), {variant: [] for variant in benchmark.variants}
+    for repetition in range(repeats or benchmark.repeats):
+        for variant in benchmark.variants:
+            measured = benchmark.measure(variant, repetition)
+            samples[variant].append(measured)
+            shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
+            console.print(f"[{repetition + 1}/{repeats or benchmark.repeats}] {variant}: {shown}", markup=False)
+    headline = benchmark.headline(samples)
+    console.print(_table(name, benchmark, samples))
+    for key, value in headline.items():
+        console.print(f"{key}: {value:.3f}", markup=False)
+    (directory / "result.json").write_text(json.dumps({
+        "benchmark": name, "headline": headline, "samples": samples, "machine": machine(), "versions": versions(),
+        "command": "asyncspec " + shlex.join(sys.argv[1:]), "date": datetime.datetime.now().isoformat(timespec="seconds"),
+    }, indent=1) + "\n")
+    _plot(name, benchmark, samples, directory / "plot.png")
+    console.print(f"written: {directory}/result.json, {directory}/plot.png", markup=False)
+    return 0
+
+
+def median(samples: Samples, variant: str, key: str) -> float:
+    return statistics.median(sample[key] for sample in samples[variant])
+
+
+def ratio(samples: Samples, key: str, above: str, below: str) -> float:
+    """Median over repetitions of the ratio of two variants measured in the same repetition."""
+    return statistics.median(a[key] / b[key] for a, b in zip(samples[above], samples[below]))
+
+
+def machine() -> dict[str, str | int]:
+    model = platform.processor()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    return {"system": platform.system(), "machine": platform.machine(), "processor": model, "cores": os.cpu_count() or 0}
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in ("asyncspec", "torch", "torchtitan", "pyzmq")}}
+
+
+def _table(name: str, benchmark: Benchmark, samples: Samples) -> Table:
+    table = Table(title=f"bench {name}: median (first to third quartile)", title_justify="left")
+    table.add_column("variant")
+    for column in benchmark.columns:
+        table.add_column(column, justify="right")
+    for variant, measured in samples.items():
+        cells = []
+        for column in benchmark.columns:
+            values = [sample[column] for sample in measured if column in sample]
+            if not values:
+                cells.append("")
+                continue
+            low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values * 3)
+            cells.append(f"{statistics.median(values):.3g} ({low:.3g} to {high:.3g})")
+        table.add_row(variant, *cells)
+    return table
+
+
+def _plot(name: str, benchmark: Benchmark, samples: Samples, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    benchmark.plot(axes, samples)
+    axes.set_title(f"asyncspec bench {name}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,162 @@
+"""The engine against the model it runs: distributions, greedy equality, logprobs, versions, batching."""
+
+import itertools
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from asyncspec.engine.base import Request
+from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.models import policy as policies
+from asyncspec.models.policy import hidden_states
+from asyncspec.speculation.verify import sampling_distribution
+
+PROMPT = [2, 3, 5]
+ALPHA = 1e-4  # chance that one distribution test fails though the engine is exact
+
+
+def make(shape, policy, draft=None, slots=64, k=3, **settings):
+    engine = TorchEngine(shape, draft, slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length=k, **settings)
+    engine.load_policy(dict(policy.named_parameters()), 0)
+    return engine
+
+
+def run(engine, prompts, samples=1, length=24, first_seed=0):
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(i, prompt, [first_seed + 1000 * i + j for j in range(samples)], length))
+    done = []
+    while engine.live or engine.waiting:
+        done += engine.poll()
+    return {(c.request_id, c.sample): c for c in done}
+
+
+def exact_sequences(policy, settings, length, eos):
+    """{tokens: probability} of every response of at most `length` tokens."""
+    result, open_ = {}, {(): 1.0}
+    for _ in range(length):
+        prefixes = list(open_)
+        tokens = torch.tensor([PROMPT + list(p) for p in prefixes])
+        logits = policy.lm_head(hidden_states(policy, tokens)[0][:, -1])
+        probs = sampling_distribution(logits, *settings).double()
+        extended = {}
+        for prefix, row in zip(prefixes, probs):
+            for token, p in enumerate(row.tolist()):
+                if p > 0:
+                    (result if token == eos else extended)[prefix + (token,)] = open_[prefix] * p
+        open_ = extended
+    return result | open_
+
+
+@pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.8, 0), (0.7, 0.9, 4), (1.0, 1.0, 3)])
+@pytest.mark.parametrize("k", [1, 3])
+def test_speculative_sequences_fit_the_exact_distribution(small_shape, small_policy, contrary_draft, temperature, top_p, top_k, k):
+    settings, length, n = (temperature, top_p, top_k), 4, 20_000
+    engine = make(small_shape, small_policy, contrary_draft, slots=256, k=k, temperature=temperature, top_p=top_p, top_k=top_k)
+    done = run(engine, [PROMPT], samples=n, length=length)
+    exact = exact_sequences(small_policy, settings, length, small_shape.eos_token_id)
+    counts = dict.fromkeys(exact, 0)
+    for completion in done.values():
+        counts[tuple(completion.tokens.tolist())] += 1  # KeyError: a sequence of probability zero
+    order = sorted(exact, key=exact.get, reverse=True)
+    common = [s for s in order if exact[s] * n >= 8]
+    observed = [counts[s] for s in common] + [n - sum(counts[s] for s in common)]
+    expected = [exact[s] * n for s in common] + [n - sum(exact[s] for s in common) * n]
+    if expected[-1] < 8:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    assert chisquare(observed, expected).pvalue > ALPHA
+    accepted = sum(c.accepted for c in done.values()) / sum(c.proposed for c in done.values())
+    assert accepted < 0.8  # the draft does disagree, so rejections were really exercised
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_policy, contrary_draft, k):
+    prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
+    plain = run(make(small_shape, small_policy, None, top_k=1), prompts)
+    drafted = run(make(small_shape, small_policy, contrary_draft, k=k, top_k=1), prompts)
+    assert len(plain) == len(prompts)
+    for key in plain:
+        assert plain[key].tokens.tolist() == drafted[key].tokens.tolist()
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small_policy, contrary_draft, drafting):
+    engine = make(small_shape, small_policy, contrary_draft if drafting else None, slots=5, temperature=0.8)
+    prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
+    for (index, _), completion in run(engine, prompts, samples=6).items():
+        tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
+        logits = small_policy.lm_head(hidden_states(small_policy, tokens)[0])[0] / 0.8
+        expected = logits.log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
+        torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(small_shape, small_policy, contrary_draft, drafting):
+    draft = contrary_draft if drafting else None
+    prompts = [[2 + i % 4, 3, 2 + i // 4] for i in range(12)]
+    wide = run(make(small_shape, small_policy, draft, slots=48), prompts, samples=4)
+    narrow = run(make(small_shape, small_policy, draft, slots=3), prompts, samples=4)
+    assert wide.keys() == narrow.keys() and len(wide) == 48
+    for key in wide:
+        assert wide[key].tokens.tolist() == narrow[key].tokens.tolist()
+
+
+def test_responses_end_at_the_stop_token_or_the_limit(small_shape, small_policy, contrary_draft):
+    for completion in run(make(small_shape, small_policy, contrary_draft), [PROMPT], samples=200, length=7).values():
+        tokens = completion.tokens.tolist()
+        assert 1 <= len(tokens) <= 7
+        assert small_shape.eos_token_id not in tokens[:-1]
+        assert completion.truncated == (tokens[-1] != small_shape.eos_token_id)
+        assert not completion.truncated or len(tokens) == 7
+
+
+@pytest.mark.parametrize("kv_at_swap", ["keep", "recompute"])
+def test_weights_swapped_in_flight_stamp_tokens_and_take_effect(small_shape, small_policy, contrary_draft, kv_at_swap):
+    torch.manual_seed(9)
+    new = {name: p + 0.3 * p.std() * torch.randn_like(p) if p.ndim > 1 else p for name, p in small_policy.named_parameters()}
+    engine = make(small_shape, small_policy, contrary_draft, slots=64, kv_at_swap=kv_at_swap)
+    engine.submit(Request(0, PROMPT, list(range(64)), 40))
+    done = [c for _ in range(3) for c in engine.poll()]
+    engine.load_policy(new, 1)
+    while engine.live:
+        done += engine.poll()
+    mixed = [c for c in done if len(c.versions.unique()) == 2]
+    assert mixed
+    fresh = policies.build(small_shape)
+    fresh.init_states()
+    fresh.load_state_dict(small_policy.state_dict())
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            parameter.copy_(new[name])
+    for completion in mixed:
+        versions = completion.versions.tolist()
+        assert versions == sorted(versions)  # stamped when sampled, never going back
+        if kv_at_swap == "recompute":
+            # From the swap on, logprobs are those of the new weights over the whole prefix.
+            tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
+            with torch.no_grad():
+                logprobs = fresh.lm_head(hidden_states(fresh, tokens)[0])[0].log_softmax(-1)
+            expected = logprobs[len(PROMPT) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
+            later = completion.versions == 1
+            torch.testing.assert_close(completion.logprobs[later], expected[later], atol=1e-4, rtol=1e-4)
+
+
+def test_a_draft_swapped_in_flight_keeps_greedy_output(small_shape, small_policy, contrary_draft):
+    plain = run(make(small_shape, small_policy, None, top_k=1), [PROMPT, [4, 4]])
+    engine = make(small_shape, small_policy, contrary_draft, top_k=1)
+    for i, prompt in enumerate([PROMPT, [4, 4]]):
+        engine.submit(Request(i, prompt, [1000 * i], 24))
+    done, steps = [], 0
+    while engine.live or engine.waiting:
+        done += engine.poll()
+        steps += 1
+        if steps % 2:
+            engine.load_draft({n: torch.randn_like(p) for n, p in contrary_draft.named_parameters()}, steps)
+    assert {(c.request_id, c.sample): c.tokens.tolist() for c in done} == {k: c.tokens.tolist() for k, c in plain.items()}
+
+
+def test_a_prompt_that_does_not_fit_is_refused(small_shape, small_policy):
+    engine = make(small_shape, small_policy)
+    for prompt in ([], [2] * 9):
+        with pytest.raises(ValueError, match="expected 1 to 8"):
+            engine.submit(Request(0, prompt, [0], 4))

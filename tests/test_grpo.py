@@ -1,0 +1,138 @@
+"""The loss and its accumulation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncspec import messages as m
+from asyncspec.actors.trainer import GradientAccumulator
+from asyncspec.config import OptimizerConfig, RLConfig
+from asyncspec.rl.grpo import group_advantages, policy_loss
+
+rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
+
+
+@given(rewards, st.sampled_from(["group", "mean"]))
+def test_advantages_sum_to_zero_and_follow_rewards(values, kind):
+    advantages = group_advantages(values, kind)
+    assert abs(float(advantages.sum())) < 1e-3 * max(1.0, float(advantages.abs().max())) * len(values)
+    order = np.argsort(values, kind="stable")
+    assert (np.diff(advantages.numpy()[order]) >= -1e-4).all()
+
+
+def test_a_group_without_signal_has_no_advantage():
+    assert group_advantages([1.0, 1.0, 1.0], "group").tolist() == [0, 0, 0]
+
+
+def loss_inputs(seed, n=20):
+    g = torch.Generator().manual_seed(seed)
+    logprob = -torch.rand(n, generator=g).mul(3)
+    return (logprob.clone().requires_grad_(), logprob + 0.3 * torch.randn(n, generator=g),
+            logprob + 0.5 * torch.randn(n, generator=g), torch.randn(n, generator=g))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_on_policy_gradient_is_the_policy_gradient(seed):
+    logprob, _, _, advantage = loss_inputs(seed)
+    same = logprob.detach()
+    loss, _ = policy_loss(logprob, same, same, advantage, None, RLConfig())
+    loss.backward()
+    torch.testing.assert_close(logprob.grad, -advantage)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_importance_weight_is_truncated_and_clipped_tokens_have_no_gradient(seed):
+    logprob, proximal, behaviour, advantage = loss_inputs(seed)
+    cfg = RLConfig(correction_cap=1.5)
+    policy_loss(logprob, proximal, behaviour, advantage, None, cfg)[0].backward()
+    ratio = (logprob.detach() - proximal).exp()
+    weight = (proximal - behaviour).exp().clamp(max=1.5)
+    live = torch.where(advantage > 0, ratio < 1 + cfg.clip_high, ratio > 1 - cfg.clip_low)
+    torch.testing.assert_close(logprob.grad, torch.where(live, -weight * advantage * ratio, 0.0))
+
+
+def test_kl_is_zero_at_the_reference_and_positive_elsewhere():
+    logprob, proximal, behaviour, advantage = loss_inputs(0)
+    cfg = RLConfig(kl_coef=0.1)
+    assert policy_loss(logprob, proximal, behaviour, advantage, logprob.detach(), cfg)[1]["loss/kl"] == 0
+    assert policy_loss(logprob, proximal, behaviour, advantage, proximal, cfg)[1]["loss/kl"] > 0
+
+
+def group(ticket_id, prompt, lengths, seed, vocabulary=6):
+    g = np.random.default_rng(seed)
+    n = sum(lengths)
+    ticket = m.Ticket(ticket_id, 0, 0, "", "", prompt, list(range(len(lengths))))
+    arrays = {"tokens": g.integers(0, vocabulary, n).astype(np.int32), "behaviour": (-g.random(n)).astype(np.float32),
+              "proximal": (-g.random(n)).astype(np.float32), "versions": np.zeros(n, np.int32),
+              "lengths": np.array(lengths, np.int32)}
+    return m.Group(ticket, "g", g.random(len(lengths)).tolist(), 0, 0, 0, 0, 0, []), arrays
+
+
+def gradients(model, batches):
+    """The gradient the optimizer is given, and the step's statistics."""
+    accumulator = GradientAccumulator(model, OptimizerConfig(lr=1e-3), RLConfig(advantage="mean"), 1.0)
+    grads = {}
+    accumulator.optimizer.register_step_pre_hook(
+        lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()}))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for group_, arrays in batches:
+        accumulator.add(group_, arrays)
+    stats = accumulator.step()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return grads, stats
+
+
+@pytest.fixture
+def trainable(small_policy, small_shape):
+    from asyncspec.models import policy
+
+    model = policy.build(small_shape)
+    model.init_states()
+    model.load_state_dict(small_policy.state_dict())
+    return model
+
+
+def test_streaming_groups_does_not_change_the_gradient(trainable):
+    """The loss over all groups at once, written out here, against groups added one at a time and in another order."""
+    from asyncspec.models.policy import hidden_states
+    from asyncspec.rl.batch import padded, response_logprobs
+
+    batches = [group(0, [2, 3], [3, 9, 1], 1), group(1, [4], [7, 2], 2), group(2, [5, 5, 2], [4, 4, 4, 12], 3)]
+    streamed, stats = gradients(trainable, batches)
+    reversed_, _ = gradients(trainable, batches[::-1])
+    total, loss = sum(int(a["lengths"].sum()) for _, a in batches), 0.0
+    for group_, arrays in batches:
+        tokens, mask = padded(group_.ticket.prompt_tokens, arrays)
+        logprob = response_logprobs(trainable.lm_head(hidden_states(trainable, tokens)[0]), tokens, mask, 1.0)
+        lengths = torch.from_numpy(arrays["lengths"].astype(np.int64))
+        part, _ = policy_loss(
+            logprob, torch.from_numpy(arrays["proximal"]), torch.from_numpy(arrays["behaviour"]),
+            group_advantages(group_.rewards, "mean").repeat_interleave(lengths), None, RLConfig(advantage="mean"))
+        loss = loss + part / total
+    trainable.zero_grad()
+    loss.backward()
+    whole = {n: p.grad.clone() for n, p in trainable.named_parameters()}
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole.values()]))
+    clip = min(1.0, 1.0 / (float(norm) + 1e-6))
+    for name in whole:
+        torch.testing.assert_close(streamed[name], whole[name] * clip, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(streamed[name], reversed_[name], atol=1e-6, rtol=1e-4)
+    assert stats["grad/norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
+    before = {n: p.clone() for n, p in trainable.named_parameters()}
+    accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0)
+    group_, arrays = group(0, [2], [3, 3], 1)
+    arrays["behaviour"] = np.full(6, np.nan, np.float32)
+    accumulator.add(group_, arrays)
+    with pytest.raises(FloatingPointError, match="the step was not taken"):
+        accumulator.step()
+    for name, parameter in trainable.named_parameters():
+        assert torch.equal(parameter, before[name])

@@ -1,0 +1,122 @@
+"""Checkpoints: the same logits as transformers on the same files, and clear refusals."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncspec.config import resolve_path
+from asyncspec.models import CheckpointError, eagle3, policy, tokenizer
+
+TINY = resolve_path("asset:tiny/policy")
+
+
+@pytest.fixture
+def saved(tmp_path, small_policy, small_shape):
+    policy.save(small_policy, small_shape, tmp_path)
+    return tmp_path
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model.lm_head(policy.hidden_states(model, tokens)[0])
+
+
+@pytest.mark.parametrize("which", ["shipped", "untied"])
+def test_logits_equal_transformers(which, request, small_shape):
+    from transformers import Qwen3ForCausalLM
+
+    path = TINY if which == "shipped" else request.getfixturevalue("saved")
+    ours, shape = policy.load(path)
+    theirs = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    tokens = torch.randint(0, shape.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(logits(ours, tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_saving_and_loading_is_exact(saved, small_policy, small_shape):
+    loaded, shape = policy.load(saved)
+    assert shape == small_shape
+    tokens = torch.randint(0, 6, (2, 10))
+    assert torch.equal(logits(loaded, tokens), logits(small_policy, tokens))
+
+
+def test_the_shipped_tokenizer_reads_back_what_it_writes():
+    tok = tokenizer.load(TINY)
+    text = "48+7+35=48+7=55,55+35=90,#90"
+    assert tok.decode(tok.encode(text).ids) == text
+
+
+def test_transformers_reads_the_shipped_tokenizer():
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(TINY)
+    assert theirs("48+7=").input_ids == tokenizer.load(TINY).encode("48+7=").ids
+
+
+def corrupt(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda t: t.pop("model.norm.weight"), "norm.weight is missing"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "has shape"),
+    (lambda t: t["model.norm.weight"].fill_(float("nan")), "not finite"),
+])
+def test_broken_tensors_are_named(saved, change, message):
+    corrupt(saved, change)
+    with pytest.raises(CheckpointError, match=message):
+        policy.load(saved)
+
+
+def test_broken_files_are_named(saved):
+    (saved / "model.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        policy.load(saved)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match="expected 'qwen3'"):
+        policy.load(saved)
+
+
+def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_draft):
+    eagle3.save(contrary_draft, tmp_path)
+    loaded = eagle3.load(tmp_path, small_shape)
+    for name, tensor in contrary_draft.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    from dataclasses import replace
+
+    with pytest.raises(CheckpointError, match="vocab_size=6"):
+        eagle3.load(tmp_path, replace(small_shape, vocab_size=7))
+
+
+def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft):
+    """Pass j of training must see what the drafter's KV cache holds when it drafts its (j+1)-th token."""
+    from asyncspec.models.draft_training import supervise
+    from asyncspec.models.eagle3 import _UnrolledAttention
+    from asyncspec.speculation.eagle3 import Eagle3Drafter
+
+    tokens = torch.randint(2, 6, (1, 12), generator=torch.Generator().manual_seed(1))
+    features, embeds, _, _ = supervise(small_policy, small_shape.aux_layers, tokens, torch.ones(1, 12, dtype=torch.bool), 1.0)
+    T, unroll = 10, 3
+    rope, attend = contrary_draft.rope(torch.arange(T).expand(1, T)), _UnrolledAttention(T, "cpu")
+    hidden, trained = contrary_draft.fc(features[:, :T]), []
+    with torch.no_grad():
+        for _ in range(unroll):
+            out, step_logits = contrary_draft(hidden, embeds[:, 1 : T + 1], rope, attend)
+            trained.append(step_logits)
+            hidden = torch.nn.functional.pad(out[:, :-1], (0, 0, 1, 0))
+        drafter = Eagle3Drafter(contrary_draft, small_policy.tok_embeddings, 1, 32, 1.0, 1.0, 0)
+        n = 6  # tokens known; the draft has read positions 0..n-2
+        drafter.extend(0, features[:, : n - 1], tokens[:, 1:n], torch.arange(n - 1)[None], torch.tensor([n - 2]))
+        drafted = [drafter.logits_SV[:1]]
+        h = drafter.hidden_SD[:1].unsqueeze(1)
+        for j in range(1, unroll):  # teacher-forced: the draft's own tokens are those of the sequence
+            h, step_logits = drafter._forward(0, h, tokens[:, n + j - 1 : n + j], torch.tensor([[n - 2 + j]]))
+            drafted.append(step_logits[:, 0])
+    for j in range(unroll):
+        torch.testing.assert_close(drafted[j], trained[j][:, n - 2 + j], atol=1e-4, rtol=1e-4)

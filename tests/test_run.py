@@ -1,0 +1,221 @@
+"""Whole runs: real processes, real queues, real broadcasts, on the shipped policy, a few steps each."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncspec.config import resolve_path
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
+         "sampling.max_response_tokens=64", "engine.slots=16"]
+KEYS = """step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
+time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
+spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
+PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
+
+
+def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=180, **kwargs):
+    command = [*launcher, "--run-dir", str(run_dir), *args, *SMALL]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent, **kwargs)
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def ledger(run_dir):
+    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+
+
+def check_results(run_dir, steps, lag, groups=4):
+    """What every finished run must have left behind."""
+    metrics = rows(run_dir)
+    assert [row["step"] for row in metrics] == list(range(steps))
+    for row in metrics:
+        assert set(KEYS) <= set(row)
+        assert row["lag/max"] <= lag
+        assert sum(row[f"time/{part}"] for part in PARTS) == pytest.approx(row["time/step"], rel=0.01)
+        assert all(row[f"time/{part}"] >= 0 for part in PARTS)
+        assert 1 <= row["spec/acceptance_length"] <= row["spec/draft_length"] + 1
+    assert metrics[-1]["eval/policy_version"] == steps and 0 <= metrics[-1]["eval/accuracy"] <= 1
+    fates = defaultdict(Counter)
+    for line in ledger(run_dir):
+        fates[line["ticket"]][line["event"]] += 1
+        if line["event"] == "trained":
+            assert line["trained_in"] == line["step"]  # in ticket order, never in another step
+            assert line["version_min"] >= line["step"] - lag and line["version_max"] <= line["step"]
+        if line["event"] == "issued":
+            assert line["min_version"] >= line["step"] - lag
+    trained = [t for t, events in fates.items() if events["trained"]]
+    assert len(trained) == steps * groups
+    for events in fates.values():  # exactly once
+        assert events["issued"] == 1 and events["trained"] + events["evaluated"] + events["dropped"] == 1
+    events = json.loads((run_dir / "trace.json").read_text())
+    tracks = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"trainer", "logprob", "generator0", "draft_adapter", "tickets"} <= tracks
+    assert any((run_dir / "tb").iterdir())
+    assert {"trainer.log", "logprob.log", "generator0.log", "draft_adapter.log"} <= {p.name for p in (run_dir / "logs").iterdir()}
+    from asyncspec.models import eagle3, policy
+
+    trained_policy, shape = policy.load(run_dir / "checkpoint" / "policy")
+    start, _ = policy.load(resolve_path("asset:tiny/policy"))
+    assert any(not torch.equal(a, b) for a, b in zip(trained_policy.parameters(), start.parameters()))
+    assert (run_dir / "checkpoint" / "policy" / "tokenizer.json").is_file()
+    eagle3.load(run_dir / "checkpoint" / "draft", shape)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_run_keeps_its_lag_and_leaves_everything_behind(tmp_path, lag):
+    done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_results(tmp_path / "run", 5, lag)
+    if lag == 0:
+        assert max(row["lag/max"] for row in rows(tmp_path / "run")) == 0
+    assert "step    5/5" in done.stdout and "exposed generation" in done.stdout
+    again = train(tmp_path / "run", "--steps", "1")
+    assert again.returncode == 2 and "holds a run already" in again.stderr and again.stderr.count("\n") == 1
+
+
+def test_torchrun_ranks_play_the_roles(tmp_path):
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "launch" / "async.py"))
+    done = train(tmp_path / "run", "--steps", "3", launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_results(tmp_path / "run", 3, 1)
+
+
+def test_model_data_reward_and_generators_are_replaceable(tmp_path):
+    shutil.copytree(resolve_path("asset:tiny/policy"), tmp_path / "model")
+    problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, problems[:40])))
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, problems[40:46])))
+    (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return -float(len(response))\n")
+    done = train(tmp_path / "run", "--steps", "3", f"model.path={tmp_path}/model", f"data.train_file={tmp_path}/train.jsonl",
+                 f"data.eval_file={tmp_path}/eval.jsonl", "data.reward=mine:short", "deployment.generators=2", "rl.kl_coef=0.01",
+                 env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_results(tmp_path / "run", 3, 1)
+    assert all(row["reward/mean"] < 0 for row in rows(tmp_path / "run"))
+    assert rows(tmp_path / "run")[-1]["loss/kl"] > 0
+    generators = {line["generator"] for line in ledger(tmp_path / "run") if line["event"] in ("trained", "evaluated")}
+    assert generators == {"generator0", "generator1"}
+
+
+def test_without_a_draft_nothing_is_speculated(tmp_path):
+    done = train(tmp_path / "run", "--steps", "2", "speculation.method=none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in rows(tmp_path / "run"):
+        assert row["spec/draft_length"] == 0 and row["spec/acceptance_length"] == 1
+
+
+def descendants(pid):
+    children = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                children[int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])].append(int(entry.name))
+            except OSError:
+                pass
+    found, queue = [], [pid]
+    while queue:
+        queue += children[queue.pop()]
+        found = [*found, *[p for p in queue if p not in found]]
+    return found
+
+
+def alive(pids):
+    result = []
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                result.append(pid)
+        except OSError:
+            pass
+    return result
+
+
+def start_and_wait_for_steps(run_dir, launcher, steps=2):
+    process = subprocess.Popen([*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run_dir / "metrics.jsonl").exists() and len(rows(run_dir)) >= steps:
+            return process
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(process.stdout.read())
+
+
+def gone_within(pids, seconds):
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive(pids)
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+SCRIPT = str(ROOT / "launch" / "async.py")
+
+
+@pytest.mark.parametrize("launcher", [(*TORCHRUN, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
+def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
+    run_dir = tmp_path / "run"
+    process = start_and_wait_for_steps(run_dir, launcher)
+    everyone = [process.pid, *descendants(process.pid)]
+    assert len(everyone) >= 7  # torchrun, launcher, five actors
+    os.killpg(process.pid, signal.SIGINT)
+    left = gone_within(everyone, 5)
+    output = process.communicate()[0]
+    assert not left, output
+    assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file(), output
+    assert "stopped early: interrupted" in output
+    json.loads((run_dir / "trace.json").read_text())
+    open_tickets = Counter()
+    for line in ledger(run_dir):
+        open_tickets[line["ticket"]] += 1 if line["event"] == "issued" else -1
+    assert not any(open_tickets.values())  # what was under way is reported dropped
+
+
+def pid_of(run_dir, actor):
+    return int(re.search(r"pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text()).group(1))
+
+
+@pytest.mark.parametrize("actor", ["generator0", "logprob"])
+def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor):
+    run_dir = tmp_path / "run"
+    process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT))
+    everyone = [process.pid, *descendants(process.pid)]
+    os.kill(pid_of(run_dir, actor), signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1, output
+    assert actor in output and "died" in output
+    assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
+    assert not gone_within(everyone, 5)
+
+
+def test_no_actor_outlives_a_killed_launcher(tmp_path):
+    process = start_and_wait_for_steps(tmp_path / "run", (sys.executable, SCRIPT))
+    everyone = descendants(process.pid)
+    assert len(everyone) >= 5
+    process.kill()
+    process.wait()
+    assert not gone_within(everyone, 10)
+
+
+def test_an_error_in_an_actor_is_one_line_that_names_it(tmp_path):
+    (tmp_path / "broken.py").write_text("def reward(prompt, response, answer):\n    return float('nan')\n")
+    done = train(tmp_path / "run", "data.reward=broken:reward", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "failed: generator0 failed: ValueError: data.reward=broken:reward: returned nan" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" in (tmp_path / "run" / "logs" / "generator0.log").read_text()

@@ -1,0 +1,52 @@
+"""Tasks, rewards and data files."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncspec.rl import tasks
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=tasks.MAX_TERMS))
+def test_a_worked_response_without_slips_is_right(terms):
+    prompt = "+".join(map(str, terms)) + "="
+    response = tasks.worked_response(terms, np.random.default_rng(0), 0.0)
+    assert tasks.exact_match(prompt, response, str(sum(terms))) == 1.0
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.integers(0, 1000))
+def test_only_the_text_after_the_last_mark_counts(terms, seed):
+    answer = str(sum(terms))
+    assert tasks.exact_match("", f"#1,#{answer}", answer) == 1.0
+    assert tasks.exact_match("", answer, answer) == 0.0
+    assert tasks.exact_match("", f"#{answer}#", answer) == 0.0
+
+
+def test_problems_are_a_function_of_the_seed_and_long_tailed():
+    problems = tasks.sums(3, 4000)
+    assert problems == tasks.sums(3, 4000) and problems != tasks.sums(4, 4000)
+    terms = np.array([p.prompt.count("+") + 1 for p in problems])
+    assert terms.min() == 2 and terms.max() > 20 and np.median(terms) <= 5
+    for p in problems[:200]:
+        assert sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer)
+
+
+def test_data_files_name_the_line_that_is_wrong(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2=", "answer": "3"}\n')
+    assert tasks.load_jsonl(path) == [tasks.Problem("1+1=", "2"), tasks.Problem("1+2=", "3")]
+    for bad in ("{", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', '[1]', '{"prompt": "", "answer": "1"}'):
+        path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + bad + "\n")
+        with pytest.raises(ValueError, match="line 2: expected"):
+            tasks.load_jsonl(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="no problems"):
+        tasks.load_jsonl(path)
+
+
+def test_rewards_by_import_path():
+    assert tasks.load_reward("asyncspec.rl.tasks:exact_match") is tasks.exact_match
+    for bad in ("asyncspec.rl.tasks", "asyncspec.rl.tasks:nothing", "no.such:thing", "asyncspec.rl.tasks:MAX_TERMS"):
+        with pytest.raises(ValueError, match="data.reward"):
+            tasks.load_reward(bad)

@@ -1,0 +1,86 @@
+"""Versioned broadcast between real processes: every version arrives whole, in order, while receivers keep working."""
+
+import multiprocessing as mp
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver
+
+MEMBERS = ["trainer", "generator0", "logprob"]
+VERSIONS = 12
+SHAPES = {"a": (300, 200), "b": (7,), "c": (1,), "d": (128, 3, 5)}
+
+
+def tensors(version):
+    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
+
+
+def receive(port, me, announced, results):
+    torch.set_num_threads(1)
+    received = []
+    receiver = Receiver("127.0.0.1", port, "policy", me, "cpu", Layout.of(tensors(0)), received.append)
+    joined = []
+    receiver.form(1, MEMBERS, lambda: joined.append(1))
+    swapped, worked, deadline = [], 0, time.monotonic() + 60
+    while (not swapped or swapped[-1] != VERSIONS) and time.monotonic() < deadline:
+        while not announced.empty():
+            receiver.expect(announced.get(), 1)
+        worked += 1  # what a generator does meanwhile
+        if (new := receiver.take()) is not None:
+            version, views = new
+            assert all((v == version).all() and v.shape == SHAPES[n] for n, v in views.items())
+            swapped.append(version)
+        time.sleep(0.0005)
+    results.put((me, swapped, received, worked))
+
+
+def test_each_version_arrives_whole_and_in_order():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("spawn")
+    results, announced = context.Queue(), {name: context.Queue() for name in MEMBERS[1:]}
+    children = [context.Process(target=receive, args=(store.port, name, announced[name], results)) for name in MEMBERS[1:]]
+    for child in children:
+        child.start()
+    live = tensors(0)
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(live))
+    publisher.form(1, MEMBERS, lambda: None)
+    for version in range(1, VERSIONS + 1):
+        for tensor in live.values():
+            tensor.fill_(version)
+        publisher.publish(version, live, lambda: [q.put(version) for q in announced.values()])
+        for tensor in live.values():  # the optimizer goes on changing what was published: it must not be seen
+            tensor.fill_(-1)
+    publisher.drain()
+    for _ in children:
+        me, swapped, received, worked = results.get(timeout=60)
+        assert received == list(range(1, VERSIONS + 1))
+        assert swapped == sorted(set(swapped)) and swapped[-1] == VERSIONS
+        assert worked > len(swapped)
+    for child in children:
+        child.join(10)
+        assert child.exitcode == 0
+    publisher.close()
+
+
+def test_a_member_that_never_comes_is_an_error_and_not_a_hang(monkeypatch):
+    monkeypatch.setattr("asyncspec.weights.COLLECTIVE_TIMEOUT_S", 1.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(tensors(0)))
+    publisher.form(1, ["trainer", "absent"], lambda: None)
+    with pytest.raises(BroadcastError, match="absent"):
+        for _ in range(200):
+            publisher.check()
+            time.sleep(0.05)
+
+
+def test_a_snapshot_is_a_copy_and_views_name_its_parts():
+    live = tensors(3)
+    layout = Layout.of(live)
+    flat = layout.snapshot(live)
+    live["a"].zero_()
+    views = layout.views(flat)
+    assert flat.numel() == sum(t.numel() for t in live.values()) and views.keys() == live.keys()
+    assert all((v == 3).all() for v in views.values())

@@ -1,0 +1,133 @@
+"""Messages, queues and the control channel."""
+
+import time
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from asyncspec import messages as m
+from asyncspec import transport
+
+TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5])
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8), arrays(
+    st.sampled_from([np.float32, np.int32, np.int64, np.float16, np.uint8, np.bool_]), array_shapes(min_dims=0, min_side=0)), max_size=4))
+def test_messages_and_tensors_survive_the_wire(tensors):
+    body, received = m.decode([bytes(f) for f in m.encode(TICKET, tensors)])
+    assert body == TICKET and received.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
+        assert received[name].tobytes() == tensor.tobytes()
+
+
+@settings(max_examples=300)
+@given(st.lists(st.binary(max_size=60), max_size=4))
+def test_random_frames_are_refused(frames):
+    with pytest.raises(m.WireError):
+        m.decode(frames)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_damaged_messages_are_refused_or_still_well_formed(data):
+    frames = [bytearray(f) for f in m.encode(TICKET, {"x": np.arange(6, dtype=np.int32).reshape(2, 3)})]
+    frame = data.draw(st.sampled_from(frames))
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        body, tensors = m.decode([bytes(f) for f in frames])
+    except m.WireError:
+        return
+    assert isinstance(body, m.Message)
+    for tensor in tensors.values():
+        tensor.sum()
+
+
+def test_a_tensor_frame_of_the_wrong_size_is_refused():
+    frames = m.encode(TICKET, {"x": np.zeros(4, np.float32)})
+    with pytest.raises(m.WireError, match="do not fill"):
+        m.decode([frames[0], b"\0" * 12])
+    with pytest.raises(m.WireError, match="lists 1"):
+        m.decode([frames[0]])
+
+
+def settle(*ends, until, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline
+        transport.wait(ends, 0.01)
+        for end in ends:
+            if isinstance(end, transport.Outbox):
+                end.flush()
+            elif isinstance(end, transport.Inbox):
+                len(end)
+
+
+@pytest.fixture
+def queue():
+    inbox = transport.Inbox("127.0.0.1", credits=4)
+    outbox = transport.Outbox(inbox.address)
+    yield inbox, outbox
+    inbox.close()
+    outbox.close()
+
+
+def test_a_queue_never_holds_more_than_its_credits(queue):
+    inbox, outbox = queue
+    for i in range(50):
+        outbox.put(m.Ready(str(i)))
+    settle(inbox, outbox, until=lambda: len(inbox) == 4)
+    for _ in range(20):
+        settle(inbox, outbox, until=lambda: True)
+        time.sleep(0.005)
+    assert len(inbox) == 4 and outbox.backlog == 46  # credits, not high-water marks, hold the rest back
+    received = []
+    while len(received) < 50:
+        settle(inbox, outbox, until=lambda: len(inbox) > 0)
+        received.append(inbox.take()[0].name)
+        assert len(inbox) <= 4
+    assert received == [str(i) for i in range(50)]
+
+
+def test_an_offer_without_credit_is_dropped(queue):
+    inbox, outbox = queue
+    settle(inbox, outbox, until=lambda: outbox.credits == 4)
+    assert [outbox.offer(m.Ready("x")) for _ in range(6)] == [True] * 4 + [False] * 2
+    settle(inbox, until=lambda: len(inbox) == 4)
+    inbox.take()
+    settle(inbox, outbox, until=lambda: outbox.credits == 1)
+    assert outbox.offer(m.Ready("y"))
+
+
+def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):
+    inbox, outbox = queue
+    settle(inbox, outbox, until=lambda: outbox.credits == 4)
+    outbox.put(m.Ready("a"))
+    message = [b"D", transport._NUMBER.pack(1), *m.encode(m.Ready("a"))]
+    outbox.socket.send_multipart(message)  # the same sequence number again
+    outbox.socket.send_multipart([b"D", transport._NUMBER.pack(2), b"rubbish"])
+    stranger = transport.context().socket(zmq.DEALER)
+    stranger.connect(inbox.address)
+    stranger.send_multipart(message)  # data without having opened
+    stranger.send(b"\xff" * 100)
+    settle(inbox, until=lambda: inbox.duplicates == 1 and inbox.rejected == 3)
+    assert len(inbox) == 1
+    stranger.close()
+
+
+def test_control_reaches_named_actors_and_reports_who_is_absent():
+    server = transport.ControlServer("127.0.0.1")
+    client = transport.ControlClient(server.address, "trainer")
+    client.send(m.Ready("trainer"))
+    settle(server, until=lambda: transport.wait([server], 1) is None)
+    assert server.receive() == ("trainer", m.Ready("trainer"))
+    assert server.send("trainer", m.Stop("enough"))
+    transport.wait([client], 2)
+    assert client.receive() == m.Stop("enough")
+    assert not server.send("nobody", m.Stop("x")) and server.undeliverable == 1
+    client.close()
+    server.close()
