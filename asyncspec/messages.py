@@ -59,6 +59,7 @@ class Ticket(Message, frozen=True):
     answer: str
     prompt_tokens: list[int]
     seeds: list[int]  # one per sample
+    issued: float
     evaluation: bool = False  # rewarded and reported, never trained
 
 
@@ -184,6 +185,12 @@ class StepDone(Message, frozen=True):
     groups: list[GroupRecord]
 
 
+class Generated(Message, frozen=True):
+    """A group left its generator, which has room for another."""
+
+    ticket_id: int
+
+
 class EvalDone(Message, frozen=True):
     ticket_id: int
     rewards: list[float]
@@ -220,7 +227,7 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Hello, Ready, Welcome, Membership, Publish, Receive, Received, StepDone, EvalDone,
+    Ticket, Group, Supervision, Hello, Ready, Welcome, Membership, Publish, Receive, Received, StepDone, Generated, EvalDone,
     Spans, Failed, Interrupt, Stop, Stopped,
 ]
 

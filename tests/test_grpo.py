@@ -65,7 +65,7 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere():
 def group(ticket_id, prompt, lengths, seed, vocabulary=6):
     g = np.random.default_rng(seed)
     n = sum(lengths)
-    ticket = m.Ticket(ticket_id, 0, 0, "", "", prompt, list(range(len(lengths))))
+    ticket = m.Ticket(ticket_id, 0, 0, "", "", prompt, list(range(len(lengths))), 0.0)
     arrays = {"tokens": g.integers(0, vocabulary, n).astype(np.int32), "behaviour": (-g.random(n)).astype(np.float32),
               "proximal": (-g.random(n)).astype(np.float32), "versions": np.zeros(n, np.int32),
               "lengths": np.array(lengths, np.int32)}

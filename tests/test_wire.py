@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from asyncspec import messages as m
 from asyncspec import transport
 
-TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5])
+TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8), arrays(

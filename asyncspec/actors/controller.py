@@ -54,7 +54,8 @@ class Controller:
         self.generators = [name for name, role in self.names.items() if role == "generator"]
         self.clock = PolicyClock(self.config.policy_lag)
         self.pending: deque[m.Ticket] = deque()  # issued, not yet sent
-        self.outstanding: dict[int, tuple[m.Ticket, str, float]] = {}  # sent: ticket, generator, when
+        self.outstanding: dict[int, tuple[m.Ticket, str, float]] = {}  # sent, fate open: ticket, generator, when
+        self.generating: dict[int, str] = {}  # of these, still in their generator
         self.next_step = 0  # whose tickets are issued next
         self.trained_steps = 0
         self.evaluations: dict[int, dict] = {}  # version -> what came back so far
@@ -204,16 +205,15 @@ class Controller:
     def _enqueue(self, ticket_id, step, min_version, problem, samples, evaluation=False) -> None:
         seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
         ticket = m.Ticket(ticket_id, step, min_version, problem.prompt, problem.answer,
-                          self.tokenizer.encode(problem.prompt).ids, seeds, evaluation)
+                          self.tokenizer.encode(problem.prompt).ids, seeds, time.monotonic(), evaluation)
         self.pending.append(ticket)
         self.ledger.write("issued", ticket)
 
     def _dispatch(self) -> None:
         """Keep each generator supplied with two engines' worth of samples, the least loaded first."""
         load = dict.fromkeys(self.generators, 0)
-        for ticket, generator, _ in self.outstanding.values():
-            if ticket.ticket_id >= EVALUATION_IDS or generator in load:
-                load[generator] += len(ticket.seeds)
+        for ticket_id, generator in self.generating.items():
+            load[generator] += len(self.outstanding[ticket_id][0].seeds)
         while self.pending:
             generator = min(load, key=load.get)
             if load[generator] >= 2 * self.config.engine.slots:
@@ -221,6 +221,7 @@ class Controller:
             ticket = self.pending.popleft()
             self.outboxes[generator].put(ticket)
             self.outstanding[ticket.ticket_id] = (ticket, generator, time.monotonic())
+            self.generating[ticket.ticket_id] = generator
             load[generator] += len(ticket.seeds)
         for outbox in self.outboxes.values():
             outbox.flush()
@@ -242,7 +243,11 @@ class Controller:
             self._published(message)
         elif isinstance(message, m.Received):
             self.moved = time.monotonic()
+        elif isinstance(message, m.Generated):
+            self.generating.pop(message.ticket_id, None)
+            self.moved = time.monotonic()
         elif isinstance(message, m.EvalDone):
+            self.generating.pop(message.ticket_id, None)
             self._evaluated(message)
         elif isinstance(message, m.StepDone):
             self._step_done(message)
@@ -288,6 +293,8 @@ class Controller:
         self.moved = time.monotonic()
         self.trained_steps = message.step + 1
         for record in message.groups:
+            # The actors' channels are not ordered among each other: the trainer's word may come first.
+            self.generating.pop(record.ticket_id, None)
             ticket, generator, _ = self.outstanding.pop(record.ticket_id)
             self.ledger.write("trained", ticket, generator=generator, version_min=record.version_min,
                               version_max=record.version_max, trained_in=message.step)

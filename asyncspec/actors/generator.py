@@ -132,9 +132,10 @@ class Generator(Actor):
         if ticket.evaluation:
             self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min())))
             return
+        self.control.send(m.Generated(ticket.ticket_id))
         started = min(c.started_at for c in completions)
-        phases = [m.Phase("weights", group.received, group.admitted), m.Phase("queued", group.admitted, started),
-                  m.Phase("generate", started, done), m.Phase("reward", done, now())]
+        phases = [m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
+                  m.Phase("queued", group.admitted, started), m.Phase("generate", started, done), m.Phase("reward", done, now())]
         self.to_logprob.put(
             m.Group(
                 ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),

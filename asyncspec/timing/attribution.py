@@ -5,7 +5,7 @@ when to when. Every instant of a wait is charged to the phase its group was in a
 phases is charged to moving data, one before the first phase to weight synchronisation, since a ticket is issued as soon as
 its version is published. The charges sum to the wait.
 
-    group   |issued |weights|queued|   generate    |reward|~~~|logprob_queue|logprob|~~~|
+    group   |queued |weights|queued|   generate    |reward|~~~|logprob_queue|logprob|~~~|
     wait                                 |--------------------------------------------------|
     charged                              generation         data    logprob          data
 """
@@ -18,8 +18,8 @@ from asyncspec.messages import Phase, Wait
 
 # What each phase of a group is charged to when the trainer waits for it.
 CAUSES = {
+    "queued": "exposed_generation",  # issued, for a generator with room; and in the generator, for a free slot
     "weights": "prepare",  # in the generator, for the version the ticket asks for
-    "queued": "exposed_generation",  # in the generator, for a free slot
     "generate": "exposed_generation",
     "reward": "exposed_generation",
     "logprob_weights": "prepare",
