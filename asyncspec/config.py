@@ -82,7 +82,7 @@ class RLConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1e-4
+    lr: float = 2e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the shipped policy and draft (asyncspec/assets/tiny) from seeds. About 15 minutes on two cores.
+"""Make the shipped policy and draft (asyncspec/assets/tiny) from seeds. About 11 minutes on two cores.
 
 1. A deep, narrow Qwen3 policy is warmed up by supervision on demonstrations of the sums task, learning rate annealed to
    zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is then

@@ -230,6 +230,7 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors leaves it readable by its owner alone
     partial.replace(directory / "model.safetensors")
     partial = directory / "config.json.partial"
     partial.write_text(json.dumps(config, indent=2) + "\n")
