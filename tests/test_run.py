@@ -99,13 +99,13 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, problems[:40])))
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, problems[40:46])))
-    (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return -float(len(response))\n")
+    (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return 1 / (1 + len(response))\n")
     done = train(tmp_path / "run", "--steps", "3", f"model.path={tmp_path}/model", f"data.train_file={tmp_path}/train.jsonl",
                  f"data.eval_file={tmp_path}/eval.jsonl", "data.reward=mine:short", "deployment.generators=2", "rl.kl_coef=0.01",
                  env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 3, 1)
-    assert all(row["reward/mean"] < 0 for row in rows(tmp_path / "run"))
+    assert all(0 < row["reward/mean"] < 1 for row in rows(tmp_path / "run"))
     assert rows(tmp_path / "run")[-1]["loss/kl"] > 0
     generators = {line["generator"] for line in ledger(tmp_path / "run") if line["event"] in ("trained", "evaluated")}
     assert generators == {"generator0", "generator1"}

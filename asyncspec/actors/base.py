@@ -53,6 +53,7 @@ class Actor:
         self.workers: list = []  # broadcast threads, see weights.py
         self._to_join: set[str] = set()
         self._reported = 0.0
+        self._loaded, self._code = False, 0
 
     # What a role fills in.
     def load(self) -> None:
@@ -88,6 +89,7 @@ class Actor:
             self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
             self.control.send(m.Hello(self.name, self.role, self.inbox.address, os.getpid()))
             self.load()
+            self._loaded = True
             welcome = self._await(m.Welcome)
             self._to_join = self.connect(welcome)
             self.ready_if_joined()
@@ -97,20 +99,23 @@ class Actor:
         except StopRequested:
             pass
         except Exception as error:
-            self.log(traceback.format_exc())
-            self.control.send(m.Failed(self.name, f"{type(error).__name__}: {error}".splitlines()[0]))
-            self._leave()
-            return 1
-        try:
-            self.finish()
-        except Exception as error:
-            self.log(traceback.format_exc())
-            self.control.send(m.Failed(self.name, f"{type(error).__name__} while stopping: {error}".splitlines()[0]))
+            self._failed("", error)
+        if self._loaded:  # also after a failure: what was learned is worth keeping
+            try:
+                self.finish()
+            except Exception as error:
+                self._failed(" while stopping", error)
         self.report(force=True)
         self.control.send(m.Stopped(self.name))
         self.log(f"{self.name} stopped: {self.stopping}")
         self._leave()
-        return 0
+        return self._code
+
+    def _failed(self, when: str, error: Exception) -> None:
+        self.log(traceback.format_exc())
+        self.control.send(m.Failed(self.name, f"{type(error).__name__}{when}: {error}".splitlines()[0]))
+        self.stopping = self.stopping or f"{self.name} failed"
+        self._code = 1
 
     def pump(self) -> None:
         """Handle what the controller sent, send what there is credit for, report now and then."""

@@ -255,7 +255,6 @@ class Controller:
             self.trace.write(message.actor, message.spans)
             self.counters |= message.counters
         elif isinstance(message, m.Failed):
-            self.gone.add(message.name)
             if not self.failure:
                 self.failure = self.stop_reason = (
                     f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log")
