@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import typing
 from dataclasses import dataclass, field
@@ -258,9 +259,25 @@ def check(config: Config) -> None:
         if path and not (resolve_path(path) / "config.json").is_file():
             raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
                               f"the shipped default is {_default(name)!r}")
+    _check_lengths(config)
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+
+
+def _check_lengths(config: Config) -> None:
+    """Prompt, response and proposals must fit the positions the policy knows."""
+    path = resolve_path(config.model.path) / "config.json"
+    try:
+        positions = json.loads(path.read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.path={config.model.path!r}: {path}: no max_position_embeddings ({error!r})") from None
+    drafted = config.speculation.draft_length + 1 if config.drafting else 0
+    room = positions - config.engine.max_prompt_tokens - drafted
+    if config.sampling.max_response_tokens > room:
+        raise ConfigError(f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "
+                          f"policy has {positions} positions, prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
+                          f"choice: sampling.max_response_tokens={room}")
 
 
 def describe() -> list[tuple[str, str, str]]:

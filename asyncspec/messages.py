@@ -97,9 +97,7 @@ class Hello(Message, frozen=True):
     """An actor is up. `address` is where its inbox listens."""
 
     name: str
-    role: str
     address: str
-    pid: int
 
 
 class Ready(Message, frozen=True):
@@ -195,6 +193,7 @@ class EvalDone(Message, frozen=True):
     ticket_id: int
     rewards: list[float]
     version_min: int
+    version_max: int
 
 
 class Spans(Message, frozen=True):
@@ -211,9 +210,10 @@ class Failed(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """The launcher asks the run to end: stop, write a checkpoint, leave."""
+    """The launcher asks the run to end: stop, write a checkpoint, leave. `lost` names an actor whose process died."""
 
     reason: str
+    lost: str = ""
 
 
 class Stop(Message, frozen=True):
@@ -249,8 +249,14 @@ _decoder = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(body: Message, arrays: Arrays | None = None) -> list:
-    """Frames of a message: one header, then one buffer an array."""
+    """Frames of a message: one header, then one buffer an array.
+
+    Raises:
+        WireError: it is larger than a receiver would accept.
+    """
     kept = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
+    if (size := sum(array.nbytes for array in kept.values())) > MAX_MESSAGE_BYTES:
+        raise WireError(f"{type(body).__name__} with {size} bytes of tensors: expected at most {MAX_MESSAGE_BYTES}")
     specs = tuple(_ArraySpec(name, array.dtype.name, array.shape) for name, array in kept.items())
     return [_encoder.encode(_Envelope(WIRE_VERSION, body, specs)), *(a.reshape(-1).view(np.uint8).data for a in kept.values())]
 

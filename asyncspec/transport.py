@@ -103,12 +103,13 @@ class Inbox:
         if number <= self._seen[sender]:
             self.duplicates += 1
             return
+        self._seen[sender] = number
         try:
             body, arrays = decode(frames[3:])
         except WireError:
             self.rejected += 1
+            self.socket.send_multipart([sender, _ACK, frames[2]])  # its credit goes back all the same
             return
-        self._seen[sender] = number
         self._waiting.append((sender, frames[2], body, arrays, time.monotonic()))
 
 

@@ -1,8 +1,7 @@
 """Versioned weight broadcast: an immutable snapshot, a shadow buffer, a commit record, a swap between two engine steps.
 
 One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group; gloo on
-CPUs, NCCL where CUDA is, one code path. The controller decides who is a member; each change of membership is a new epoch
-with a new group.
+CPUs, NCCL where CUDA is, one code path. The controller decides who is a member; each membership has its epoch and its group.
 
     sender    snapshot(v+1) | announce -> broadcast payload, record          (a thread; training goes on)
     receiver                    staging <- payload, record matches v+1       (a thread; generation goes on)
@@ -62,18 +61,22 @@ class Layout:
 class BroadcastGroup:
     """One epoch of a broadcast group."""
 
-    def __init__(self, store_host: str, store_port: int, kind: str, epoch: int, members: list[str], me: str, device: str):
+    def __init__(self, store_host: str, store_port: int, kind: str, epoch: int, members: list[str], timeout_s: float,
+                 me: str, device: str):
         """Joins; collective over the members.
 
         Raises:
-            BroadcastError: not all members joined within the deadline.
+            BroadcastError: not all members joined within timeout_s.
         """
-        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self.kind, self.epoch, self.members, self.device = kind, epoch, members, device
         rank, size = members.index(me), len(members)
         try:
-            store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timeout)
+            store = dist.TCPStore(store_host, store_port, is_master=False, timeout=join_timeout)
             prefix = dist.PrefixStore(f"{kind}/{epoch}", store)
+            # The group's own rendezvous would wait as long as a collective may take; joining has its own limit.
+            prefix.set(f"joined/{me}", "")
+            prefix.wait([f"joined/{member}" for member in members], join_timeout)
             if device.startswith("cuda"):
                 self._group = dist.ProcessGroupNCCL(prefix, rank, size, timeout)
             else:
@@ -111,11 +114,11 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def form(self, epoch: int, members: list[str], joined: Callable[[], None]) -> None:
-        """Join a new epoch; `joined` is called in the thread when the group stands."""
+    def form(self, epoch: int, members: list[str], timeout_s: float, joined: Callable[[], None]) -> None:
+        """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
 
         def task() -> None:
-            self._group = BroadcastGroup(*self._where, epoch, members, self._me, self._device)
+            self._group = BroadcastGroup(*self._where, epoch, members, timeout_s, self._me, self._device)
             joined()
 
         self._tasks.put(task)
@@ -142,39 +145,28 @@ class Publisher(_Worker):
 
     def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout) -> None:
         self.layout = layout
-        self._idle = threading.Event()
-        self._idle.set()
+        self.busy = False
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
 
-    @property
-    def busy(self) -> bool:
-        return not self._idle.is_set()
-
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], announce: Callable[[], None]) -> None:
-        """Snapshot now, announce, broadcast in the background. Waits for the broadcast before this one.
+        """Snapshot now, announce, broadcast in the background.
 
         Raises:
-            BroadcastError: that one failed or is past its deadline.
+            BroadcastError: the broadcast before this one failed or is still under way; wait until `busy` is False.
         """
-        self.drain()
+        self.check()
+        if self.busy:
+            raise BroadcastError(f"version {version} published while the broadcast before it is under way")
         flat = self.layout.snapshot(tensors)
         announce()
-        self._idle.clear()
+        self.busy = True
 
         def task() -> None:
             self._group.broadcast(flat)
             self._group.broadcast(self._group.record(version, flat.numel()))
-            self._idle.set()
+            self.busy = False
 
         self._tasks.put(task)
-
-    def drain(self) -> None:
-        """Wait for the broadcast under way."""
-        for _ in range(int(COLLECTIVE_TIMEOUT_S * 10) + 10):
-            self.check()
-            if self._idle.wait(0.1):
-                return
-        raise BroadcastError(f"{self._where[2]} broadcast: not finished after {COLLECTIVE_TIMEOUT_S:.0f} s")
 
 
 class Receiver(_Worker):

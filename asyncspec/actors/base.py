@@ -87,7 +87,7 @@ class Actor:
 
             torch.set_num_threads(self.threads)
             self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
-            self.control.send(m.Hello(self.name, self.role, self.inbox.address, os.getpid()))
+            self.control.send(m.Hello(self.name, self.inbox.address))
             self.load()
             self._loaded = True
             welcome = self._await(m.Welcome)
@@ -141,7 +141,8 @@ class Actor:
 
     def join(self, worker, membership: m.Membership) -> None:
         """Join a broadcast group in its thread; Ready is said once all are joined."""
-        worker.form(membership.epoch, membership.members, lambda: self._to_join.discard(membership.kind))
+        worker.form(membership.epoch, membership.members, self.config.deployment.start_timeout_s,
+                    lambda: self._to_join.discard(membership.kind))
 
     def ready_if_joined(self) -> None:
         deadline = time.monotonic() + self.config.deployment.start_timeout_s
@@ -157,8 +158,9 @@ class Actor:
         now = time.monotonic()
         if force or now - self._reported > REPORT_EVERY_S:
             self._reported = now
-            spans = self.recorder.drain()
-            self.control.send(m.Spans(self.name, spans, dict(self.counters)))
+            if self.inbox is not None and self.inbox.rejected:
+                self.counters[f"wire/{self.name}_rejected"] = self.inbox.rejected
+            self.control.send(m.Spans(self.name, self.recorder.drain(), dict(self.counters)))
 
     def log(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
@@ -181,6 +183,8 @@ class Actor:
         for socket in [self.inbox, *self.outboxes, self.control]:
             if socket is not None:
                 socket.close()
+        # Closing only queues what was sent last; ending the context sends it, within the sockets' linger.
+        transport.context().term()
 
 
 def redirect_output(spec: ActorSpec) -> None:

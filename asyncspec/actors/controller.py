@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import traceback
 from collections import deque
@@ -59,7 +60,7 @@ class Controller:
         self.next_step = 0  # whose tickets are issued next
         self.trained_steps = 0
         self.evaluations: dict[int, dict] = {}  # version -> what came back so far
-        self.accuracy: tuple[float, int] = (float("nan"), -1)
+        self.accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
         self.counters: dict[str, float] = {}
         self.heard: dict[str, float] = {}
         self.gone: set[str] = set()
@@ -115,6 +116,8 @@ class Controller:
             if not 0 < count <= limit:
                 raise RunFailed(f"engine.max_prompt_tokens={limit}: the prompt {problem.prompt[:40]!r} has {count} tokens; "
                                 f"expected 1 to {limit}; nearest valid choice: engine.max_prompt_tokens={count}")
+        if not self.problems:
+            raise RunFailed(f"data.train_prompts={d.train_prompts}: no prompt is left that is not held out; expected more")
         # The order of prompts is a function of the seed alone.
         rng = np.random.default_rng([self.config.seed, 0x7072])
         needed = self.config.steps * self.config.rl.groups_per_step
@@ -127,7 +130,13 @@ class Controller:
         deployment = self.config.deployment
         hellos: dict[str, m.Hello] = {}
         self._listen_until(lambda: len(hellos) == len(self.names), hellos, "to start")
-        self.store = dist.TCPStore(deployment.host, 0, is_master=True, wait_for_workers=False)
+        if self.stop_reason:
+            return
+        # A socket of ours: the store itself would listen on all interfaces.
+        listener = socket.create_server((deployment.host, 0))
+        port = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            deployment.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         addresses = {name: hello.address for name, hello in hellos.items()}
         self.outboxes = {name: transport.Outbox(addresses[name]) for name in self.generators}
         self.members = {"policy": ["trainer", "logprob", *self.generators]}
@@ -140,6 +149,8 @@ class Controller:
                 self.server.send(name, m.Membership(kind, 1, members))
         ready: dict[str, m.Ready] = {}
         self._listen_until(lambda: len(ready) == len(self.names), ready, "to load and join its broadcast group")
+        if self.stop_reason:
+            return
         self.console.line(f"{len(self.names) + 1} actors ready: controller, {', '.join(self.names)}")
         self._evaluate(0)
         self.moved = time.monotonic()
@@ -149,7 +160,7 @@ class Controller:
         while not done():
             self._listen(0.1, into)
             if self.stop_reason:
-                raise RunFailed(self.stop_reason)
+                return
             if time.monotonic() > deadline:
                 missing = sorted(set(self.names) - set(into))
                 raise RunFailed(f"waited {self.config.deployment.start_timeout_s:.0f} s for {', '.join(missing)} {what}; "
@@ -163,20 +174,27 @@ class Controller:
         limit = self.config.deployment.stall_timeout_s
         if time.monotonic() - self.moved > limit:
             oldest = min(self.outstanding.values(), key=lambda item: item[2], default=None)
-            where = f"ticket {oldest[0].ticket_id} of step {oldest[0].step}, sent to {oldest[1]}" if oldest else "no ticket"
+            where = "no ticket"
+            if oldest:
+                ticket, generator, _ = oldest
+                place = f"in {generator}" if ticket.ticket_id in self.generating else f"past {generator}, not trained"
+                where = f"ticket {ticket.ticket_id} of step {ticket.step}, {place}"
             silent = max(self.names, key=lambda name: time.monotonic() - self.heard.get(name, 0.0))
             raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; longest silent: {silent}; see "
                             f"{self.run_dir}/logs, or raise deployment.stall_timeout_s")
 
     def _stop_all(self) -> None:
-        for name in self.names:
-            self.server.send(name, m.Stop(self.stop_reason))
-        deadline = time.monotonic() + self.config.deployment.stop_timeout_s
+        deployment = self.config.deployment
+        # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
+        limit = deployment.stall_timeout_s if self.stop_reason == "finished" else deployment.stop_timeout_s
+        deadline = time.monotonic() + limit
         while self.gone != set(self.names) and time.monotonic() < deadline:
-            self._listen(0.05)
+            for name in set(self.names) - self.gone:  # again and again: one that is still starting connects later
+                self.server.send(name, m.Stop(self.stop_reason))
+            self._listen_for(0.2)
         missing = sorted(set(self.names) - self.gone)
         if missing and not self.failure:
-            self.console.line(f"not stopped within {self.config.deployment.stop_timeout_s} s: {', '.join(missing)}")
+            self.failure = f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
         for ticket, generator, _ in self.outstanding.values():
             self.ledger.write("dropped", ticket, reason=self.stop_reason, generator=generator)
         for ticket in self.pending:
@@ -197,7 +215,7 @@ class Controller:
     def _evaluate(self, version: int) -> None:
         if not self.held_out:
             return
-        self.evaluations[version] = {"rewards": [], "left": len(self.held_out), "started": time.monotonic()}
+        self.evaluations[version] = {"rewards": [], "left": len(self.held_out), "newest": version}
         for index, problem in enumerate(self.held_out):
             ticket_id = EVALUATION_IDS + version * len(self.held_out) + index
             self._enqueue(ticket_id, version, version, problem, self.config.eval.samples, evaluation=True)
@@ -227,6 +245,11 @@ class Controller:
             outbox.flush()
 
     # Messages.
+    def _listen_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and self.gone != set(self.names):
+            self._listen(left)
+
     def _listen(self, timeout_s: float, into: dict | None = None) -> None:
         transport.wait([self.server, *getattr(self, "outboxes", {}).values()], timeout_s)
         while (item := self.server.receive()) is not None:
@@ -262,9 +285,14 @@ class Controller:
             self.gone.add(message.name)
         elif isinstance(message, m.Interrupt):
             self.stop_reason = self.stop_reason or message.reason
+            if message.lost:
+                self.gone.add(message.lost)
+                self.failure = self.failure or message.reason
 
     def _published(self, message: m.Publish) -> None:
-        if message.kind == "policy":
+        if message.kind == "draft":
+            self.counters["draft/policy_version"] = message.policy_version
+        else:
             self.clock.publish(message.version)
             every, last = self.config.eval.every, self.config.steps
             if message.version == last or (every and message.version % every == 0):
@@ -278,15 +306,19 @@ class Controller:
             return
         ticket, generator, _ = item
         self.moved = time.monotonic()
-        self.ledger.write("evaluated", ticket, generator=generator, version_min=message.version_min)
+        self.ledger.write("evaluated", ticket, generator=generator, version_min=message.version_min,
+                          version_max=message.version_max)
         evaluation = self.evaluations[ticket.step]
         evaluation["rewards"] += message.rewards
         evaluation["left"] -= 1
+        evaluation["newest"] = max(evaluation["newest"], message.version_max)
         if not evaluation["left"]:
             del self.evaluations[ticket.step]
-            self.accuracy = (float(np.mean(evaluation["rewards"])), ticket.step)
-            self.console.evaluated(*self.accuracy, len(evaluation["rewards"]))
-            self.metrics.evaluated(*self.accuracy)
+            # Training goes on meanwhile: later samples may be of newer versions, those of the last version are not.
+            self.accuracy = {"eval/accuracy": float(np.mean(evaluation["rewards"])), "eval/policy_version": ticket.step,
+                             "eval/policy_version_max": evaluation["newest"]}
+            self.console.evaluated(self.accuracy, len(evaluation["rewards"]))
+            self.metrics.evaluated(self.accuracy)
 
     def _step_done(self, message: m.StepDone) -> None:
         self.moved = time.monotonic()
@@ -298,7 +330,7 @@ class Controller:
             self.ledger.write("trained", ticket, generator=generator, version_min=record.version_min,
                               version_max=record.version_max, trained_in=message.step)
             self.trace.write_group(ticket.step, record)
-        row = step_row(message, self.config, self.counters, self.accuracy)
+        row = step_row(message, self.counters, self.accuracy)
         self.metrics.write(row, final=message.step + 1 == self.config.steps and bool(self.held_out))
         self.console.step(row)
 

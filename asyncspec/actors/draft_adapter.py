@@ -62,7 +62,8 @@ class DraftAdapter(Actor):
         tensors = [torch.from_numpy(arrays[k].astype("float32")) for k in ("features", "embeds", "target_logprobs")]
         with self.recorder.span("adapt", ticket=supervision.ticket_id, version=supervision.policy_version):
             loss, rates = self.trainer.step(*tensors, torch.from_numpy(arrays["mask"].copy()))
-        self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.trainer.steps}
+        self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.trainer.steps,
+                          "draft/skipped": self.trainer.skipped}
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:
             self.published += 1
             self.publisher.publish(self.published, dict(self.draft.named_parameters()), lambda: self.control.send(

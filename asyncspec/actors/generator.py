@@ -39,7 +39,7 @@ class Generator(Actor):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.threads = self.config.engine.threads
-        self.not_admitted: deque[tuple[m.Ticket, float]] = deque()
+        self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
         self._busy_since = 0.0
 
@@ -114,12 +114,13 @@ class Generator(Actor):
                     (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
 
     def _admit(self) -> None:
-        while self.engine.waiting < self.engine.slots and (item := self.inbox.take()) is not None:
-            ticket, _, arrived = item
-            self.not_admitted.append((ticket, arrived))
-        # In order: a ticket that must wait for weights holds those behind it back, which wait for the same or newer ones.
-        while self.not_admitted and self.not_admitted[0][0].min_version <= self.engine.version:
-            ticket, arrived = self.not_admitted.popleft()
+        """Submit tickets while the engine has room, in order: one that must wait for weights holds back those behind it."""
+        while self.engine.waiting < self.engine.slots:
+            if self.held_back is None and (item := self.inbox.take()) is not None:
+                self.held_back = (item[0], item[2])
+            if self.held_back is None or self.held_back[0].min_version > self.engine.version:
+                return
+            (ticket, arrived), self.held_back = self.held_back, None
             self.open_groups[ticket.ticket_id] = _OpenGroup(ticket, arrived, now())
             self.engine.submit(Request(
                 ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, self.config.sampling.max_response_tokens))
@@ -130,7 +131,7 @@ class Generator(Actor):
         rewards = [self._rewarded(ticket, c) for c in completions]
         versions = np.concatenate([c.versions.numpy() for c in completions])
         if ticket.evaluation:
-            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min())))
+            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))
             return
         self.control.send(m.Generated(ticket.ticket_id))
         started = min(c.started_at for c in completions)

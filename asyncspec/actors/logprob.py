@@ -1,8 +1,9 @@
 """The logprob actor: one pass of the target over each finished group.
 
 It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
-term, reference logprobs; and from the same pass offers the draft adapter its supervision. An offer that finds no credit is
-dropped and counted: nobody on the way to the trainer ever waits for the draft.
+term, reference logprobs; and from the same pass offers the draft adapter its supervision. It offers only when no other group
+waits here, after the group has left for the trainer, and an offer that finds no credit is dropped and counted: the trainer
+never waits for the draft.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Logprob(Actor):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.threads = self.config.trainer.logprob_threads
-        self.version = 0
+        self.version, self.swapped, self.looked = 0, 0.0, 0.0
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
         self.offered: dict[int, int] = {}  # groups offered to the draft adapter, by step
 
@@ -33,11 +34,13 @@ class Logprob(Actor):
         return self.config.rl.groups_per_step
 
     def load(self) -> None:
-        from asyncspec.models import policy
+        from asyncspec.models import eagle3, policy
 
         c = self.config
         self.model, self.shape = policy.load(resolve_path(c.model.path))
         self.model.requires_grad_(False)
+        if c.adapting:
+            self.aux_layers = eagle3.read_shape(resolve_path(c.speculation.draft_path), self.shape).aux_layers
         self.reference = None
         if c.rl.kl_coef > 0:
             self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path))
@@ -70,10 +73,14 @@ class Logprob(Actor):
             self.control.send(m.Received(self.name, "policy", self._received.popleft()))
         self._swap_weights()
         while (item := self.inbox.take()) is not None:
-            self.waiting.append(item)
-        for item in self.waiting:
-            if int(item[1]["versions"].max()) <= self.version:
-                self.waiting.remove(item)
+            group, arrays, _ = item
+            # The inbox is looked into only between two groups: one that came meanwhile has been waiting here since then.
+            self.waiting.append((group, arrays, max(group.phases[-1].end, self.looked)))
+        self.looked = now()
+        for index, (_, arrays, _) in enumerate(self.waiting):
+            if int(arrays["versions"].max()) <= self.version:
+                item = self.waiting[index]
+                del self.waiting[index]
                 self._process(*item)
                 return
         self.wait(0.005 if self.waiting else 0.02)
@@ -84,9 +91,7 @@ class Logprob(Actor):
             with self.recorder.span("swap policy", version=self.version), torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(tensors[name])
-            self._swapped = now()
-
-    _swapped = 0.0
+            self.swapped = now()
 
     @torch.inference_mode()
     def _process(self, group: m.Group, arrays: m.Arrays, arrived: float) -> None:
@@ -95,13 +100,13 @@ class Logprob(Actor):
 
         start, ticket = now(), group.ticket
         # Weights that came while the group lay here are what it waited for, if it needed them.
-        needed = int(arrays["versions"].max()) == self.version and self._swapped > arrived
-        waited_until = min(max(arrived, self._swapped), start) if needed else arrived
+        needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
+        waited_until = self.swapped if needed else arrived
         temperature = self.config.sampling.temperature
         tokens_GL, mask_GL = padded(ticket.prompt_tokens, arrays)
         supervising = self._wants_supervision(ticket.step)
         hidden_GLD, features_GLE = hidden_states(
-            self.model, tokens_GL, None, self.shape.aux_layers if supervising else ())
+            self.model, tokens_GL, None, self.aux_layers if supervising else ())
         logits_GLV = self.model.lm_head(hidden_GLD)
         arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).numpy()
         if self.reference is not None:
@@ -115,10 +120,11 @@ class Logprob(Actor):
             m.Group(ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
                     group.accepted, group.draft_version, phases, self.version), arrays)
         if supervising:
-            self._offer(ticket, features_GLE, tokens_GL, logits_GLV, mask_GL)
+            with self.recorder.span("offer", ticket.step, ticket.ticket_id, self.version):
+                self._offer(ticket, features_GLE, tokens_GL, logits_GLV, mask_GL)
 
     def _wants_supervision(self, step: int) -> bool:
-        if self.to_adapter is None or self.offered.get(step, 0) >= self.config.draft.groups_per_step:
+        if self.to_adapter is None or self.waiting or self.offered.get(step, 0) >= self.config.draft.groups_per_step:
             return False
         self.to_adapter.flush()
         if not self.to_adapter.credits:
@@ -132,5 +138,10 @@ class Logprob(Actor):
         logprobs_GLV = (logits_GLV / self.config.sampling.temperature).log_softmax(-1)
         embeds_GLD = self.model.tok_embeddings(tokens_GL)
         self.to_adapter.offer(m.Supervision(ticket.ticket_id, self.version), {
-            "features": features_GLE.numpy().astype(np.float16), "embeds": embeds_GLD.numpy().astype(np.float16),
-            "target_logprobs": logprobs_GLV.numpy().astype(np.float16), "mask": mask_GL.numpy()})
+            "features": _half(features_GLE), "embeds": _half(embeds_GLD), "target_logprobs": _half(logprobs_GLV),
+            "mask": mask_GL.numpy()})
+
+
+def _half(tensor: torch.Tensor) -> np.ndarray:
+    limit = torch.finfo(torch.float16).max
+    return tensor.clamp(-limit, limit).to(torch.float16).numpy()

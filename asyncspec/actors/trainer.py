@@ -41,7 +41,7 @@ class GradientAccumulator:
     def clear(self) -> None:
         """Forget the groups added since the last step."""
         self.optimizer.zero_grad()
-        self.tokens, self.sums = 0, defaultdict(float)
+        self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
 
     def add(self, group: m.Group, arrays: m.Arrays) -> None:
         """Forward and backward over one group."""
@@ -54,6 +54,7 @@ class GradientAccumulator:
         self.tokens += tokens
         if not advantage_G.any() and self.rl.kl_coef == 0:
             return  # all samples alike: the gradient is exactly zero
+        self.tokens_with_signal += tokens
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
         tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays)
         logits_GLV = self.model.lm_head(hidden_states(self.model, tokens_GL)[0])
@@ -67,7 +68,7 @@ class GradientAccumulator:
             self.sums[name] += float(value)
 
     def step(self) -> dict[str, float]:
-        """Divide once, clip, update; returns means over tokens and the gradient norm.
+        """Divide once, clip, update; returns the gradient norm, and means over the tokens of groups with signal.
 
         Raises:
             FloatingPointError: the gradient is not finite; nothing was changed.
@@ -78,7 +79,7 @@ class GradientAccumulator:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm))
         if not np.isfinite(norm):
             raise FloatingPointError(f"gradient norm {norm}: the step was not taken")
-        stats = {name: value / self.tokens for name, value in self.sums.items()}
+        stats = {name: value / self.tokens_with_signal for name, value in self.sums.items()}
         stats |= {"grad/norm": norm, "optimizer/lr": self.schedule.get_last_lr()[0]}
         self.optimizer.step()
         self.schedule.step()
@@ -127,7 +128,7 @@ class Trainer(Actor):
             return
         step, start = self.step_index, self.step_start or now()
         self.waits, self.busy = [], {"data": 0.0, "train": 0.0, "prepare": 0.0}
-        records = []
+        records, versions = [], []
         count = self.config.rl.groups_per_step
         for ticket_id in range(step * count, (step + 1) * count):
             group, arrays = self._next_group(ticket_id)
@@ -136,11 +137,17 @@ class Trainer(Actor):
                 raise StopRequested
             with self._part("train", step, ticket_id):
                 records.append(self._train(step, group, arrays))
+            versions.append(arrays["versions"])
+        # Before the update, so that nothing can fail between it and its report.
+        with self._part("prepare", step):
+            while self.publisher.busy:
+                self.publisher.check()
+                self.wait_step(0.005)
+            self.publisher.check()
         with self._part("train", step):
             stats = self.accumulator.step()
-        lags = np.concatenate([step - arrays_versions for arrays_versions in self._versions])
+        lags = step - np.concatenate(versions)
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
-        self._versions.clear()
         with self._part("prepare", step):
             self.publisher.publish(step + 1, dict(self.model.named_parameters()),
                                    lambda: self.control.send(m.Publish("policy", step + 1)))
@@ -155,17 +162,11 @@ class Trainer(Actor):
         directory = Path(self.spec.run_dir) / "checkpoint" / "policy"
         policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path))
         self.log(f"checkpoint of version {self.step_index} written to {directory}")
-        if not self.stopping.startswith("finished"):
-            return
-        self.publisher.drain()
-
-    _versions: list[np.ndarray] = []
 
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
         self.accumulator.add(group, arrays)
-        self._versions.append(versions)
         return m.GroupRecord(
             group.ticket.ticket_id, group.generator, float(np.mean(group.rewards)), len(set(group.rewards)) > 1,
             arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,

@@ -1,7 +1,8 @@
 """bench async: what the policy lag hides. The default job, policy lag 0 against 1, whole runs interleaved.
 
-Seconds are medians over the steps of a run after the first two, which fill the pipeline; generation is exposed where the
-trainer waited for rollouts that were not generated yet, as attributed from the groups' histories.
+Seconds are means over the steps of a run after the first two, which fill the pipeline: means, because a long rollout now and
+then is what exposes generation. Generation is exposed where the trainer waited for rollouts that were not generated yet, as
+attributed from the groups' histories.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ class AsyncBenchmark:
         run_dir = self.out / f"lag{lag}-{repetition}"
         # No evaluation and no draft adaptation between the steps: they take the same cores and blur the comparison.
         command = [sys.executable, "-m", "asyncspec.cli", "train", "--policy-lag", lag, "--run-dir", str(run_dir), "--steps", str(STEPS),
-                   "eval.every=0", "data.eval_prompts=8", f"seed={repetition}", *self.overrides]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                   "eval.every=0", "data.eval_prompts=8", "draft.adapt=false", f"seed={repetition}", *self.overrides]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            raise ConfigError(f"bench async: the run {run_dir} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+            lines = [line for line in done.stdout.splitlines() if line.startswith(("failed:", "asyncspec:"))] or [""]
+            raise ConfigError(f"bench async: the run {run_dir} ended with code {done.returncode}: {lines[-1]}")
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][SKIP:]
 
-        def middle(key: str) -> float:
-            return statistics.median(row[key] for row in rows)
+        def mean(key: str) -> float:
+            return statistics.fmean(row[key] for row in rows)
 
         return {
-            "step_s": middle("time/step"), **{f"{part}_s": middle(f"time/{part}") for part in PARTS},
-            "generation_s": middle("time/generation"), "lag_max": max(row["lag/max"] for row in rows),
-            "tokens_per_s": middle("throughput/tokens_per_s"),
-            "tokens": sum(row["throughput/tokens_per_s"] * row["time/step"] for row in rows),
+            "step_s": mean("time/step"), **{f"{part}_s": mean(f"time/{part}") for part in PARTS},
+            "generation_s": mean("time/generation"), "lag_max": max(row["lag/max"] for row in rows),
+            "tokens_per_s": sum(row["throughput/tokens_per_s"] * row["time/step"] for row in rows) / sum(row["time/step"] for row in rows),
         }
 
     def headline(self, samples: Samples) -> dict[str, float]:

@@ -26,6 +26,7 @@ from rich.table import Table
 from asyncspec.config import ConfigError
 
 NAMES = {"async": "asyncspec.bench.asynchrony", "speculation": "asyncspec.bench.speculation"}
+TABLE_WIDTH = 150  # of tables written to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
 
@@ -52,23 +53,23 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
-    console, samples = Console(highlight=False, soft_wrap=True), {variant: [] for variant in benchmark.variants}
+    console, samples = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH), {variant: [] for variant in benchmark.variants}
     for repetition in range(repeats or benchmark.repeats):
         for variant in benchmark.variants:
             measured = benchmark.measure(variant, repetition)
             samples[variant].append(measured)
             shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
-            console.print(f"[{repetition + 1}/{repeats or benchmark.repeats}] {variant}: {shown}", markup=False)
+            console.print(f"[{repetition + 1}/{repeats or benchmark.repeats}] {variant}: {shown}", markup=False, soft_wrap=True)
     headline = benchmark.headline(samples)
     console.print(_table(name, benchmark, samples))
     for key, value in headline.items():
-        console.print(f"{key}: {value:.3f}", markup=False)
+        console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
     (directory / "result.json").write_text(json.dumps({
         "benchmark": name, "headline": headline, "samples": samples, "machine": machine(), "versions": versions(),
         "command": "asyncspec " + shlex.join(sys.argv[1:]), "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }, indent=1) + "\n")
     _plot(name, benchmark, samples, directory / "plot.png")
-    console.print(f"written: {directory}/result.json, {directory}/plot.png", markup=False)
+    console.print(f"written: {directory}/result.json, {directory}/plot.png", markup=False, soft_wrap=True)
     return 0
 
 
@@ -95,6 +96,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in ("asyncspec", "torch", "torchtitan", "pyzmq")}}
 
 
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _table(name: str, benchmark: Benchmark, samples: Samples) -> Table:
     table = Table(title=f"bench {name}: median (first to third quartile)", title_justify="left")
     table.add_column("variant")
@@ -108,7 +113,7 @@ def _table(name: str, benchmark: Benchmark, samples: Samples) -> Table:
                 cells.append("")
                 continue
             low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values * 3)
-            cells.append(f"{statistics.median(values):.3g} ({low:.3g} to {high:.3g})")
+            cells.append(f"{_short(statistics.median(values))} ({_short(low)} to {_short(high)})")
         table.add_row(variant, *cells)
     return table
 

@@ -22,8 +22,8 @@ class InterruptFlag:
         self.first = self.first or time.monotonic()
 
 
-def ask_to_stop(control_address: str, name: str) -> None:
-    """Tell the controller that the run should end."""
+def ask_to_stop(control_address: str, name: str, reason: str = "interrupted", lost: str = "") -> None:
+    """Tell the controller that the run should end, and which actor's process died, if one did."""
     client = transport.ControlClient(control_address, name)
-    client.send(Interrupt("interrupted"))
+    client.send(Interrupt(reason, lost))
     client.close()

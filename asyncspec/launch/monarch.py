@@ -75,7 +75,7 @@ def _stop(mesh) -> None:
 
 def _watch(config: Config, results: dict, address: str, interrupt: InterruptFlag) -> int:
     """Until the controller has ended; tells it of interrupts and deaths."""
-    told, code, dead = False, None, {}
+    told, code = False, None
     while code is None:
         for name, result in list(results.items()):
             try:
@@ -83,17 +83,16 @@ def _watch(config: Config, results: dict, address: str, interrupt: InterruptFlag
             except TimeoutError:
                 continue
             except Exception as error:
-                value, dead[name] = 1, str(error).splitlines()[0]
+                value = 1
+                print(f"{name} died: {str(error).splitlines()[0][:200]}", flush=True)
+                if name != "controller":
+                    ask_to_stop(address, f"launcher-{name}", f"{name} died", name)
             del results[name]
             if name == "controller":
                 code = value
-            elif name in dead and not told:
-                print(f"{name} died: {dead[name][:200]}", flush=True)
-                told = True
-                ask_to_stop(address, "launcher")
         if interrupt.count and not told:
             told = True
             ask_to_stop(address, "launcher")
         if interrupt.count > 1 or (interrupt.count and time.monotonic() - interrupt.first > config.deployment.stop_timeout_s + 0.5):
             return 130
-    return 1 if dead and code == 130 else code
+    return code

@@ -32,7 +32,6 @@ def launch(config: Config, rank: int, world_size: int) -> int:
     """Start this rank's actors and watch them; returns the exit code of the run (rank 0) or of this rank's actors."""
     from torch.distributed import TCPStore
 
-    interrupt = InterruptFlag()
     roles_taken = len(roles.specs(config))
     if world_size > roles_taken:
         config.deployment.generators += world_size - roles_taken
@@ -42,6 +41,7 @@ def launch(config: Config, rank: int, world_size: int) -> int:
         roles.prepare_run_dir(config)
         store.set("asyncspec/run_dir", config.run_dir)
     config.run_dir = store.get("asyncspec/run_dir").decode()
+    interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
     mine = roles.specs(config)[rank::world_size]
     children: dict[str, subprocess.Popen] = {}
     if rank == 0:
@@ -67,16 +67,22 @@ def _start(spec: ActorSpec, stdout_address: bool = False) -> subprocess.Popen:
 
 
 def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, interrupt: InterruptFlag, rank: int) -> int:
-    told, codes = False, {}
+    told, codes, run_ended = False, {}, 0.0
     while len(codes) < len(children):
         time.sleep(0.05)
+        if "controller" in codes:  # nobody is left to tell the others to stop
+            run_ended = run_ended or time.monotonic()
+            if time.monotonic() - run_ended > config.deployment.stop_timeout_s:
+                for child in children.values():
+                    child.kill()
         for name, child in children.items():
             if name not in codes and (code := child.poll()) is not None:
                 codes[name] = code
-                if code < 0 and not told:  # died of a signal, so it could not tell the controller itself
-                    print(f"{name} died: {signal.Signals(-code).name}", flush=True)
-                    told = True
-                    ask_to_stop(address, f"launcher{rank}")
+                if code != 0 and name != "controller":
+                    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                    ask_to_stop(address, f"launcher{rank}-{name}", f"{name} died: {how}", name)
+                elif code < 0:
+                    print(f"controller died: {signal.Signals(-code).name}", flush=True)
         if interrupt.count and not told:
             told = True
             ask_to_stop(address, f"launcher{rank}")

@@ -40,14 +40,23 @@ class DraftTrainer:
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * min(1.0, s / total_steps))) if total_steps else 1.0)
-        self.steps = 0
+        self.steps = self.skipped = 0
 
     def step(self, features_BLE, embeds_BLD, target_logprobs_BLV, mask_BL) -> tuple[float, list[float]]:
-        """One optimizer step; returns the loss and the expected acceptance rate of each unrolled position."""
+        """One optimizer step; returns the loss and the expected acceptance rate of each unrolled position.
+
+        A batch too short to unroll over is passed over, and so is one whose gradient is not finite (`skipped` counts them):
+        a draft must never become worse than useless.
+        """
+        if mask_BL.shape[1] < 3:
+            self.skipped += 1
+            return 0.0, [0.0] * self.unroll
         loss, rates = draft_loss(self.draft, features_BLE, embeds_BLD, target_logprobs_BLV, mask_BL, self.unroll)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        if not torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0).isfinite():
+            self.skipped += 1
+            return loss.item(), rates
         self.optimizer.step()
         self.schedule.step()
         self.steps += 1

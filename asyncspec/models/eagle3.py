@@ -197,11 +197,11 @@ class _UnrolledAttention:
         return out.transpose(1, 2)
 
 
-def load(directory: Path, policy: PolicyShape) -> Eagle3:
-    """Read a draft and check that it fits the policy.
+def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
+    """Read a draft's config.json and check that it fits the policy.
 
     Raises:
-        CheckpointError: the files are missing or broken, or the draft was made for another policy's shape.
+        CheckpointError: the file is missing or broken, or the draft was made for another policy's shape.
     """
     try:
         cfg = json.loads((directory / "config.json").read_text())
@@ -214,12 +214,23 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
         if cfg.get(key) != value:
             raise CheckpointError(f"{directory}/config.json: {key}={cfg.get(key)}: the policy has {value}")
     rope = cfg.get("rope_parameters") or {}
-    shape = DraftShape(
-        cfg["vocab_size"], cfg["hidden_size"], cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"],
-        cfg["intermediate_size"], float(cfg.get("rope_theta") or rope["rope_theta"]), cfg["rms_norm_eps"],
-        tuple(cfg["eagle_aux_hidden_state_layer_ids"]), policy.max_positions,
-    )
-    draft = Eagle3(shape)
+    try:
+        return DraftShape(
+            cfg["vocab_size"], cfg["hidden_size"], cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"],
+            cfg["intermediate_size"], float(cfg.get("rope_theta") or rope["rope_theta"]), cfg["rms_norm_eps"],
+            tuple(cfg["eagle_aux_hidden_state_layer_ids"]), policy.max_positions,
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{directory}/config.json: field {error} is missing") from None
+
+
+def load(directory: Path, policy: PolicyShape) -> Eagle3:
+    """Read a draft and check that it fits the policy.
+
+    Raises:
+        CheckpointError: the files are missing or broken, or the draft was made for another policy's shape.
+    """
+    draft = Eagle3(read_shape(directory, policy))
     tensors = read_tensors(directory)
     for name, tensor in draft.state_dict().items():
         if name not in tensors or tensors[name].shape != tensor.shape or not tensors[name].isfinite().all():

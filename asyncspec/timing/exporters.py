@@ -33,11 +33,12 @@ class RunMetrics:
         if not final:
             self.flush()
 
-    def evaluated(self, accuracy: float, version: int) -> None:
-        if self._held is not None and self._held["policy_version"] == version:
-            self._held |= {"eval/accuracy": accuracy, "eval/policy_version": version}
+    def evaluated(self, accuracy: dict) -> None:
+        """Note an evaluation: its eval/ fields."""
+        if self._held is not None and self._held["policy_version"] == accuracy["eval/policy_version"]:
+            self._held |= accuracy
             self.flush()
-        self._board.add_scalar("eval/accuracy_by_version", accuracy, version)
+        self._board.add_scalar("eval/accuracy_by_version", accuracy["eval/accuracy"], accuracy["eval/policy_version"])
 
     def flush(self) -> None:
         if self._held is None:
@@ -143,11 +144,13 @@ class Console:
     def line(self, text: str) -> None:
         self._out.print(text, markup=False)
 
-    def evaluated(self, accuracy: float, version: int, rollouts: int) -> None:
+    def evaluated(self, accuracy: dict, rollouts: int) -> None:
+        self._accuracy = accuracy["eval/accuracy"]
         if self._first_accuracy is None:
-            self._first_accuracy = accuracy
-        self._accuracy = accuracy
-        self.line(f"held-out accuracy {accuracy:.1%} with version {version} ({rollouts} rollouts)")
+            self._first_accuracy = self._accuracy
+        oldest, newest = accuracy["eval/policy_version"], accuracy["eval/policy_version_max"]
+        versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        self.line(f"held-out accuracy {self._accuracy:.1%} with {versions} ({rollouts} rollouts)")
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1

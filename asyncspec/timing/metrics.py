@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from asyncspec.config import Config
 from asyncspec.messages import StepDone
 from asyncspec.timing.attribution import break_down, covered
 
 
-def step_row(done: StepDone, config: Config, counters: dict[str, float], accuracy: tuple[float, int]) -> dict:
+def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict:
     """Metrics of step `done.step`.
 
     Args:
         counters: latest counters of the actors.
-        accuracy: of the last evaluation, and the version it evaluated.
+        accuracy: the eval/ fields of the last evaluation.
     """
     groups = done.groups
     phases = {g.ticket_id: g.phases for g in groups}
@@ -28,8 +25,7 @@ def step_row(done: StepDone, config: Config, counters: dict[str, float], accurac
         "step": done.step,
         "policy_version": done.step + 1,
         "reward/mean": float(np.mean([g.reward_mean for g in groups])),
-        "eval/accuracy": None if math.isnan(accuracy[0]) else accuracy[0],
-        "eval/policy_version": accuracy[1],
+        **accuracy,
         "groups/without_signal": sum(not g.rewards_differ for g in groups) / len(groups),
         "lag/proximal_max": max(done.step - g.proximal_version for g in groups),
         "loss/policy": 0.0,
