@@ -1,12 +1,14 @@
 """One host, started and watched by Monarch: one process mesh of one process for each actor.
 
-Monarch supervises: a process that dies is an event here within half a second, with the actor's name. The actors do not know
-Monarch; `_Host` is the only Monarch actor and plays whatever role it is given.
+Monarch starts the processes and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
+own supervision may take half a minute). The actors do not know Monarch; `_Host` is the only Monarch actor and plays whatever
+role it is given.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,8 +19,6 @@ from asyncspec.config import Config
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag, ask_to_stop
 
-# Set before Monarch is imported: deaths are noticed in half a second, not ten.
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import monarch.actor as monarch  # noqa: E402
@@ -31,10 +31,10 @@ class _Host(monarch.Actor):
     """Plays one role in its process."""
 
     @monarch.endpoint
-    def prepare(self, spec: dict) -> str:
-        """Make the actor; returns the controller's address if it is the controller."""
+    def prepare(self, spec: dict) -> tuple[int, str]:
+        """Make the actor; returns the process id, and the controller's address if it is the controller."""
         self.actor = roles.make(ActorSpec(**spec))
-        return getattr(self.actor, "address", "")
+        return os.getpid(), getattr(self.actor, "address", "")
 
     @monarch.endpoint
     def run(self) -> int:
@@ -53,13 +53,14 @@ def launch(config: Config) -> int:
     meshes = {spec.name: host.spawn_procs(name=spec.name) for spec in specs}
     actors = {spec.name: meshes[spec.name].spawn("host", _Host) for spec in specs}
     controller = specs[0]
-    address = actors["controller"].prepare.call_one(msgspec.structs.asdict(controller)).get(timeout=60)
+    prepared = {"controller": actors["controller"].prepare.call_one(msgspec.structs.asdict(controller))}
+    _, address = prepared["controller"].get(timeout=config.deployment.start_timeout_s)
     results = {"controller": actors["controller"].run.call_one()}
     for spec in specs[1:]:
         spec = msgspec.structs.replace(spec, control_address=address)
-        actors[spec.name].prepare.broadcast(msgspec.structs.asdict(spec))
+        prepared[spec.name] = actors[spec.name].prepare.call_one(msgspec.structs.asdict(spec))
         results[spec.name] = actors[spec.name].run.call_one()
-    code = _watch(config, results, address, interrupt)
+    code = _watch(config, prepared, results, address, interrupt)
     # A mesh takes a second to stop, so all at once.
     with ThreadPoolExecutor(len(meshes)) as pool:
         pool.map(_stop, meshes.values())
@@ -73,21 +74,32 @@ def _stop(mesh) -> None:
         pass
 
 
-def _watch(config: Config, results: dict, address: str, interrupt: InterruptFlag) -> int:
+def _watch(config: Config, prepared: dict, results: dict, address: str, interrupt: InterruptFlag) -> int:
     """Until the controller has ended; tells it of interrupts and deaths."""
-    told, code = False, None
+    told, code, names, deaths = False, None, {}, select.poll()
     while code is None:
+        for name, future in list(prepared.items()):
+            if (pid := _outcome(future)) is not None:
+                del prepared[name]
+                if isinstance(pid, tuple):  # a failure shows in the result of `run`, too
+                    names[descriptor := os.pidfd_open(pid[0])] = name
+                    deaths.register(descriptor, select.POLLIN)
+        for descriptor, _ in deaths.poll(POLL_S * 1e3):
+            deaths.unregister(descriptor)
+            os.close(descriptor)
+            name = names.pop(descriptor)
+            if name in results and _outcome(results[name]) is None:
+                results[name] = RuntimeError("its process ended")
         for name, result in list(results.items()):
-            try:
-                value = result.get(timeout=POLL_S / len(results))
-            except TimeoutError:
+            value = _outcome(result)
+            if value is None:
                 continue
-            except Exception as error:
-                value = 1
-                print(f"{name} died: {str(error).splitlines()[0][:200]}", flush=True)
+            del results[name]
+            if isinstance(value, Exception):
+                print(f"{name} died: {str(value).splitlines()[0][:200]}", flush=True)
                 if name != "controller":
                     ask_to_stop(address, f"launcher-{name}", f"{name} died", name)
-            del results[name]
+                value = 1
             if name == "controller":
                 code = value
         if interrupt.count and not told:
@@ -96,3 +108,15 @@ def _watch(config: Config, results: dict, address: str, interrupt: InterruptFlag
         if interrupt.count > 1 or (interrupt.count and time.monotonic() - interrupt.first > config.deployment.stop_timeout_s + 0.5):
             return 130
     return code
+
+
+def _outcome(future):
+    """What a future holds: None if nothing yet, its value, or the exception that came instead of one."""
+    if isinstance(future, Exception):
+        return future
+    try:
+        return future.get(timeout=0.001)
+    except TimeoutError:
+        return None
+    except Exception as error:
+        return error
