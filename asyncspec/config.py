@@ -117,6 +117,7 @@ class EvalConfig:
 @dataclass
 class DeploymentConfig:
     generators: int = 1
+    device: str = "auto"  # auto: GPUs if there are any; cpu; cuda. GPUs are dealt out to the actors in turn
     host: str = "127.0.0.1"  # address the actors of this host bind to
     start_timeout_s: float = 120.0  # until every actor has joined
     stall_timeout_s: float = 300.0  # any single wait of an actor; the run stops and says what was waited for
@@ -244,6 +245,7 @@ def check(config: Config) -> None:
     choice("rl.advantage", ("group", "mean"))
     choice("rl.correction", ("truncated", "none"))
     choice("data.task", ("sums",))
+    choice("deployment.device", ("auto", "cpu", "cuda"))
     if config.drafting:
         need(config.speculation.draft_length >= 1, "speculation.draft_length",
              "at least 1 with a draft (speculation.method=none turns drafting off)", 1)

@@ -94,10 +94,11 @@ class Supervision(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An actor is up. `address` is where its inbox listens."""
+    """An actor is up. `address` is where its inbox listens, `device` what it computes on."""
 
     name: str
     address: str
+    device: str
 
 
 class Ready(Message, frozen=True):
@@ -120,6 +121,7 @@ class Membership(Message, frozen=True):
     kind: str  # policy or draft
     epoch: int
     members: list[str]
+    backend: str  # nccl or gloo
 
 
 class Publish(Message, frozen=True):

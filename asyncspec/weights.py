@@ -1,7 +1,8 @@
 """Versioned weight broadcast: an immutable snapshot, a shadow buffer, a commit record, a swap between two engine steps.
 
-One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group; gloo on
-CPUs, NCCL where CUDA is, one code path. The controller decides who is a member; each membership has its epoch and its group.
+One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group: NCCL where
+each member has a GPU of its own, else gloo through host memory; one code path. The controller decides who is a member and
+how; each membership has its epoch and its group.
 
     sender    snapshot(v+1) | announce -> broadcast payload, record          (a thread; training goes on)
     receiver                    staging <- payload, record matches v+1       (a thread; generation goes on)
@@ -21,6 +22,8 @@ from typing import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+
+from asyncspec.messages import Membership
 
 COLLECTIVE_TIMEOUT_S = 60.0
 
@@ -45,9 +48,8 @@ class Layout:
         return cls(tuple(entries), offset)
 
     @torch.no_grad()
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A copy of all tensors, float32 [elements]; later changes of the tensors do not reach it."""
-        device = next(iter(tensors.values())).device
+    def snapshot(self, tensors: Mapping[str, torch.Tensor], device: str) -> torch.Tensor:
+        """A copy of all tensors on `device`, float32 [elements]; later changes of the tensors do not reach it."""
         flat = torch.empty(self.elements, dtype=torch.float32, device=device)
         for (name, shape, offset) in self.entries:
             flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
@@ -61,15 +63,19 @@ class Layout:
 class BroadcastGroup:
     """One epoch of a broadcast group."""
 
-    def __init__(self, store_host: str, store_port: int, kind: str, epoch: int, members: list[str], timeout_s: float,
-                 me: str, device: str):
+    def __init__(self, store_host: str, store_port: int, membership: Membership, timeout_s: float, me: str, device: str):
         """Joins; collective over the members.
+
+        Args:
+            device: what this member computes on; payloads lie there with NCCL, in host memory with gloo (`self.device`).
 
         Raises:
             BroadcastError: not all members joined within timeout_s.
         """
         join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        self.kind, self.epoch, self.members, self.device = kind, epoch, members, device
+        self.kind, self.epoch, self.members = kind, epoch, members = membership.kind, membership.epoch, membership.members
+        self.device = device if membership.backend == "nccl" else "cpu"
+        self._stream = None
         rank, size = members.index(me), len(members)
         try:
             store = dist.TCPStore(store_host, store_port, is_master=False, timeout=join_timeout)
@@ -77,8 +83,12 @@ class BroadcastGroup:
             # The group's own rendezvous would wait as long as a collective may take; joining has its own limit.
             prefix.set(f"joined/{me}", "")
             prefix.wait([f"joined/{member}" for member in members], join_timeout)
-            if device.startswith("cuda"):
-                self._group = dist.ProcessGroupNCCL(prefix, rank, size, timeout)
+            if membership.backend == "nccl":
+                torch.cuda.set_device(device)  # each thread has its own current device
+                self._stream = torch.cuda.Stream(device)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(prefix, rank, size, options)
             else:
                 options = dist.ProcessGroupGloo._Options()
                 options._timeout = timeout
@@ -88,12 +98,19 @@ class BroadcastGroup:
             raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Send (first member) or receive (others) in place. Collective; blocks until done or the deadline."""
+        """Send (first member) or receive (others) in place. Collective; blocks this thread until done or the deadline."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        data = flat.view(torch.uint8)  # bytes, so that every backend carries every dtype
         try:
-            # Bytes, so that every backend carries every dtype.
-            self._group.broadcast([flat.view(torch.uint8)], options).wait()
+            if self._stream is None:
+                self._group.broadcast([data], options).wait()
+                return
+            # After what the default stream has been given so far (the snapshot), but not in its way from then on.
+            self._stream.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                self._group.broadcast([data], options).wait()
+            self._stream.synchronize()
         except RuntimeError as error:
             raise BroadcastError(f"{self.kind} broadcast, epoch {self.epoch}, members {self.members}: {error}") from None
 
@@ -106,19 +123,19 @@ class _Worker:
     """A thread that does collectives in order; errors surface in the owner's next call."""
 
     def __init__(self, name: str, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
-        self._where = (store_host, store_port, kind)
+        self._where, self.kind = (store_host, store_port), kind
         self._me, self._device = me, device
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._error: BaseException | None = None
-        self._group: BroadcastGroup | None = None
+        self.group: BroadcastGroup | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def form(self, epoch: int, members: list[str], timeout_s: float, joined: Callable[[], None]) -> None:
+    def form(self, membership: Membership, timeout_s: float, joined: Callable[[], None]) -> None:
         """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
 
         def task() -> None:
-            self._group = BroadcastGroup(*self._where, epoch, members, timeout_s, self._me, self._device)
+            self.group = BroadcastGroup(*self._where, membership, timeout_s, self._me, self._device)
             joined()
 
         self._tasks.put(task)
@@ -149,7 +166,7 @@ class Publisher(_Worker):
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], announce: Callable[[], None]) -> None:
-        """Snapshot now, announce, broadcast in the background.
+        """Snapshot now, announce, broadcast in the background; the group must stand.
 
         Raises:
             BroadcastError: the broadcast before this one failed or is still under way; wait until `busy` is False.
@@ -157,13 +174,13 @@ class Publisher(_Worker):
         self.check()
         if self.busy:
             raise BroadcastError(f"version {version} published while the broadcast before it is under way")
-        flat = self.layout.snapshot(tensors)
+        flat = self.layout.snapshot(tensors, self.group.device)
         announce()
         self.busy = True
 
         def task() -> None:
-            self._group.broadcast(flat)
-            self._group.broadcast(self._group.record(version, flat.numel()))
+            self.group.broadcast(flat)
+            self.group.broadcast(self.group.record(version, flat.numel()))
             self.busy = False
 
         self._tasks.put(task)
@@ -188,13 +205,13 @@ class Receiver(_Worker):
         """Take part in the broadcast of `version`."""
 
         def task() -> None:
-            flat = torch.empty(self.layout.elements, dtype=torch.float32, device=self._device)
-            self._group.broadcast(flat)
-            expected = self._group.record(version, flat.numel())
+            flat = torch.empty(self.layout.elements, dtype=torch.float32, device=self.group.device)
+            self.group.broadcast(flat)
+            expected = self.group.record(version, flat.numel())
             record = torch.zeros_like(expected)
-            self._group.broadcast(record)
-            if not torch.equal(record, expected) or epoch != self._group.epoch:
-                raise BroadcastError(f"{self._where[2]}: commit record {record.tolist()}, expected {expected.tolist()}")
+            self.group.broadcast(record)
+            if not torch.equal(record, expected) or epoch != self.group.epoch:
+                raise BroadcastError(f"{self.kind}: commit record {record.tolist()}, expected {expected.tolist()}")
             with self._lock:
                 self._complete = (version, flat)
             self._received(version)

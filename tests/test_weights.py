@@ -1,15 +1,19 @@
 """Versioned broadcast between real processes: every version arrives whole, in order, while receivers keep working."""
 
 import multiprocessing as mp
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from asyncspec.actors.controller import broadcast_backend
+from asyncspec.messages import Membership
 from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver
 
 MEMBERS = ["trainer", "generator0", "logprob"]
+MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")
 VERSIONS = 12
 SHAPES = {"a": (300, 200), "b": (7,), "c": (1,), "d": (128, 3, 5)}
 
@@ -23,7 +27,7 @@ def receive(port, me, announced, results):
     received = []
     receiver = Receiver("127.0.0.1", port, "policy", me, "cpu", Layout.of(tensors(0)), received.append)
     joined = []
-    receiver.form(1, MEMBERS, 60, lambda: joined.append(1))
+    receiver.form(MEMBERSHIP, 60, lambda: joined.append(1))
     swapped, worked, deadline = [], 0, time.monotonic() + 60
     while (not swapped or swapped[-1] != VERSIONS) and time.monotonic() < deadline:
         while not announced.empty():
@@ -53,7 +57,9 @@ def test_each_version_arrives_whole_and_in_order():
         child.start()
     live = tensors(0)
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(live))
-    publisher.form(1, MEMBERS, 60, lambda: None)
+    joined = threading.Event()
+    publisher.form(MEMBERSHIP, 60, joined.set)
+    assert joined.wait(60)
     for version in range(1, VERSIONS + 1):
         for tensor in live.values():
             tensor.fill_(version)
@@ -76,7 +82,7 @@ def test_each_version_arrives_whole_and_in_order():
 def test_a_member_that_never_comes_is_an_error_and_not_a_hang():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(tensors(0)))
-    publisher.form(1, ["trainer", "absent"], 1.0, lambda: None)
+    publisher.form(Membership("policy", 1, ["trainer", "absent"], "gloo"), 1.0, lambda: None)
     with pytest.raises(BroadcastError, match="absent"):
         for _ in range(200):
             publisher.check()
@@ -86,8 +92,15 @@ def test_a_member_that_never_comes_is_an_error_and_not_a_hang():
 def test_a_snapshot_is_a_copy_and_views_name_its_parts():
     live = tensors(3)
     layout = Layout.of(live)
-    flat = layout.snapshot(live)
+    flat = layout.snapshot(live, "cpu")
     live["a"].zero_()
     views = layout.views(flat)
     assert flat.numel() == sum(t.numel() for t in live.values()) and views.keys() == live.keys()
     assert all((v == 3).all() for v in views.values())
+
+
+def test_nccl_needs_a_gpu_for_each_member():
+    assert broadcast_backend(["cuda:0", "cuda:1", "cuda:2"]) == "nccl"
+    assert broadcast_backend(["cuda:0", "cuda:0"]) == "gloo"
+    assert broadcast_backend(["cuda:0", "cpu"]) == "gloo"
+    assert broadcast_backend(["cpu"]) == "gloo"

@@ -31,6 +31,7 @@ class ActorSpec(msgspec.Struct, frozen=True):
     name: str
     run_dir: str
     config_yaml: str
+    device: str = "cpu"
     control_address: str = ""  # empty for the controller, which makes it
 
 
@@ -43,7 +44,7 @@ class Actor:
     threads = 1
 
     def __init__(self, spec: ActorSpec) -> None:
-        self.spec, self.name = spec, spec.name
+        self.spec, self.name, self.device = spec, spec.name, spec.device
         self.config: Config = from_yaml(spec.config_yaml)
         self.recorder = Recorder()
         self.counters: dict[str, float] = {}
@@ -86,8 +87,10 @@ class Actor:
             import torch
 
             torch.set_num_threads(self.threads)
+            if self.device.startswith("cuda"):
+                torch.cuda.set_device(self.device)
             self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
-            self.control.send(m.Hello(self.name, self.inbox.address))
+            self.control.send(m.Hello(self.name, self.inbox.address, self.device))
             self.load()
             self._loaded = True
             welcome = self._await(m.Welcome)
@@ -141,7 +144,7 @@ class Actor:
 
     def join(self, worker, membership: m.Membership) -> None:
         """Join a broadcast group in its thread; Ready is said once all are joined."""
-        worker.form(membership.epoch, membership.members, self.config.deployment.start_timeout_s,
+        worker.form(membership, self.config.deployment.start_timeout_s,
                     lambda: self._to_join.discard(membership.kind))
 
     def ready_if_joined(self) -> None:

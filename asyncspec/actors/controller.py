@@ -43,6 +43,12 @@ def actor_names(config) -> dict[str, str]:
     return names
 
 
+def broadcast_backend(devices: list[str]) -> str:
+    """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo."""
+    alone = len(set(devices)) == len(devices)
+    return "nccl" if alone and all(device.startswith("cuda") for device in devices) else "gloo"
+
+
 class Controller:
     role = "controller"
 
@@ -145,8 +151,9 @@ class Controller:
         for name in self.names:
             self.server.send(name, m.Welcome(addresses, deployment.host, self.store.port))
         for kind, members in self.members.items():
+            backend = broadcast_backend([hellos[name].device for name in members])
             for name in members:
-                self.server.send(name, m.Membership(kind, 1, members))
+                self.server.send(name, m.Membership(kind, 1, members, backend))
         ready: dict[str, m.Ready] = {}
         self._listen_until(lambda: len(ready) == len(self.names), ready, "to load and join its broadcast group")
         if self.stop_reason:

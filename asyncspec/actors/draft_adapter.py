@@ -36,14 +36,14 @@ class DraftAdapter(Actor):
         os.nice(NICENESS)
         c = self.config
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
-        self.draft = eagle3.load(resolve_path(c.speculation.draft_path), shape)
+        self.draft = eagle3.load(resolve_path(c.speculation.draft_path), shape).to(self.device)
         self.trainer = DraftTrainer(self.draft, lr=c.draft.lr, unroll=c.draft.unroll)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
 
         self.publisher = Publisher(
-            welcome.store_host, welcome.store_port, "draft", self.name, "cpu",
+            welcome.store_host, welcome.store_port, "draft", self.name, self.device,
             Layout.of(dict(self.draft.named_parameters())))
         self.workers = [self.publisher]
         return {"draft"}
@@ -59,9 +59,9 @@ class DraftAdapter(Actor):
             self.wait(0.05)
             return
         supervision, arrays, _ = item
-        tensors = [torch.from_numpy(arrays[k].astype("float32")) for k in ("features", "embeds", "target_logprobs")]
+        tensors = [torch.from_numpy(arrays[k].astype("float32")).to(self.device) for k in ("features", "embeds", "target_logprobs")]
         with self.recorder.span("adapt", ticket=supervision.ticket_id, version=supervision.policy_version):
-            loss, rates = self.trainer.step(*tensors, torch.from_numpy(arrays["mask"].copy()))
+            loss, rates = self.trainer.step(*tensors, torch.from_numpy(arrays["mask"].copy()).to(self.device))
         self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.trainer.steps,
                           "draft/skipped": self.trainer.skipped}
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:

@@ -37,13 +37,13 @@ class Logprob(Actor):
         from asyncspec.models import eagle3, policy
 
         c = self.config
-        self.model, self.shape = policy.load(resolve_path(c.model.path))
+        self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
         self.model.requires_grad_(False)
         if c.adapting:
             self.aux_layers = eagle3.read_shape(resolve_path(c.speculation.draft_path), self.shape).aux_layers
         self.reference = None
         if c.rl.kl_coef > 0:
-            self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path))
+            self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path), self.device)
             self.reference.requires_grad_(False)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
@@ -57,7 +57,7 @@ class Logprob(Actor):
             self.outboxes.append(self.to_adapter)
         self._received: deque[int] = deque()
         self.receiver = Receiver(
-            welcome.store_host, welcome.store_port, "policy", self.name, "cpu",
+            welcome.store_host, welcome.store_port, "policy", self.name, self.device,
             Layout.of(dict(self.model.named_parameters())), self._received.append)
         self.workers = [self.receiver]
         return {"policy"}
@@ -103,15 +103,15 @@ class Logprob(Actor):
         needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
         waited_until = self.swapped if needed else arrived
         temperature = self.config.sampling.temperature
-        tokens_GL, mask_GL = padded(ticket.prompt_tokens, arrays)
+        tokens_GL, mask_GL = padded(ticket.prompt_tokens, arrays, self.device)
         supervising = self._wants_supervision(ticket.step)
         hidden_GLD, features_GLE = hidden_states(
             self.model, tokens_GL, None, self.aux_layers if supervising else ())
         logits_GLV = self.model.lm_head(hidden_GLD)
-        arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).numpy()
+        arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
         if self.reference is not None:
             reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
-            arrays["reference"] = response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).numpy()
+            arrays["reference"] = response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
         end = now()
         self.recorder.add("logprob", start, end, ticket.step, ticket.ticket_id, self.version)
         phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
@@ -139,9 +139,9 @@ class Logprob(Actor):
         embeds_GLD = self.model.tok_embeddings(tokens_GL)
         self.to_adapter.offer(m.Supervision(ticket.ticket_id, self.version), {
             "features": _half(features_GLE), "embeds": _half(embeds_GLD), "target_logprobs": _half(logprobs_GLV),
-            "mask": mask_GL.numpy()})
+            "mask": mask_GL.cpu().numpy()})
 
 
 def _half(tensor: torch.Tensor) -> np.ndarray:
     limit = torch.finfo(torch.float16).max
-    return tensor.clamp(-limit, limit).to(torch.float16).numpy()
+    return tensor.clamp(-limit, limit).to(torch.float16).cpu().numpy()

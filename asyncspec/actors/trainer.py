@@ -49,6 +49,7 @@ class GradientAccumulator:
         from asyncspec.rl.batch import padded, response_logprobs
         from asyncspec.rl.grpo import group_advantages, policy_loss
 
+        device = self.model.lm_head.weight.device
         advantage_G = group_advantages(group.rewards, self.rl.advantage)
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
@@ -56,13 +57,13 @@ class GradientAccumulator:
             return  # all samples alike: the gradient is exactly zero
         self.tokens_with_signal += tokens
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
-        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays)
+        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays, device)
+        proximal_T, behaviour_T = (torch.from_numpy(arrays[k].copy()).to(device) for k in ("proximal", "behaviour"))
         logits_GLV = self.model.lm_head(hidden_states(self.model, tokens_GL)[0])
         logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
-        reference_T = torch.from_numpy(arrays["reference"].copy()) if "reference" in arrays else None
+        reference_T = torch.from_numpy(arrays["reference"].copy()).to(device) if "reference" in arrays else None
         loss, stats = policy_loss(
-            logprob_T, torch.from_numpy(arrays["proximal"].copy()), torch.from_numpy(arrays["behaviour"].copy()),
-            advantage_G.repeat_interleave(lengths_G), reference_T, self.rl)
+            logprob_T, proximal_T, behaviour_T, advantage_G.repeat_interleave(lengths_G).to(device), reference_T, self.rl)
         loss.backward()
         for name, value in stats.items():
             self.sums[name] += float(value)
@@ -104,14 +105,14 @@ class Trainer(Actor):
         from asyncspec.models import policy
 
         c: Config = self.config
-        self.model, self.shape = policy.load(resolve_path(c.model.path))
+        self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
         self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
 
         self.publisher = Publisher(
-            welcome.store_host, welcome.store_port, "policy", self.name, "cpu",
+            welcome.store_host, welcome.store_port, "policy", self.name, self.device,
             Layout.of(dict(self.model.named_parameters())))
         self.workers = [self.publisher]
         return {"policy"}

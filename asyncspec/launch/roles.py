@@ -27,17 +27,36 @@ def specs(config: configuration.Config) -> list[ActorSpec]:
     """All actors of a run, the controller first; all but the controller lack its address still."""
     from asyncspec.actors.controller import actor_names
 
-    text = configuration.to_yaml(config)
-    names = {"controller": "controller", **actor_names(config)}
-    return [ActorSpec(role, name, config.run_dir, text) for name, role in names.items()]
+    text, names = configuration.to_yaml(config), actor_names(config)
+    placed = zip(names.items(), devices(config.deployment.device, len(names)))
+    return [ActorSpec("controller", "controller", config.run_dir, text),
+            *(ActorSpec(role, name, config.run_dir, text, device) for (name, role), device in placed)]
+
+
+def devices(wanted: str, count: int) -> list[str]:
+    """What each of `count` actors computes on: this host's GPUs in turn, or the CPU.
+
+    Raises:
+        ConfigError: GPUs are wanted and there are none.
+    """
+    if wanted == "cpu":
+        return ["cpu"] * count
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if wanted == "cuda" and not gpus:
+        raise configuration.ConfigError("deployment.device='cuda': expected a GPU, torch sees none; "
+                                        "nearest valid choice: deployment.device=cpu")
+    return [f"cuda:{i % gpus}" if gpus else "cpu" for i in range(count)]
 
 
 def prepare_run_dir(config: configuration.Config) -> None:
     """Choose and make the run directory, and write config.yaml into it.
 
     Raises:
-        ConfigError: the directory holds a run already, or cannot be written.
+        ConfigError: the directory holds a run already, or cannot be written; or GPUs are wanted and there are none.
     """
+    devices(config.deployment.device, 1)
     config.run_dir = str(Path(config.run_dir or configuration.default_run_dir()).absolute())
     run_dir = Path(config.run_dir)
     if (run_dir / "metrics.jsonl").exists():

@@ -175,14 +175,14 @@ def hidden_states(
     return model.norm(h_BLD), (torch.cat(kept, dim=-1) if kept else None)
 
 
-def load(directory: Path, attention: Module.Config | None = None, max_positions: int = 0) -> tuple[Qwen3Model, PolicyShape]:
-    """Build a policy and fill it from a Hugging Face directory.
+def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]:
+    """Build a policy on a device and fill it from a Hugging Face directory.
 
     Raises:
         CheckpointError: missing files, shards or tensors, wrong shapes, or values that are not finite.
     """
     shape = PolicyShape.from_hf(directory)
-    model = build(shape, attention, max_positions)
+    model = build(shape)
     adapter = Qwen3StateDictAdapter(model.config, None)
     state = adapter.from_hf(read_tensors(directory))
     if shape.tied:
@@ -198,7 +198,7 @@ def load(directory: Path, attention: Module.Config | None = None, max_positions:
         if not state[name].isfinite().all():
             raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
     model.load_state_dict({name: state[name].to(torch.float32) for name in expected})
-    return model, shape
+    return model.to(device), shape
 
 
 def save(model: Qwen3Model, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None) -> None:

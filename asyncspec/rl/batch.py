@@ -11,7 +11,7 @@ import torch
 from asyncspec.messages import Arrays
 
 
-def padded(prompt: list[int], arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(prompt: list[int], arrays: Arrays, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """tokens_GL, int64, and mask_GL, True at response tokens, in the order of the concatenated arrays."""
     lengths = arrays["lengths"]
     longest = len(prompt) + int(lengths.max())
@@ -20,7 +20,7 @@ def padded(prompt: list[int], arrays: Arrays) -> tuple[torch.Tensor, torch.Tenso
     index_L = np.arange(longest)
     mask_GL = (index_L >= len(prompt)) & (index_L < len(prompt) + lengths[:, None])
     tokens_GL[mask_GL] = arrays["tokens"]
-    return torch.from_numpy(tokens_GL), torch.from_numpy(mask_GL)
+    return torch.from_numpy(tokens_GL).to(device), torch.from_numpy(mask_GL).to(device)
 
 
 def response_logprobs(logits_GLV: torch.Tensor, tokens_GL, mask_GL, temperature: float) -> torch.Tensor:
