@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 
 import msgspec
 
@@ -39,7 +40,7 @@ class StopRequested(Exception):
     """Raised inside a wait when the controller says Stop."""
 
 
-class Actor:
+class Actor(ABC):
     role = ""
     threads = 1
 
@@ -64,9 +65,9 @@ class Actor:
         """Make outboxes and broadcast threads; returns the kinds of broadcast groups to join."""
         return set()
 
+    @abstractmethod
     def turn(self) -> None:
         """One bounded piece of work, or a short wait."""
-        raise NotImplementedError
 
     def handle(self, message: m.Message) -> None:
         """A control message of the role's own."""
