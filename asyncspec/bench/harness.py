@@ -66,7 +66,7 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
         console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
     (directory / "result.json").write_text(json.dumps({
         "benchmark": name, "headline": headline, "samples": samples, "machine": machine(), "versions": versions(),
-        "command": "asyncspec " + shlex.join(sys.argv[1:]), "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "command": shlex.join(["asyncspec", "bench", name, *(["--repeats", str(repeats)] if repeats else []), *overrides]), "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }, indent=1) + "\n")
     _plot(name, benchmark, samples, directory / "plot.png")
     console.print(f"written: {directory}/result.json, {directory}/plot.png", markup=False, soft_wrap=True)
