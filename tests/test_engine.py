@@ -1,6 +1,7 @@
 """The engine against the model it runs: distributions, greedy equality, logprobs, versions, batching."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
+from asyncspec.speculation.eagle3 import eagle3_drafter
 from asyncspec.speculation.verify import sampling_distribution
 
 PROMPT = [2, 3, 5]
@@ -17,7 +19,7 @@ ALPHA = 1e-4  # chance that one distribution test fails though the engine is exa
 
 
 def make(shape, policy, draft=None, slots=64, k=3, **settings):
-    engine = TorchEngine(shape, draft, slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length=k, **settings)
+    engine = TorchEngine(shape, draft and partial(eagle3_drafter, draft), slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length=k, **settings)
     engine.load_policy(dict(policy.named_parameters()), 0)
     return engine
 

@@ -1,10 +1,11 @@
 """The embedded engine: continuous batching over a slot KV cache, autoregressive or speculative, in plain torch.
 
-One `poll` is one engine step: admit waiting sequences into free slots (prefill, one pass per distinct prompt), propose,
-verify, commit, hand out what finished. Live sequences occupy slots 0..live-1; the last one moves into a freed slot. All
-per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves.
+One `poll` is one engine step: admit waiting sequences into free slots (prefill, one pass per distinct prompt), choose a draft
+length, propose, verify, commit, hand out what finished. Live sequences occupy slots 0..live-1; the last one moves into a freed
+slot. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves, and the host waits
+for the device once a step.
 
-Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, E fused draft features.
+Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, U distinct prompts, V vocabulary, E draft features.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Mapping
+from typing import Callable, Mapping
 
+import numpy as np
 import torch
 
 from asyncspec.engine.base import Completion, Request
-from asyncspec.engine.kv_cache import KVCache, SlotAttention, StepRoPE
-from asyncspec.models.eagle3 import Eagle3
-from asyncspec.models.policy import PolicyShape, build, hidden_states
+from asyncspec.engine.decode import DecodeModel
+from asyncspec.models.policy import PolicyShape, build
 from asyncspec.speculation import counter_rng
-from asyncspec.speculation.eagle3 import Eagle3Drafter
+from asyncspec.speculation.base import Drafter, Slots
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
+
+PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
+PREFILL_CHUNK = 512  # positions read in one pass
+CALIBRATION_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -34,45 +40,40 @@ class _Sequence:
 
 class TorchEngine:
     def __init__(
-        self, shape: PolicyShape, draft: Eagle3 | None = None, *, slots: int, max_prompt_tokens: int,
-        max_response_tokens: int, draft_length: int = 0, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-        kv_at_swap: str = "keep", device: str = "cpu",
+        self, shape: PolicyShape, make_drafter: Callable[..., Drafter] | None = None, *, slots: int, max_prompt_tokens: int,
+        max_response_tokens: int, draft_length: int | str = "auto", temperature: float = 1.0, top_p: float = 1.0,
+        top_k: int = 0, kv_at_swap: str = "keep", device: str = "cpu",
     ) -> None:
         """
         Args:
-            draft: EAGLE-3 draft; None generates autoregressively.
-            draft_length: k, tokens proposed per verification; 0 without a draft.
+            make_drafter: callable(model, slots, settings) -> Drafter; None generates autoregressively.
+            draft_length: k, tokens proposed per verification, or "auto": chosen for each step, see speculation/draft_length.py.
             kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
                 "recompute" fills it again under the new weights.
         """
         self.slots, self.shape = slots, shape
-        self.draft_length = draft_length if draft is not None else 0
         self.settings = (temperature, top_p, top_k)
         self.kv_at_swap, self.device = kv_at_swap, device
         self.max_prompt_tokens = max_prompt_tokens
         self.version = self.draft_version = -1
-        positions = max_prompt_tokens + max_response_tokens + self.draft_length + 1
-        self.model = build(shape, SlotAttention.Config(), max_positions=positions).to(device).requires_grad_(False)
-        self.cache = KVCache(shape.n_layers, slots, positions, shape.n_kv_heads, shape.head_dim, device)
-        layers = list(self.model.layers.values())
-        self.rope = StepRoPE(layers[0].attention.rope.cache.clone())
-        for index, layer in enumerate(layers):
-            layer.attention.rope = self.rope
-            layer.attention.inner_attention.cache, layer.attention.inner_attention.layer = self.cache, index
-        self.drafter = None
-        if draft is not None:
-            draft = draft.to(device).requires_grad_(False)
-            self.drafter = Eagle3Drafter(draft, self.model.tok_embeddings, slots, positions, *self.settings)
-        self.aux_layers = draft.shape.aux_layers if draft is not None else ()
+        longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
+        positions = max_prompt_tokens + max_response_tokens + longest + 1
+        self.model = build(shape, positions).to(device).requires_grad_(False)
+        self.decode = DecodeModel(self.model, shape, slots, positions, device)
+        self.tokens = Slots(slots, positions, device)
+        self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
+        self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
+        self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
+        self._drafting = longest > 0
 
         def state(*size, dtype=torch.int64):
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        self.token_SP, self.length_S, self.prompt_S = state(slots, positions), state(slots), state(slots)
         self.limit_S, self.seed_S = state(slots), state(slots)
         self.logprob_SP = state(slots, positions, dtype=torch.float32)
         self.version_SP = state(slots, positions, dtype=torch.int32)
         self.counter_S3 = state(slots, 3)  # verifications, proposed, accepted
+        self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
 
@@ -97,6 +98,8 @@ class TorchEngine:
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
         """Do one engine step; returns the samples that finished in it."""
+        if self.lengths is None:
+            self.lengths = self._calibrated()
         done = self._admit()
         if self._sequences:
             done += self._step()
@@ -107,129 +110,209 @@ class TorchEngine:
         """Take over a policy's weights (names as in `named_parameters`); tokens sampled from now on carry `version`."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
+        self.decode.reload()
         self.version = version
         if self.kv_at_swap == "recompute" and self._sequences:
-            longest = int(self.length_S[: self.live].max())
-            index_BL = torch.arange(longest - 1, device=self.device).expand(self.live, -1)
-            self._target(0, self.token_SP[: self.live, : longest - 1], index_BL)
+            longest = int(self.tokens.length[: self.live].max())
+            self._read(0, self.tokens.token_SP[: self.live, : longest - 1])
 
     @torch.no_grad()
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Take over a draft's weights."""
         for name, parameter in self.drafter.draft.named_parameters():
             parameter.copy_(tensors[name])
+        self.drafter.reload()
         self.draft_version = version
 
-    def _target(self, first_row: int, token_BL, position_BL):
-        """One pass of the policy: hidden states after the final norm, and the draft's features (None without a draft)."""
-        self.cache.at(first_row, position_BL)
-        self.rope.at(position_BL)
-        return hidden_states(self.model, token_BL, position_BL, self.aux_layers)
-
     def _admit(self) -> list[Completion]:
-        count = min(len(self._queue), self.slots - self.live)
-        if not count:
-            return []
+        """Move waiting sequences into free slots, read their prompts, sample their first tokens."""
+        new, prompts, source, budget = [], {}, [], PREFILL_TOKENS
         now = time.monotonic()
-        new = [replace(self._queue.popleft(), started_at=now) for _ in range(count)]
-        first, rows = self.live, slice(self.live, self.live + count)
-        distinct: dict[int, int] = {}
-        for sequence in new:
-            distinct.setdefault(id(sequence.request), len(distinct))
-        prompts = list({id(s.request): s.request.prompt for s in new}.values())
-        longest = max(map(len, prompts))
-        token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
-        source_B = torch.tensor([distinct[id(s.request)] for s in new], device=self.device)
+        while self._queue and self.live + len(new) < self.slots:
+            request = self._queue[0].request
+            if id(request) not in prompts:
+                if new and len(request.prompt) > budget:
+                    break
+                budget -= len(request.prompt)
+                prompts[id(request)] = (len(prompts), request.prompt)
+            source.append(prompts[id(request)][0])
+            new.append(replace(self._queue.popleft(), started_at=now))
+        if not new:
+            return []
+        first, tokens = self.live, self.tokens
+        rows = slice(first, first + len(new))
+        longest = max(len(p) for _, p in prompts.values())
+        token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for _, p in prompts.values()], device=self.device)
+        source_B = torch.tensor(source, device=self.device)
         length_B = torch.tensor([len(s.request.prompt) for s in new], device=self.device)
-        index_L = torch.arange(longest, device=self.device)
 
-        hidden_ULD, features_ULE = self._target(first, token_UL, index_L.expand(len(prompts), -1))
-        last_U = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
-        logits_UV = self.model.lm_head(hidden_ULD[torch.arange(len(prompts), device=self.device), last_U])
-        self.cache.spread(first, source_B, longest)
+        last_U = torch.tensor([len(p) - 1 for _, p in prompts.values()], device=self.device)
+        logits_UV, features_ULE = self._read(first, token_UL, last_U)
+        self.decode.cache.spread(first, source_B, longest)
 
         self._sequences += new
-        self.token_SP[rows, :longest] = token_UL[source_B]
-        self.length_S[rows] = self.prompt_S[rows] = length_B
+        tokens.token_SP[rows, :longest] = token_UL[source_B]
+        tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
         self.seed_S[rows] = torch.tensor([s.request.seeds[s.sample] for s in new], device=self.device)
         self.counter_S3[rows] = 0
         p_BV = sampling_distribution(logits_UV, *self.settings)[source_B]
         uniform = counter_rng.uniforms(self.seed_S[rows], length_B.unsqueeze(1))
         token_B1 = sample(p_BV, uniform[counter_rng.TARGET, :, 0]).unsqueeze(1)
-        finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), torch.ones_like(length_B))
+        finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
+        tokens.refresh(self.live)
         if self.drafter is not None:
-            index_BL = index_L.expand(count, -1)
-            next_BL = self.token_SP[rows, 1 : longest + 1]
-            self.drafter.extend(first, features_ULE[source_B], next_BL, index_BL, length_B - 1)
-        return self._retire(finished_B, first)
+            self.drafter.enter(first, len(new))
+            if features_ULE is not None:
+                self.drafter.observe(first, features_ULE[source_B], tokens.index_P[:longest].expand(len(new), -1))
+            if self._drafting:
+                self.drafter.prefill(first, len(new))
+        return self._retire(first + finished_B.cpu().numpy().nonzero()[0])
+
+    def _read(self, first_row: int, token_UL, last_U=None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Fill the cache from position 0, in chunks; logits after position last_U of each row, and all features."""
+        hidden_UD, features = None, []
+        for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
+            chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
+            end = start + chunk_UL.shape[1]
+            position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
+            hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, end, self.aux_layers)
+            features.append(features_ULE)
+            if last_U is not None:
+                at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
+                here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)
+                hidden_UD = here_UD if hidden_UD is None else torch.where((last_U >= start).unsqueeze(1), here_UD, hidden_UD)
+        return (None if last_U is None else self.model.lm_head(hidden_UD)), (torch.cat(features, 1) if self.aux_layers else None)
 
     def _step(self) -> list[Completion]:
-        B, K = self.live, self.draft_length
-        length_B = self.length_S[:B]
-        position_BJ = length_B.unsqueeze(1) - 1 + torch.arange(K + 1, device=self.device)
-        uniform = counter_rng.uniforms(self.seed_S[:B], position_BJ + 1)  # of the positions written to
-        last_B1 = self.token_SP[:B].gather(1, length_B.unsqueeze(1) - 1)
+        B = self.live
+        if self.drafter is None:
+            _, finished_B, _ = self._advance(B, 0)
+            return self._retire(finished_B.nonzero()[0])
+        K = self.lengths.choose(B)
+        self._drafting = K > 0
+        # A step that must first read much it has missed says nothing about what such a step usually costs.
+        usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
+        start = time.perf_counter()
+        kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim)
+        seconds = time.perf_counter() - start
+        self.lengths.observe(B, K, seconds if usual else float("nan"), kept_B, proposed)
+        return self._retire(finished_B.nonzero()[0])
+
+    def _advance(self, B: int, K: int, trim=None) -> tuple[np.ndarray, np.ndarray, tuple | None]:
+        """One verification of every live row: accepted proposals and who finished, on the host; what a lookup proposed."""
+        tokens = self.tokens
+        length_B1 = tokens.length_S[:B].unsqueeze(1)
+        token_B1 = tokens.token_SP[:B].gather(1, length_B1 - 1)
+        uniform = counter_rng.uniforms(self.seed_S[:B], length_B1 + tokens.index_P[: K + 1])  # of the positions written to
+        proposal, proposed = None, None
         if K:
-            draft_BK, q_BKV = self.drafter.propose(B, length_B, K, uniform[counter_rng.DRAFT])
-            hidden_BJD, features_BJE = self._target(0, torch.cat([last_B1, draft_BK], 1), position_BJ)
-            p_BJV = sampling_distribution(self.model.lm_head(hidden_BJD), *self.settings)
+            proposal = self.drafter.propose(B, K, uniform[counter_rng.DRAFT, :, :K])
+            if proposal.count_B is not None and trim is not None:
+                proposed = (proposal.count_B.cpu().numpy(), proposal.kind_B)
+                K = trim(B, *proposed)
+                proposed = (np.minimum(proposed[0], K), proposed[1])
+                proposal = proposal._replace(draft_BK=proposal.draft_BK[:, :K], count_B=proposal.count_B.clamp(max=K))
+        if K:
+            token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
+        position_BJ = length_B1 - 1 + tokens.index_P[: K + 1]
+        hidden_BJD, features_BJE = self.decode.hidden_states(
+            0, token_B1, position_BJ, int(tokens.length[:B].max()) + K, self.aux_layers)
+        p_BJV = sampling_distribution(self.model.lm_head(hidden_BJD), *self.settings)
+        target_BJ = uniform[counter_rng.TARGET, :, : K + 1]
+        if K:
             token_BJ, count_B = verify(
-                p_BJV, q_BKV, draft_BK, uniform[counter_rng.ACCEPT, :, :K], uniform[counter_rng.TARGET])
+                p_BJV, proposal.q_BKV, proposal.draft_BK, uniform[counter_rng.ACCEPT, :, :K], target_BJ, proposal.count_B)
         else:
-            hidden_BJD, features_BJE = self._target(0, last_B1, position_BJ)
-            p_BJV = sampling_distribution(self.model.lm_head(hidden_BJD), *self.settings)
-            token_BJ = sample(p_BJV, uniform[counter_rng.TARGET])
-            count_B = torch.ones_like(length_B)
-        kept_B = count_B - 1
-        before_B = length_B.clone()
+            token_BJ, count_B = sample(p_BJV, target_BJ), None
+        if self.aux_layers:
+            self.drafter.observe(0, features_BJE, position_BJ)
+        before_B = tokens.length_S[:B].clone()
         finished_B = self._commit(0, token_BJ, p_BJV, count_B)
-        emitted_B = self.length_S[:B] - before_B
-        self.counter_S3[:B] += torch.stack(
-            [torch.ones_like(kept_B), torch.full_like(kept_B, K), torch.minimum(kept_B, emitted_B)], 1)
-        if self.drafter is not None:
-            self.drafter.extend(0, features_BJE, token_BJ, position_BJ, emitted_B - 1)
-        return self._retire(finished_B, 0)
+        counter_B3 = self.counter_S3[:B]
+        counter_B3[:, 0] += 1
+        if K:
+            counter_B3[:, 1] += K if proposal.count_B is None else proposal.count_B
+            counter_B3[:, 2] += torch.minimum(count_B - 1, tokens.length_S[:B] - before_B)
+        tokens.refresh(B)
+        kept_B = (count_B - 1).cpu().numpy() if K else np.zeros(B, dtype=np.int64)
+        return kept_B, finished_B.cpu().numpy(), proposed
 
     def _commit(self, first_row: int, token_BJ, p_BJV, count_B) -> torch.Tensor:
-        """Append the first count_B tokens of each row, cut at the stop token and the length limit; who finished?"""
-        B, J = token_BJ.shape
-        rows = slice(first_row, first_row + B)
-        length_B = self.length_S[rows]
-        index_J = torch.arange(J, device=self.device)
-        stop_BJ = (token_BJ == self.shape.eos_token_id) & (index_J < count_B.unsqueeze(1))
-        first_stop_B = torch.where(stop_BJ, index_J, J).amin(1)
-        count_B = torch.minimum(torch.minimum(count_B, first_stop_B + 1), self.limit_S[rows] - length_B)
-        row_B1 = torch.arange(first_row, first_row + B, device=self.device).unsqueeze(1)
-        position_BJ = length_B.unsqueeze(1) + index_J
-        # Entries past the count are rubbish; they lie past the length and are overwritten by what comes next.
-        self.token_SP[row_B1, position_BJ] = token_BJ
-        self.logprob_SP[row_B1, position_BJ] = p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log()
-        self.version_SP[row_B1, position_BJ] = self.version
-        self.length_S[rows] = length_B + count_B
-        return (first_stop_B < count_B) | (self.length_S[rows] >= self.limit_S[rows])
+        """Append the first count_B tokens of each row (None: its only one), cut at the stop token and the length limit.
 
-    def _retire(self, finished_B, first_row: int) -> list[Completion]:
-        """Hand out finished rows and close the gaps they leave."""
-        done = []
-        for row in (finished_B.nonzero().squeeze(1) + first_row).tolist()[::-1]:
+        Returns:
+            finished_B, bool.
+        """
+        B, J = token_BJ.shape
+        rows, tokens = slice(first_row, first_row + B), self.tokens
+        length_B, limit_B = tokens.length_S[rows], self.limit_S[rows]
+        row_B1, position_BJ = self._row_S1[rows], length_B.unsqueeze(1) + tokens.index_P[:J]
+        # Entries past the count are rubbish; they lie past the length and are overwritten by what comes next.
+        tokens.token_SP[row_B1, position_BJ] = token_BJ
+        self.logprob_SP[row_B1, position_BJ] = p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log_()
+        self.version_SP[row_B1, position_BJ] = self.version
+        stop_BJ = token_BJ == self.shape.eos_token_id
+        if count_B is None:
+            stopped_B, length_B = stop_BJ[:, 0], length_B + 1
+        else:
+            stop_BJ &= tokens.index_P[:J] < count_B.unsqueeze(1)
+            first_stop_B = torch.where(stop_BJ, tokens.index_P[:J], J).amin(1)
+            count_B = torch.minimum(torch.minimum(count_B, first_stop_B + 1), limit_B - length_B)
+            stopped_B, length_B = first_stop_B < count_B, length_B + count_B
+        tokens.length_S[rows] = length_B
+        return stopped_B | (length_B >= limit_B)
+
+    def _retire(self, finished: np.ndarray) -> list[Completion]:
+        """Hand out these rows, ascending, and close the gaps they leave."""
+        done, tokens = [], self.tokens
+        for row in finished[::-1].tolist():
             sequence = self._sequences[row]
-            start, end = int(self.prompt_S[row]), int(self.length_S[row])
+            start, end = len(sequence.request.prompt), int(tokens.length[row])
             verifications, proposed, accepted = self.counter_S3[row].tolist()
-            tokens = self.token_SP[row, start:end].to("cpu", torch.int32)
+            response = tokens.token_SP[row, start:end].to("cpu", torch.int32)
             done.append(Completion(
-                sequence.request.request_id, sequence.sample, tokens, self.logprob_SP[row, start:end].cpu().clone(),
-                self.version_SP[row, start:end].cpu().clone(), int(tokens[-1]) != self.shape.eos_token_id,
+                sequence.request.request_id, sequence.sample, response, self.logprob_SP[row, start:end].cpu().clone(),
+                self.version_SP[row, start:end].cpu().clone(), int(response[-1]) != self.shape.eos_token_id,
                 verifications, proposed, accepted, sequence.started_at))
+            if self.drafter is not None:
+                self.drafter.leave(row)
             last = self.live - 1
             if row != last:
-                length = int(self.length_S[last])
-                self.cache.move(last, row, length)
-                for tensor in (self.token_SP, self.length_S, self.prompt_S, self.limit_S, self.seed_S, self.logprob_SP,
-                               self.version_SP, self.counter_S3):
-                    tensor[row] = tensor[last]
+                self.decode.cache.move(last, row, int(tokens.length[last]))
                 if self.drafter is not None:
-                    self.drafter.move(last, row, length)
+                    self.drafter.move(last, row)
+                for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.seed_S,
+                               self.logprob_SP, self.version_SP, self.counter_S3):
+                    tensor[row] = tensor[last]
                 self._sequences[row] = self._sequences[last]
             self._sequences.pop()
         return done
+
+    def _calibrated(self) -> AutoLength:
+        """Time steps of several sizes on rows without sequences, before there are any.
+
+        Slow engines are measured less: what is beyond CALIBRATION_S is extrapolated, and every real step corrects it.
+        """
+        lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
+        lengths, table, began = (0, 1, 3, LONGEST), [], time.perf_counter()
+        start = self.max_prompt_tokens // 2 + 1
+        for live in lives:
+            if time.perf_counter() - began > CALIBRATION_S:
+                table.append(table[-1] * (live / lives[len(table) - 1]))
+                continue
+            times = []
+            for K in lengths:
+                self.drafter.enter(0, live)
+                self.limit_S[:live] = self.tokens.positions
+                best = float("inf")
+                for repetition in range(4):
+                    self.tokens.length_S[:live] = start + repetition
+                    self.tokens.refresh(live)
+                    tick = time.perf_counter()
+                    self._advance(live, K)
+                    if repetition:  # the first reads the whole prompt
+                        best = min(best, time.perf_counter() - tick)
+                times.append(best)
+            table.append(np.interp(range(LONGEST + 1), lengths, times))
+        return AutoLength(lives, np.array(table))

@@ -1,7 +1,7 @@
 """The policy: torchtitan's Qwen3, read from and written to Hugging Face checkpoints.
 
-One definition serves trainer, logprob and engine. What differs is how attention is computed: `CausalAttention` over whole
-(right-padded) sequences here, the slot KV cache in engine/kv_cache.py. Parameters and their names are the same.
+One definition serves trainer, logprob and engine. Trainer and logprob run it as it is, over whole (right-padded) sequences; the
+engine runs the same parameters over a slot KV cache (engine/decode.py).
 
 Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A the three auxiliary layers.
 """
@@ -111,11 +111,10 @@ class PolicyShape:
         return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)
 
 
-def build(shape: PolicyShape, attention: Module.Config | None = None, max_positions: int = 0) -> Qwen3Model:
+def build(shape: PolicyShape, max_positions: int = 0) -> Qwen3Model:
     """An uninitialised policy.
 
     Args:
-        attention: config of the inner attention module; default `CausalAttention`.
         max_positions: length of the RoPE table; 0 takes the shape's.
     """
     shape = replace(shape, max_positions=max_positions or shape.max_positions)
@@ -134,7 +133,7 @@ def build(shape: PolicyShape, attention: Module.Config | None = None, max_positi
         attention=make_gqa_config(
             dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, head_dim=shape.head_dim,
             wqkv_param_init=weight, wo_param_init=residual, fuse_qkv=True, qk_norm=norm(shape.head_dim),
-            inner_attention=attention or CausalAttention.Config(),
+            inner_attention=CausalAttention.Config(),
             rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_positions, theta=shape.rope_theta),
         ),
         feed_forward=make_ffn_config(

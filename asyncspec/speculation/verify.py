@@ -50,14 +50,15 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
-def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ) -> tuple[torch.Tensor, torch.Tensor]:
+def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ, count_B=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept or replace proposals so that the emitted tokens are distributed as p.
 
     Args:
         p_BJV: the target's sampling distribution after the prefix and after each proposal, J = K + 1 rows.
-        q_BKV: the distribution each proposal was drawn from.
+        q_BKV: the distribution each proposal was drawn from; None if each is a point mass.
         draft_BK: int64, the proposals.
         accept_BK, target_BJ: uniform numbers in [0, 1), independent of each other and of the proposals.
+        count_B: int64, how many of a row's proposals count; None: all. It may depend on the prefix, not on the proposals.
 
     Returns:
         token_BJ (proposals, then the target's own token; entries beyond the count are meaningless) and count_B, the
@@ -66,15 +67,23 @@ def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ) -> tuple[torch.Tensor, 
     B, J, V = p_BJV.shape
     K = J - 1
     p_BK = p_BJV[:, :K].gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
-    q_BK = q_BKV.gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
-    accepted_BK = (accept_BK * q_BK < p_BK).to(torch.int64).cumprod(-1)
-    kept_B = accepted_BK.sum(-1)
-    row_B11 = kept_B.view(B, 1, 1).expand(B, 1, V)
-    p_BV = p_BJV.gather(1, row_B11).squeeze(1)
-    # After the last proposal q is zero, so that "p - q" is p itself: the bonus token.
-    q_BV = torch.nn.functional.pad(q_BKV, (0, 0, 0, 1)).gather(1, row_B11).squeeze(1)
-    residual_BV = (p_BV - q_BV).clamp(min=0)
+    q_BK = 1.0 if q_BKV is None else q_BKV.gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
+    accepted_BK = accept_BK * q_BK < p_BK
+    if count_B is not None:
+        accepted_BK = accepted_BK & (torch.arange(K, device=draft_BK.device) < count_B.unsqueeze(1))
+    kept_B = accepted_BK.to(torch.int64).cumprod(-1).sum(-1)
+    last_B1 = kept_B.unsqueeze(1)
+    p_BV = p_BJV.gather(1, last_B1.unsqueeze(-1).expand(B, 1, V)).squeeze(1)
+    # Where nothing was rejected q is zero, so that "p - q" is p itself: the bonus token.
+    rejected_B1 = (last_B1 < (K if count_B is None else count_B.unsqueeze(1))).to(p_BV.dtype)
+    at_B1 = last_B1.clamp(max=K - 1)
+    if q_BKV is None:
+        q_BV = torch.zeros_like(p_BV).scatter_(1, draft_BK.gather(1, at_B1), rejected_B1)
+    else:
+        q_BV = q_BKV.gather(1, at_B1.unsqueeze(-1).expand(B, 1, V)).squeeze(1) * rejected_B1
+    residual_BV = (p_BV - q_BV).clamp_(min=0)
+    # Rounding can leave nothing where p and q are all but equal; then p is what is meant.
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
-    own_B = sample(residual_BV, target_BJ.gather(1, kept_B.unsqueeze(1)).squeeze(1))
-    token_BJ = torch.nn.functional.pad(draft_BK, (0, 1)).scatter(1, kept_B.unsqueeze(1), own_B.unsqueeze(1))
+    own_B = sample(residual_BV, target_BJ.gather(1, last_B1).squeeze(1))
+    token_BJ = torch.nn.functional.pad(draft_BK, (0, 1)).scatter_(1, last_B1, own_B.unsqueeze(1))
     return token_BJ, kept_B + 1

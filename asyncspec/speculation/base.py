@@ -1,0 +1,76 @@
+"""What every drafter is: something that proposes tokens for the live sequences, however it comes to them.
+
+The engine tells a drafter what happens (sequences enter, the target has read positions, sequences move and leave) and, when it
+decides to speculate, asks for proposals. A drafter reads what it needs lazily, when asked: while the engine does not speculate a
+drafter costs nothing but the copy of the features it may need later.
+
+Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draft length, V vocabulary, E features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+
+class Slots:
+    """The tokens of all slots. Live sequences occupy rows 0..live-1."""
+
+    def __init__(self, slots: int, positions: int, device) -> None:
+        self.positions, self.device = positions, torch.device(device)
+        self.token_SP = torch.zeros(slots, positions, dtype=torch.int64, device=device)
+        self.length_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.index_P = torch.arange(positions, device=device)
+        # On a CPU the same memory; on a GPU a copy, refreshed once a step.
+        self.length = self.length_S.numpy() if self.device.type == "cpu" else np.zeros(slots, dtype=np.int64)
+
+    def refresh(self, count: int) -> None:
+        """Bring the host's copy of the lengths up to date."""
+        if self.device.type != "cpu":
+            self.length[:count] = self.length_S[:count].cpu().numpy()
+
+
+class Proposal(NamedTuple):
+    """What a drafter proposes for each row.
+
+    draft_BK: int64 tokens.
+    q_BKV: the distributions they were drawn from; None: each is certain (a point mass).
+    count_B: int64, how many of a row's K count, if not all; a function of the tokens before them only.
+    kind_B: int64 numpy, what sort of proposal each row got: acceptance is learned for each sort.
+    """
+
+    draft_BK: torch.Tensor
+    q_BKV: torch.Tensor | None
+    count_B: torch.Tensor | None = None
+    kind_B: np.ndarray | None = None
+
+
+class Drafter(Protocol):
+    aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
+
+    def enter(self, first_row: int, count: int) -> None:
+        """Rows first_row.. hold new sequences."""
+
+    def observe(self, first_row: int, features_BLE: torch.Tensor, position_BL: torch.Tensor) -> None:
+        """The target has read these positions."""
+
+    def prefill(self, first_row: int, count: int) -> None:
+        """Read all that is known of these rows now, in one pass; otherwise that happens at the next proposal."""
+
+    def unread(self, count: int) -> int:
+        """Positions of the row that is furthest behind, which the next proposal will have to read."""
+
+    def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
+        """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` takes the place of row `target`."""
+
+    def leave(self, row: int) -> None:
+        """The sequence of this row is finished; its tokens are still there."""
+
+    def reload(self) -> None:
+        """Weights have changed, the draft's or the target's."""

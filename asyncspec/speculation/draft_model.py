@@ -1,0 +1,77 @@
+"""A separate small policy as the draft, with its own KV cache. It reads tokens only, so it fits any target of the same vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncspec.engine.decode import DecodeModel
+from asyncspec.models.policy import PolicyShape
+from asyncspec.speculation.base import Proposal, Slots
+from asyncspec.speculation.verify import sample, sampling_distribution
+
+
+class DraftModelDrafter:
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, model, shape: PolicyShape, slots: Slots, settings: tuple[float, float, int]) -> None:
+        """
+        Args:
+            model: torchtitan's Qwen3Model with a RoPE table for all positions of `slots`.
+            settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
+        """
+        self.draft, self.slots, self.settings = model, slots, settings
+        self.decode = DecodeModel(model, shape, *slots.token_SP.shape, slots.device)
+        self.read = np.zeros(len(slots.length), dtype=np.int64)  # positions below are in the KV cache, if still the row's own
+        self.reload()
+
+    def reload(self) -> None:
+        self.decode.reload()
+
+    def enter(self, first_row: int, count: int) -> None:
+        self.read[first_row : first_row + count] = 0
+
+    def observe(self, first_row: int, features_BLE, position_BL) -> None:
+        pass
+
+    def unread(self, count: int) -> int:
+        return self._unread(slice(0, count))
+
+    def prefill(self, first_row: int, count: int) -> None:
+        rows = slice(first_row, first_row + count)
+        self._read(rows, self._unread(rows))
+
+    def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        logits_BV = self._read(slice(0, count), self.unread(count))
+        span, length_B1 = int(self.slots.length[:count].max()), self.slots.length_S[:count].unsqueeze(1)
+        tokens, distributions = [], []
+        for step in range(draft_length):
+            if step:
+                hidden_B1D, _ = self.decode.hidden_states(0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), span + step)
+                logits_BV = self.decode.lm_head(hidden_B1D.squeeze(1))
+            distributions.append(sampling_distribution(logits_BV, *self.settings))
+            tokens.append(sample(distributions[-1], uniform_BK[:, step]))
+        # The proposals but the last have been read; those that will be accepted stay valid.
+        self.read[:count] += draft_length - 1
+        return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
+
+    def move(self, source: int, target: int) -> None:
+        self.decode.cache.move(source, target, int(self.slots.length[source]))
+        self.read[target] = self.read[source]
+
+    def leave(self, row: int) -> None:
+        pass
+
+    def _unread(self, rows: slice) -> int:
+        # At least the last token: the one the target chose itself.
+        return int((self.slots.length[rows] - np.minimum(self.read[rows], self.slots.length[rows] - 1)).max())
+
+    def _read(self, rows: slice, width: int) -> torch.Tensor:
+        """Read the last `width` tokens of each row; logits for the next one."""
+        slots = self.slots
+        position_BW = (slots.length_S[rows].unsqueeze(1) - width + slots.index_P[:width]).clamp_(min=0)
+        length = slots.length[rows]
+        hidden_BWD, _ = self.decode.hidden_states(
+            rows.start, slots.token_SP[rows].gather(1, position_BW), position_BW, int(length.max()))
+        self.read[rows] = length
+        return self.decode.lm_head(hidden_BWD[:, -1])

@@ -1,0 +1,158 @@
+"""Drafters that look proposals up in tokens already seen: n-gram (the sequence's own), suffix (those of earlier rollouts).
+
+Both find where the last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a point
+mass, and is verified as one. Where nothing matches a row has no proposal. The length of the match is the proposal's kind:
+the longer the match, the likelier it is accepted, and how likely is learned for each kind.
+
+Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncspec.speculation.base import Proposal, Slots
+
+
+class _Lookup:
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+
+    def enter(self, first_row: int, count: int) -> None:
+        pass
+
+    def observe(self, first_row: int, features_BLE, position_BL) -> None:
+        pass
+
+    def prefill(self, first_row: int, count: int) -> None:
+        pass
+
+    def unread(self, count: int) -> int:
+        return 1
+
+    def move(self, source: int, target: int) -> None:
+        pass
+
+    def leave(self, row: int) -> None:
+        pass
+
+    def reload(self) -> None:
+        pass
+
+
+class NGramDrafter(_Lookup):
+    """Prompt lookup (Saxena 2023): the most recent place in the row's own tokens that matches its last ones longest."""
+
+    LONGEST, SHORTEST = 4, 2
+
+    def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        slots = self.slots
+        span = int(slots.length[:count].max())
+        length_B1 = slots.length_S[:count].unsqueeze(1)
+        token_BP = slots.token_SP[:count, :span]
+        # match_BP: how many tokens that end at each position equal the row's last ones.
+        equal_BP = token_BP == token_BP.gather(1, length_B1 - 1)
+        match_BP = equal_BP.to(torch.int64)
+        for back in range(1, self.LONGEST):
+            last_B1 = token_BP.gather(1, (length_B1 - 1 - back).clamp(min=0))
+            equal_BP = equal_BP[:, 1:] & (token_BP[:, : span - back] == last_B1)
+            match_BP[:, back:] += equal_BP
+        # Longest match first, then the most recent; not the end itself.
+        key_BP = (match_BP * span + slots.index_P[:span]).masked_fill_(slots.index_P[:span] >= length_B1 - 1, 0)
+        best_B = key_BP.amax(1)
+        kind_B, at_B = best_B // span, best_B % span
+        found_B = kind_B >= self.SHORTEST
+        index_BK = at_B.unsqueeze(1) + 1 + slots.index_P[:draft_length]
+        draft_BK = token_BP.gather(1, index_BK.clamp(max=span - 1))
+        count_B = torch.where(found_B, (length_B1.squeeze(1) - 1 - at_B).clamp(max=draft_length), 0)
+        return Proposal(draft_BK, None, count_B, kind_B.cpu().numpy())
+
+
+class SuffixDrafter(_Lookup):
+    """Suffix decoding (after Oliaro et al. 2024, arXiv 2411.04975) over finished rollouts, of this step and of earlier ones.
+
+    In place of a suffix tree, whose nodes would be Python objects, hash tables over contexts of several lengths: each context
+    of a finished rollout, with its prompt and without, points to the place in a ring of past tokens where it was seen last. Old
+    rollouts are overwritten as the ring turns, so proposals follow the policy as it moves. A context that collides proposes
+    wrong tokens, which costs acceptance, not exactness.
+    """
+
+    ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
+    RING = 1 << 20
+    TABLE = 1 << 20
+    _BASE, _SALT, _MIX = 6364136223846793005, 1442695040888963407, -7046029254386353131
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(slots)
+        device, longest = slots.device, self.ORDERS[0]
+        # A margin behind the ring, so that reading on never leaves it.
+        self.ring = torch.zeros(self.RING + slots.positions, dtype=torch.int64, device=device)
+        self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)  # the context's hash, the place after it
+        self.end = 1  # where the next rollout goes; place 0 means nothing
+        power = [1]
+        for _ in range(longest - 1):
+            power.append((power[-1] * self._BASE) % (1 << 64))
+        self._power_N = torch.tensor([p - (1 << 64) if p >= 1 << 63 else p for p in power], device=device)
+        self._order_N = torch.tensor(self.ORDERS, device=device)
+        self._salt_N = self._order_N * self._SALT
+        self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
+        self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
+
+    def enter(self, first_row: int, count: int) -> None:
+        rows, slots = slice(first_row, first_row + count), self.slots
+        prompt_B1 = slots.prompt_S[rows].unsqueeze(1)
+        width = int(slots.length[rows].max())
+        inside_BP = slots.index_P[:width] < prompt_B1
+        mixed_BP = (slots.token_SP[rows, :width] + 1) * self._MIX + slots.index_P[:width] * self._BASE
+        mixed_BP = (mixed_BP ^ (mixed_BP >> 29)) * self._MIX
+        self._prompt_S[rows] = torch.where(inside_BP, mixed_BP, 0).sum(1)
+
+    def move(self, source: int, target: int) -> None:
+        self._prompt_S[target] = self._prompt_S[source]
+
+    def leave(self, row: int) -> None:
+        slots = self.slots
+        length, prompt = int(slots.length[row]), int(slots.prompt_S[row])
+        if self.end + length + 1 > self.RING:
+            self.end = 1
+        tokens_T = slots.token_SP[row, :length]
+        self.ring[self.end : self.end + length] = tokens_T
+        self.ring[self.end + length] = -1  # nothing follows
+        place_T = self.end + torch.arange(prompt, length, device=slots.device)  # each response token, and its contexts
+        window_TN = torch.nn.functional.pad(tokens_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[prompt:length].flip(1)
+        key_TN, valid_TN = self._keys(window_TN, self._prompt_S[row].expand(len(place_T)), place_T - self.end)
+        keys, places = key_TN[valid_TN], place_T.unsqueeze(1).expand_as(key_TN)[valid_TN]
+        self.seen_T2[self._bucket(keys)] = torch.stack([keys, places], 1)
+        self.end += length + 1
+
+    def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        slots, longest = self.slots, self.ORDERS[0]
+        length_B = slots.length_S[:count]
+        window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - slots.index_P[:longest]).clamp_(min=0))
+        key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)
+        seen_BN2 = self.seen_T2[self._bucket(key_BN)]
+        kind_BN = ((seen_BN2[..., 0] == key_BN) & valid_BN) * self._rank_N
+        kind_B, best_B = kind_BN.max(1)
+        place_B = seen_BN2[..., 1].gather(1, best_B.unsqueeze(1)).squeeze(1) * (kind_B > 0)
+        draft_BK = self.ring[place_B.unsqueeze(1) + slots.index_P[:draft_length]]
+        follows_BK = (draft_BK >= 0).cumprod(1) * (kind_B > 0).unsqueeze(1)
+        return Proposal(draft_BK.clamp_(min=0), None, follows_BK.sum(1), kind_B.cpu().numpy())
+
+    def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.
+
+        Args:
+            window_BN: the last tokens, newest first.
+        """
+        rolling_BN = ((window_BN + 1) * self._power_N).cumsum(1)[:, self._order_N - 1] + self._salt_N
+        rolling_BN = (rolling_BN ^ (rolling_BN >> 31)) * self._MIX
+        exists_BN = self._order_N <= length_B.unsqueeze(1)
+        # With the prompt first at each order: the past of the same prompt is the better guide.
+        keys = torch.stack([rolling_BN + prompt_B.unsqueeze(1), rolling_BN], -1).flatten(1)
+        return keys, torch.stack([exists_BN, exists_BN], -1).flatten(1)
+
+    def _bucket(self, keys: torch.Tensor) -> torch.Tensor:
+        return (keys ^ (keys >> 33)) & (self.TABLE - 1)
