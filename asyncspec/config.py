@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
+LONGEST_DRAFT = 7  # the longest draft that speculation.draft_length=auto considers
 
 
 class ConfigError(ValueError):
@@ -64,9 +65,9 @@ class EngineConfig:
 
 @dataclass
 class SpeculationConfig:
-    method: str = "eagle3"  # eagle3, or none for autoregressive generation
-    draft_length: int = 3  # k: tokens proposed per verification
-    draft_path: str = "asset:tiny/draft"  # draft directory in the layout vLLM reads
+    method: str = "eagle3"  # eagle3, mtp, draft_model, ngram, suffix; none: autoregressive generation
+    draft_length: str = "auto"  # k, tokens proposed per verification; auto: chosen for each engine step, 0 included
+    draft_path: str = "asset:tiny/draft"  # directory of the draft; ngram and suffix need none
 
 
 @dataclass
@@ -147,7 +148,12 @@ class Config:
 
     @property
     def adapting(self) -> bool:
-        return self.drafting and self.draft.adapt
+        return self.speculation.method == "eagle3" and self.draft.adapt
+
+    @property
+    def draft_files(self) -> bool:
+        """Whether the draft has a directory of its own."""
+        return self.speculation.method in ("eagle3", "mtp", "draft_model")
 
 
 def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
@@ -241,15 +247,17 @@ def check(config: Config) -> None:
     need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
     at_least("sampling.top_k", 0)
     choice("engine.kv_at_swap", ("keep", "recompute"))
-    choice("speculation.method", ("eagle3", "none"))
+    choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))
     choice("rl.correction", ("truncated", "none"))
     choice("data.task", ("sums",))
     choice("deployment.device", ("auto", "cpu", "cuda"))
-    if config.drafting:
-        need(config.speculation.draft_length >= 1, "speculation.draft_length",
+    if config.drafting and config.speculation.draft_length != "auto":
+        length = config.speculation.draft_length
+        need(length.lstrip("-").isdecimal(), "speculation.draft_length", "auto or a whole number", "auto")
+        need(int(length) >= 1, "speculation.draft_length",
              "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
-        need(config.speculation.draft_length <= 16, "speculation.draft_length", "at most 16", 16)
+        need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)
     need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
     at_least("rl.kl_coef", 0)
     at_least("eval.every", 0)
@@ -257,7 +265,7 @@ def check(config: Config) -> None:
     need(config.trainer.optimizer.lr > 0, "trainer.optimizer.lr", "more than 0", 1e-4)
     need(config.rl.correction_cap >= 1, "rl.correction_cap", "at least 1", 1.0)
     for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
-                       ("speculation.draft_path", config.speculation.draft_path if config.drafting else "")):
+                       ("speculation.draft_path", config.speculation.draft_path if config.draft_files else "")):
         if path and not (resolve_path(path) / "config.json").is_file():
             raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
                               f"the shipped default is {_default(name)!r}")
@@ -274,7 +282,8 @@ def _check_lengths(config: Config) -> None:
         positions = json.loads(path.read_text())["max_position_embeddings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.path={config.model.path!r}: {path}: no max_position_embeddings ({error!r})") from None
-    drafted = config.speculation.draft_length + 1 if config.drafting else 0
+    length = config.speculation.draft_length
+    drafted = 0 if not config.drafting else 1 + (LONGEST_DRAFT if length == "auto" else int(length))
     room = positions - config.engine.max_prompt_tokens - drafted
     if config.sampling.max_response_tokens > room:
         raise ConfigError(f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import eagle3, policy, tokenizer as tokenizers
 from asyncspec.models.draft_training import DraftTrainer, supervise
 from asyncspec.rl import tasks
+from asyncspec.speculation.eagle3 import eagle3_drafter
 
 SHAPE = policy.PolicyShape(
     vocab_size=64, dim=64, n_layers=24, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=192, max_positions=512,
@@ -90,7 +92,9 @@ def warm_up(args, tokenizer):
 
 def rollouts(tokenizer, model, problems, samples, seed, draft=None, draft_length=0):
     """Sample at temperature 1: [(problem, completion)]."""
-    engine = TorchEngine(SHAPE, draft, slots=64, max_prompt_tokens=96, max_response_tokens=320, draft_length=draft_length)
+    engine = TorchEngine(
+        SHAPE, draft and partial(eagle3_drafter, draft), slots=64, max_prompt_tokens=96, max_response_tokens=320,
+        draft_length=draft_length)
     engine.load_policy(dict(model.named_parameters()), 0)
     for i, problem in enumerate(problems):
         engine.submit(Request(i, tokenizer.encode(problem.prompt).ids, [seed + i * samples + j for j in range(samples)], 320))

@@ -37,3 +37,16 @@ def contrary_draft(small_shape):
     with torch.no_grad():
         draft.lm_head.weight.mul_(4)
     return draft
+
+
+@pytest.fixture
+def contrary_mtp(small_shape, small_policy):
+    """A multi-token-prediction module that disagrees with its policy: random weights."""
+    from asyncspec.models.mtp import MTP
+
+    torch.manual_seed(5)
+    module = MTP(small_shape, small_policy.lm_head.weight)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    return module.requires_grad_(False)

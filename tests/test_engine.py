@@ -33,12 +33,12 @@ def run(engine, prompts, samples=1, length=24, first_seed=0):
     return {(c.request_id, c.sample): c for c in done}
 
 
-def exact_sequences(policy, settings, length, eos):
+def exact_sequences(policy, settings, length, eos, prompt=PROMPT):
     """{tokens: probability} of every response of at most `length` tokens."""
     result, open_ = {}, {(): 1.0}
     for _ in range(length):
         prefixes = list(open_)
-        tokens = torch.tensor([PROMPT + list(p) for p in prefixes])
+        tokens = torch.tensor([prompt + list(p) for p in prefixes])
         logits = policy.lm_head(hidden_states(policy, tokens)[0][:, -1])
         probs = sampling_distribution(logits, *settings).double()
         extended = {}

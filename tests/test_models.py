@@ -94,29 +94,50 @@ def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_dra
         eagle3.load(tmp_path, replace(small_shape, vocab_size=7))
 
 
-def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft):
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft, contrary_mtp, kind):
     """Pass j of training must see what the drafter's KV cache holds when it drafts its (j+1)-th token."""
     from asyncspec.models.draft_training import supervise
     from asyncspec.models.eagle3 import _UnrolledAttention
-    from asyncspec.speculation.eagle3 import Eagle3Drafter
+    from asyncspec.speculation.base import Slots
+    from asyncspec.speculation.eagle3 import eagle3_drafter
+    from asyncspec.speculation.mtp import mtp_drafter
 
+    draft, make = (contrary_draft, eagle3_drafter) if kind == "eagle3" else (contrary_mtp, mtp_drafter)
     tokens = torch.randint(2, 6, (1, 12), generator=torch.Generator().manual_seed(1))
-    features, embeds, _, _ = supervise(small_policy, small_shape.aux_layers, tokens, torch.ones(1, 12, dtype=torch.bool), 1.0)
+    features, embeds, _, _ = supervise(small_policy, draft.aux_layers, tokens, torch.ones(1, 12, dtype=torch.bool), 1.0)
     T, unroll = 10, 3
-    rope, attend = contrary_draft.rope(torch.arange(T).expand(1, T)), _UnrolledAttention(T, "cpu")
-    hidden, trained = contrary_draft.fc(features[:, :T]), []
+    rope, attend = draft.rope(torch.arange(T).expand(1, T)), _UnrolledAttention(T, "cpu")
+    hidden, trained = draft.fuse(features[:, :T]), []
     with torch.no_grad():
         for _ in range(unroll):
-            out, step_logits = contrary_draft(hidden, embeds[:, 1 : T + 1], rope, attend)
+            out, step_logits = draft(hidden, embeds[:, 1 : T + 1], rope, attend)
             trained.append(step_logits)
             hidden = torch.nn.functional.pad(out[:, :-1], (0, 0, 1, 0))
-        drafter = Eagle3Drafter(contrary_draft, small_policy.tok_embeddings, 1, 32, 1.0, 1.0, 0)
-        n = 6  # tokens known; the draft has read positions 0..n-2
-        drafter.extend(0, features[:, : n - 1], tokens[:, 1:n], torch.arange(n - 1)[None], torch.tensor([n - 2]))
-        drafted = [drafter.logits_SV[:1]]
-        h = drafter.hidden_SD[:1].unsqueeze(1)
+        slots = Slots(1, 32, "cpu")
+        drafter = make(draft, small_policy, slots, (1.0, 1.0, 0))
+        n = 6  # tokens known; the draft reads positions 0..n-2
+        slots.token_SP[:, :12], slots.length_S[:] = tokens, n
+        drafter.enter(0, 1)
+        drafter.observe(0, features[:, : n - 1], torch.arange(n - 1)[None])
+        h, logits = drafter._read(0, 1, drafter.unread(1))
+        drafted, decode = [logits], drafter.decode
         for j in range(1, unroll):  # teacher-forced: the draft's own tokens are those of the sequence
-            h, step_logits = drafter._forward(0, h, tokens[:, n + j - 1 : n + j], torch.tensor([[n - 2 + j]]))
-            drafted.append(step_logits[:, 0])
+            position = torch.tensor([[n - 2 + j]])
+            h = decode(h, small_policy.tok_embeddings(tokens[0, n + j - 1 : n + j]), decode.cache.at(0, position, n - 1 + j), *decode.rope.at(position))
+            drafted.append(decode.logits(h))
     for j in range(unroll):
         torch.testing.assert_close(drafted[j], trained[j][:, n - 2 + j], atol=1e-4, rtol=1e-4)
+
+
+def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_policy, contrary_mtp):
+    from asyncspec.models import mtp
+
+    mtp.save(contrary_mtp, tmp_path)
+    loaded = mtp.load(tmp_path, small_shape, small_policy.lm_head.weight)
+    for name, tensor in contrary_mtp.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    broken = {k: v for k, v in policy.read_tensors(tmp_path).items() if k != "mtp.fc.weight"}
+    policy.write_checkpoint(tmp_path, small_shape.to_hf(), broken)
+    with pytest.raises(CheckpointError, match="mtp.fc.weight"):
+        mtp.load(tmp_path, small_shape, small_policy.lm_head.weight)

@@ -48,16 +48,16 @@ class Generator(Actor):
 
     def load(self) -> None:
         from asyncspec.engine.torch_engine import TorchEngine
-        from asyncspec.models import eagle3, policy, tokenizer
+        from asyncspec.models import policy, tokenizer
+        from asyncspec.speculation.make import drafter_maker
 
         c = self.config
         path = resolve_path(c.model.path)
         self.reward = load_reward(c.data.reward)
         self.tokenizer = tokenizer.load(path)
         model, shape = policy.load(path)
-        draft = eagle3.load(resolve_path(c.speculation.draft_path), shape) if c.drafting else None
         self.engine = TorchEngine(
-            shape, draft, slots=c.engine.slots, max_prompt_tokens=c.engine.max_prompt_tokens,
+            shape, drafter_maker(c.speculation.method, resolve_path(c.speculation.draft_path), shape), slots=c.engine.slots, max_prompt_tokens=c.engine.max_prompt_tokens,
             max_response_tokens=c.sampling.max_response_tokens, draft_length=c.speculation.draft_length,
             temperature=c.sampling.temperature, top_p=c.sampling.top_p, top_k=c.sampling.top_k,
             kv_at_swap=c.engine.kv_at_swap, device=self.device,

@@ -24,14 +24,15 @@ class SpeculationBenchmark:
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         import torch
 
-        from asyncspec.models import eagle3, policy, tokenizer
+        from asyncspec.models import policy, tokenizer
         from asyncspec.rl import tasks
+        from asyncspec.speculation.make import drafter_maker
 
         self.config = c = configuration.load("tiny", overrides)
         torch.set_num_threads(c.engine.threads)
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
-        self.draft = eagle3.load(configuration.resolve_path(c.speculation.draft_path), self.shape)
+        self.make_drafter = drafter_maker(c.speculation.method, configuration.resolve_path(c.speculation.draft_path), self.shape)
         encoder = tokenizer.load(path)
         self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
         self.variants = [f"job k={k}" for k in DRAFT_LENGTHS] + [f"{n} live k={k}" for n in LIVE for k in (0, 3)]
@@ -47,7 +48,7 @@ class SpeculationBenchmark:
         # Enough prompts that a fixed number of live sequences stays fixed for most of the run.
         prompts = c.rl.groups_per_step if job else max(12, 3 * slots)
         engine = TorchEngine(
-            self.shape, self.draft if k else None, slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
+            self.shape, self.make_drafter if k else None, slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
             max_response_tokens=c.sampling.max_response_tokens, draft_length=k, temperature=c.sampling.temperature,
             top_p=c.sampling.top_p, top_k=c.sampling.top_k)
         engine.load_policy(dict(self.model.named_parameters()), 0)

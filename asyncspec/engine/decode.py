@@ -63,7 +63,7 @@ class DecodeModel:
         self.rope = RoPE(next(iter(model.layers.values())).attention.rope.cache)
         self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
         self.norm = RMSNorm(model.norm.weight, model.norm.eps)
-        self.layers = [_Layer(layer, index, cache) for index, layer in enumerate(model.layers.values())]
+        self.layers = [DecodeLayer(layer, index, cache) for index, layer in enumerate(model.layers.values())]
 
     def reload(self) -> None:
         """Take what is derived from the parameters anew."""
@@ -78,8 +78,8 @@ class DecodeModel:
             span: host-side bound, greater than every position.
 
         Returns:
-            hidden_BLD after the final norm, and the inputs of `aux_layers` concatenated, [B, L, A*D], or None. Layer number
-            n_layers, one past the last, stands for the last one's output.
+            hidden_BLD after the final norm, and the inputs of `aux_layers` concatenated, [B, L, A*D], or None; as
+            `models.policy.hidden_states`.
         """
         B, L = token_BL.shape
         x_TD = self.embedding(token_BL).flatten(0, 1)
@@ -88,12 +88,15 @@ class DecodeModel:
             if index in aux_layers:
                 kept.append(x_TD)
             x_TD = layer(x_TD, where, *rope)
+        x_TD = self.norm(x_TD)
         if len(self.layers) in aux_layers:
             kept.append(x_TD)
-        return self.norm(x_TD).view(B, L, -1), (torch.cat(kept, dim=-1).view(B, L, -1) if kept else None)
+        return x_TD.view(B, L, -1), (torch.cat(kept, dim=-1).view(B, L, -1) if kept else None)
 
 
-class _Layer:
+class DecodeLayer:
+    """One block of the policy."""
+
     def __init__(self, layer, index: int, cache: KVCache) -> None:
         attention, mlp = layer.attention, layer.feed_forward
         self.index, self.cache = index, cache
@@ -102,8 +105,9 @@ class _Layer:
         self.groups, self.queries = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
         self.q_norm, self.k_norm = attention.q_norm.weight, attention.k_norm.weight
         self.qk_eps = attention.q_norm.eps
-        self.wqkv, self.wo = attention.qkv_linear.wqkv.weight, attention.wo.weight
-        self.w1, self.w2, self.w3 = mlp.w1.weight, mlp.w2.weight, mlp.w3.weight
+        # Transposed views: mm on them is half the price of linear where the matrices are small.
+        self.wqkv, self.wo, self.w1, self.w2, self.w3 = (
+            linear.weight.t() for linear in (attention.qkv_linear.wqkv, attention.wo, mlp.w1, mlp.w2, mlp.w3))
 
     def reload(self) -> None:
         """Take what is derived from the parameters anew, after they changed."""
@@ -111,11 +115,11 @@ class _Layer:
 
     def __call__(self, x_TD, where: Place, cos, sin):
         B, L = where.shape
-        qkv_BLGRH = F.linear(self.attention_norm(x_TD), self.wqkv).view(B, L, self.groups, self.queries + 2, -1)
+        qkv_BLGRH = torch.mm(self.attention_norm(x_TD), self.wqkv).view(B, L, self.groups, self.queries + 2, -1)
         qk = qkv_BLGRH[..., : self.queries + 1, :]
         normed = self.qk_norm(qk)
         torch.addcmul(normed * cos, rotated(normed), sin, out=qk)
         out_TD = self.cache.attend(self.index, where, qkv_BLGRH)
-        x_TD = torch.addmm(x_TD, out_TD, self.wo.t())
+        x_TD = torch.addmm(x_TD, out_TD, self.wo)
         normed_TD = self.ffn_norm(x_TD)
-        return torch.addmm(x_TD, F.silu(F.linear(normed_TD, self.w1)).mul_(F.linear(normed_TD, self.w3)), self.w2.t())
+        return torch.addmm(x_TD, F.silu(torch.mm(normed_TD, self.w1)).mul_(torch.mm(normed_TD, self.w3)), self.w2)

@@ -10,7 +10,7 @@ key, then its value; H head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Iterator, NamedTuple
 
 import torch
 
@@ -19,10 +19,17 @@ class Place(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    rows: slice
-    span: int  # positions attended to
+    keys: tuple[torch.Tensor, ...]  # of each layer, [B * G, H, span]
+    values: tuple[torch.Tensor, ...]  # of each layer, [B * G, span, H]
     index: torch.Tensor  # int64 [B * L * G], where each key and value lies in the flattened cache of a layer
     mask: torch.Tensor  # float [B * G, L * queries, span], 0 or -inf
+
+    def each(self) -> Iterator["Place"]:
+        """The L positions one by one, for L passes of one position each."""
+        B, L = self.shape
+        masks = self.mask.view(self.mask.shape[0], L, -1, self.mask.shape[-1]).unbind(1)
+        for index, mask in zip(self.index.view(B, L, -1).unbind(1), masks):
+            yield Place((B, 1), self.keys, self.values, index.reshape(-1), mask)
 
 
 class KVCache:
@@ -52,7 +59,10 @@ class KVCache:
         index = (self._start_SG[rows] + position_BL.unsqueeze(-1)).flatten()
         seen_B1L1P = (self._index_P[:span] <= position_BL.unsqueeze(-1)).view(B, 1, L, 1, span)
         mask = torch.where(seen_B1L1P.expand(-1, self.groups, -1, self.queries, -1), self._mask[1], self._mask[0])
-        return Place((B, L), rows, span, index, mask.view(B * self.groups, L * self.queries, span))
+        # Views for all layers at once: made one by one they would cost as much as the attention itself.
+        kv = self.kv[:, rows].flatten(1, 2)[:, :, :span]
+        keys, values = kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
+        return Place((B, L), keys, values, index, mask.view(B * self.groups, L * self.queries, span))
 
     def attend(self, layer: int, place: Place, qkv_BLGRH: torch.Tensor) -> torch.Tensor:
         """Write this pass's keys and values, then attend over all positions up to each query's own.
@@ -62,10 +72,11 @@ class KVCache:
         """
         (B, L), G, H = place.shape, self.groups, self.head_dim
         self._flat[layer].index_copy_(0, place.index, qkv_BLGRH[..., self.queries :, :].reshape(-1, 2 * H))
-        kv = self.kv[layer, place.rows].flatten(0, 1)[:, : place.span]
-        q = qkv_BLGRH[..., : self.queries, :].transpose(1, 2).reshape(B * G, L * self.queries, H)
-        weight = torch.baddbmm(place.mask, q, kv[..., :H].transpose(1, 2), alpha=self.scale).softmax(-1)
-        return torch.bmm(weight, kv[..., H:]).view(B, G, L, self.queries, H).transpose(1, 2).reshape(B * L, -1)
+        q = qkv_BLGRH[..., : self.queries, :]
+        q = (q if L == 1 else q.transpose(1, 2)).reshape(B * G, L * self.queries, H)
+        weight = torch.baddbmm(place.mask, q, place.keys[layer], alpha=self.scale).softmax(-1)
+        out = torch.bmm(weight, place.values[layer])
+        return out.view(B, -1) if L == 1 else out.view(B, G, L, self.queries, H).transpose(1, 2).reshape(B * L, -1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to row `target`."""

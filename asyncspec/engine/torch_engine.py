@@ -69,7 +69,9 @@ class TorchEngine:
         def state(*size, dtype=torch.int64):
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        self.limit_S, self.seed_S = state(slots), state(slots)
+        self.limit_S = state(slots)
+        # Random numbers of every position of a row, made when its sequence enters.
+        self.uniform_SPR = state(slots, positions, counter_rng.STREAMS, dtype=torch.float32)
         self.logprob_SP = state(slots, positions, dtype=torch.float32)
         self.version_SP = state(slots, positions, dtype=torch.int32)
         self.counter_S3 = state(slots, 3)  # verifications, proposed, accepted
@@ -154,11 +156,12 @@ class TorchEngine:
         tokens.token_SP[rows, :longest] = token_UL[source_B]
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
-        self.seed_S[rows] = torch.tensor([s.request.seeds[s.sample] for s in new], device=self.device)
+        seed_B = torch.tensor([s.request.seeds[s.sample] for s in new], device=self.device)
+        self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
         self.counter_S3[rows] = 0
         p_BV = sampling_distribution(logits_UV, *self.settings)[source_B]
-        uniform = counter_rng.uniforms(self.seed_S[rows], length_B.unsqueeze(1))
-        token_B1 = sample(p_BV, uniform[counter_rng.TARGET, :, 0]).unsqueeze(1)
+        uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
+        token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
         finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
         tokens.refresh(self.live)
         if self.drafter is not None:
@@ -204,29 +207,28 @@ class TorchEngine:
         tokens = self.tokens
         length_B1 = tokens.length_S[:B].unsqueeze(1)
         token_B1 = tokens.token_SP[:B].gather(1, length_B1 - 1)
-        uniform = counter_rng.uniforms(self.seed_S[:B], length_B1 + tokens.index_P[: K + 1])  # of the positions written to
+        position_BJ = length_B1 + tokens.index_P[: K + 1]  # written to
+        draft_BJ, accept_BJ, target_BJ = self.uniform_SPR[self._row_S1[:B], position_BJ].unbind(-1)
         proposal, proposed = None, None
         if K:
-            proposal = self.drafter.propose(B, K, uniform[counter_rng.DRAFT, :, :K])
+            proposal = self.drafter.propose(B, K, draft_BJ[:, :K])
             if proposal.count_B is not None and trim is not None:
                 proposed = (proposal.count_B.cpu().numpy(), proposal.kind_B)
                 K = trim(B, *proposed)
                 proposed = (np.minimum(proposed[0], K), proposed[1])
                 proposal = proposal._replace(draft_BK=proposal.draft_BK[:, :K], count_B=proposal.count_B.clamp(max=K))
+                accept_BJ, target_BJ, position_BJ = accept_BJ[:, : K + 1], target_BJ[:, : K + 1], position_BJ[:, : K + 1]
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
-        position_BJ = length_B1 - 1 + tokens.index_P[: K + 1]
         hidden_BJD, features_BJE = self.decode.hidden_states(
-            0, token_B1, position_BJ, int(tokens.length[:B].max()) + K, self.aux_layers)
+            0, token_B1, position_BJ - 1, int(tokens.length[:B].max()) + K, self.aux_layers)
         p_BJV = sampling_distribution(self.model.lm_head(hidden_BJD), *self.settings)
-        target_BJ = uniform[counter_rng.TARGET, :, : K + 1]
         if K:
-            token_BJ, count_B = verify(
-                p_BJV, proposal.q_BKV, proposal.draft_BK, uniform[counter_rng.ACCEPT, :, :K], target_BJ, proposal.count_B)
+            token_BJ, count_B = verify(p_BJV, proposal.q_BKV, proposal.draft_BK, accept_BJ[:, :K], target_BJ, proposal.count_B)
         else:
             token_BJ, count_B = sample(p_BJV, target_BJ), None
         if self.aux_layers:
-            self.drafter.observe(0, features_BJE, position_BJ)
+            self.drafter.observe(0, features_BJE, position_BJ - 1)
         before_B = tokens.length_S[:B].clone()
         finished_B = self._commit(0, token_BJ, p_BJV, count_B)
         counter_B3 = self.counter_S3[:B]
@@ -282,7 +284,7 @@ class TorchEngine:
                 self.decode.cache.move(last, row, int(tokens.length[last]))
                 if self.drafter is not None:
                     self.drafter.move(last, row)
-                for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.seed_S,
+                for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
                                self.logprob_SP, self.version_SP, self.counter_S3):
                     tensor[row] = tensor[last]
                 self._sequences[row] = self._sequences[last]

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from asyncspec.models.eagle3 import Eagle3, draft_loss
+from asyncspec.models.eagle3 import draft_loss
 from asyncspec.models.policy import hidden_states
 
 
@@ -30,9 +30,10 @@ def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float):
 
 
 class DraftTrainer:
-    def __init__(self, draft: Eagle3, lr: float, unroll: int, total_steps: int = 0) -> None:
+    def __init__(self, draft, lr: float, unroll: int, total_steps: int = 0) -> None:
         """
         Args:
+            draft: `Eagle3` or `MTP`.
             unroll: passes of training-time test.
             total_steps: with a number, the learning rate is annealed to zero over it; 0 keeps it constant.
         """

@@ -45,7 +45,7 @@ class DraftShape:
 class Eagle3(nn.Module):
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.aux_layers = shape, shape.aux_layers
         self.fc = nn.Linear(3 * shape.dim, shape.dim, bias=False)
         self.midlayer = _DraftLayer(shape)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
@@ -55,6 +55,10 @@ class Eagle3(nn.Module):
         self.register_buffer("cos_PH", angles.cos(), persistent=False)
         self.register_buffer("sin_PH", angles.sin(), persistent=False)
 
+    def fuse(self, features_BLE: torch.Tensor) -> torch.Tensor:
+        """The target's auxiliary hidden states, joined into one."""
+        return self.fc(features_BLE)
+
     def rope(self, positions_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for positions, [B, L, 1, H]."""
         return self.cos_PH[positions_BL].unsqueeze(2), self.sin_PH[positions_BL].unsqueeze(2)
@@ -63,7 +67,7 @@ class Eagle3(nn.Module):
         """One pass of the draft.
 
         Args:
-            hidden_BLD: `fc` of the target's features, or the draft's own output of the position before.
+            hidden_BLD: `fuse` of the target's features, or the draft's own output of the position before.
             embeds_BLD: the target's embedding of the following token.
             rope: (cos, sin) of the positions, from `rope`.
             attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; owns the keys and values of earlier positions.
@@ -150,7 +154,7 @@ def draft_loss(
     target_BTV = target_logprobs_BLV[:, 1 : T + 1]
     mask_BT = mask_BL[:, 2:].to(features_BLE.dtype)
     attend = _UnrolledAttention(T, features_BLE.device)
-    hidden_BTD = draft.fc(features_BLE[:, :T])
+    hidden_BTD = draft.fuse(features_BLE[:, :T])
     loss, rates = features_BLE.new_zeros(()), []
     for step in range(unroll):
         # The first `step` positions have no pass before them to read from.

@@ -163,7 +163,8 @@ def hidden_states(
 
     Returns:
         hidden_BLD after the final norm (give it to `model.lm_head`), and the inputs of the auxiliary layers
-        concatenated on the last axis, [B, L, A*D], or None without `aux_layers`.
+        concatenated on the last axis, [B, L, A*D], or None without `aux_layers`. Layer number n_layers, one past the last,
+        stands for hidden_BLD itself.
     """
     h_BLD = model.tok_embeddings(tokens_BL)
     kept = []
@@ -171,7 +172,10 @@ def hidden_states(
         if index in aux_layers:
             kept.append(h_BLD)
         h_BLD = layer(h_BLD, None, positions_BL)
-    return model.norm(h_BLD), (torch.cat(kept, dim=-1) if kept else None)
+    h_BLD = model.norm(h_BLD)
+    if len(model.layers) in aux_layers:
+        kept.append(h_BLD)
+    return h_BLD, (torch.cat(kept, dim=-1) if kept else None)
 
 
 def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]:
@@ -198,6 +202,13 @@ def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]
             raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
     model.load_state_dict({name: state[name].to(torch.float32) for name in expected})
     return model.to(device), shape
+
+
+def lengthened(model: Qwen3Model, shape: PolicyShape, positions: int) -> Qwen3Model:
+    """A copy of the model with a RoPE table for so many positions."""
+    copy = build(shape, positions)
+    copy.load_state_dict(model.state_dict())
+    return copy.requires_grad_(False)
 
 
 def save(model: Qwen3Model, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None) -> None:

@@ -23,12 +23,13 @@ def uniforms(seed_B: torch.Tensor, position_BK: torch.Tensor) -> torch.Tensor:
         position_BK: int64, token positions.
 
     Returns:
-        float32 [STREAMS, B, K], multiples of 2**-24. Generator: splitmix64 (Steele, Lea, Flood 2014), applied to the
+        float32 [STREAMS, B, K], multiples of 2**-23: times any positive float32 they stay below it, also after
+        rounding. Generator: splitmix64 (Steele, Lea, Flood 2014), applied to the
         seed and then to its sum with position and stream.
     """
     stream = torch.arange(STREAMS, device=seed_B.device).view(-1, 1, 1)
     state = _splitmix(seed_B)[None, :, None] + (position_BK * STREAMS)[None] + stream
-    return (_shift_right(_splitmix(state), 40)).to(torch.float32) * 2.0**-24
+    return (_shift_right(_splitmix(state), 41)).to(torch.float32) * 2.0**-23
 
 
 def _splitmix(x: torch.Tensor) -> torch.Tensor:

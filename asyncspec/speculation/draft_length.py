@@ -19,7 +19,8 @@ from typing import Sequence
 
 import numpy as np
 
-LONGEST = 7  # the longest draft `AutoLength` considers
+from asyncspec.config import LONGEST_DRAFT as LONGEST
+
 EXPLORE_SHARE = 0.01
 WINDOW = 4096  # row verifications over which acceptance is remembered
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7

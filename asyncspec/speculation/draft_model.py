@@ -20,7 +20,7 @@ class DraftModelDrafter:
             model: torchtitan's Qwen3Model with a RoPE table for all positions of `slots`.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
-        self.draft, self.slots, self.settings = model, slots, settings
+        self.draft, self.slots, self.settings = model.to(slots.device), slots, settings
         self.decode = DecodeModel(model, shape, *slots.token_SP.shape, slots.device)
         self.read = np.zeros(len(slots.length), dtype=np.int64)  # positions below are in the KV cache, if still the row's own
         self.reload()

@@ -18,7 +18,7 @@ def sampling_distribution(logits: torch.Tensor, temperature: float, top_p: float
     Top-k keeps exactly k tokens (ties by token id); top-p keeps the smallest set of most probable tokens, renormalised
     after top-k, whose mass reaches top_p.
     """
-    logits = logits.float() / temperature
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     V = logits.shape[-1]
     if (top_k <= 0 or top_k >= V) and top_p >= 1.0:
         return logits.softmax(-1)
@@ -38,15 +38,13 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights: float [..., V], not negative, not necessarily normalised, some entry positive in each row.
-        uniform: float [...] in [0, 1).
+        uniform: float32 [...], multiples of 2**-23 in [0, 1), so that its product with the total stays below the total.
 
     Returns:
         int64 [...]; never an index of weight zero.
     """
     cumulative = weights.cumsum(-1)
-    total = cumulative[..., -1:]
-    # Rounding can lift u * total to total; one step below it the search still ends on a positive weight.
-    threshold = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 

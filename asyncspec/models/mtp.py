@@ -1,0 +1,111 @@
+"""The multi-token-prediction module of a policy: one more block, over the trunk's output, applied again and again.
+
+At position t it reads the trunk's output of position t (after the final norm) and the embedding of token t+1, and predicts token
+t+2 with the policy's own head; drafting on, it reads its own output in place of the trunk's (DeepSeek-V3, arXiv 2412.19437,
+section 2.2; one module used recurrently, as in Qwen3-Next). Embedding and head are the policy's and no part of it.
+
+Tensors are named `mtp.*` as in Qwen3-Next's checkpoints; the file may hold the policy's tensors beside them.
+
+Shape suffixes: B batch, L positions, D model dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+from asyncspec.models import CheckpointError
+from asyncspec.models.policy import PolicyShape, build, read_tensors, write_checkpoint
+
+_RENAMED = {"pre_fc_norm_hidden": "hidden_norm", "pre_fc_norm_embedding": "embed_norm", "fc": "fc", "norm": "norm"}
+
+
+class MTP(nn.Module):
+    """Trained and decoded through the same calls as `Eagle3`: fuse, rope, forward."""
+
+    def __init__(self, shape: PolicyShape, lm_head: torch.Tensor) -> None:
+        """
+        Args:
+            shape: the policy's.
+            lm_head: its head, [V, D]; used in place, never trained here.
+        """
+        super().__init__()
+        self.shape, self._lm_head = shape, lm_head.detach()
+        self.aux_layers = (shape.n_layers,)  # the trunk's output
+        self.hidden_norm, self.embed_norm, self.norm = (nn.RMSNorm(shape.dim, eps=shape.norm_eps) for _ in range(3))
+        self.fc = nn.Linear(2 * shape.dim, shape.dim, bias=False)
+        trunk = build(replace(shape, n_layers=1, vocab_size=8))
+        trunk.init_states()
+        self._config, self.block = trunk.config, trunk.layers["0"]
+
+    def fuse(self, features_BLE: torch.Tensor) -> torch.Tensor:
+        return features_BLE
+
+    def rope(self, positions_BL: torch.Tensor) -> torch.Tensor:
+        """What `forward` wants to know of positions: themselves."""
+        return positions_BL
+
+    def forward(self, hidden_BLD, embeds_BLD, positions_BL, attend):
+        """One pass.
+
+        Args:
+            hidden_BLD: the trunk's output, or the module's own of the position before.
+            embeds_BLD: the policy's embedding of the following token.
+            attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; owns the keys and values of earlier positions.
+
+        Returns:
+            out_BLD to feed back, and logits_BLV for the token after the following one.
+        """
+        x_BLD = self.fc(torch.cat([self.embed_norm(embeds_BLD), self.hidden_norm(hidden_BLD)], -1))
+        inner = self.block.attention.inner_attention
+        inner.forward = lambda q, k, v, **_: attend(q, k, v)
+        try:
+            out_BLD = self.norm(self.block(x_BLD, None, positions_BL))
+        finally:
+            del inner.forward
+        return out_BLD, F.linear(out_BLD, self._lm_head)
+
+    def state_hf(self) -> dict[str, torch.Tensor]:
+        """All tensors under their `mtp.*` names."""
+        adapter = Qwen3StateDictAdapter(self._config, None)
+        block = {f"layers.0.{k}": v.detach() for k, v in self.block.state_dict().items()}
+        state = {k.replace("model.", "mtp.", 1): v for k, v in adapter.to_hf(block).items()}
+        return state | {f"mtp.{theirs}.weight": getattr(self, ours).weight.detach() for theirs, ours in _RENAMED.items()}
+
+    def load_hf(self, tensors: dict[str, torch.Tensor], where: str) -> None:
+        """Take over tensors under their `mtp.*` names.
+
+        Raises:
+            CheckpointError: one is missing, has another shape or is not finite.
+        """
+        for name, mine in self.state_hf().items():
+            if name not in tensors or tensors[name].shape != mine.shape or not tensors[name].isfinite().all():
+                raise CheckpointError(f"{where}: tensor {name} is missing, has another shape or is not finite")
+        mine = {k: v.float() for k, v in tensors.items() if k.startswith("mtp.")}
+        adapter = Qwen3StateDictAdapter(self._config, None)
+        block = adapter.from_hf({k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")})
+        self.block.load_state_dict({k.removeprefix("layers.0."): v for k, v in block.items()})
+        with torch.no_grad():
+            for theirs, ours in _RENAMED.items():
+                getattr(self, ours).weight.copy_(mine[f"mtp.{theirs}.weight"])
+
+
+def load(directory: Path, policy: PolicyShape, lm_head: torch.Tensor) -> MTP:
+    """Read the `mtp.*` tensors of a checkpoint and check that they fit the policy.
+
+    Raises:
+        CheckpointError: the files are missing or broken, or were made for another policy's shape.
+    """
+    module = MTP(policy, lm_head)
+    module.load_hf(read_tensors(directory), str(directory))
+    return module
+
+
+def save(module: MTP, directory: Path) -> None:
+    """Write the module alone: config.json and its `mtp.*` tensors."""
+    write_checkpoint(directory, module.shape.to_hf() | {"architectures": ["Qwen3MTP"], "num_nextn_predict_layers": 1}, module.state_hf())

@@ -1,0 +1,90 @@
+"""Drafters that read the target's hidden states: EAGLE-3, and the policy's own multi-token-prediction module.
+
+Position t of such a draft reads the target's features of position t and token t+1, and predicts token t+2; drafting on, it reads
+its own hidden state in place of the target's. Features wait in a buffer until the drafter is asked for proposals; then it
+reads all it has missed in one pass, right-aligned over the rows, and drafts on from there. A draft replaced in between costs
+acceptance, never exactness: proposals are verified against the very distribution they were drawn from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncspec.speculation.base import Proposal, Slots
+from asyncspec.speculation.verify import sample, sampling_distribution
+
+
+class FeatureDrafter:
+    def __init__(self, draft, decode, embed, slots: Slots, settings: tuple[float, float, int]) -> None:
+        """
+        Args:
+            draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`.
+            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`).
+            embed: the target's embedding, int64 tokens [...] -> [..., D].
+            settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
+        """
+        self.draft, self.decode, self.embed, self.slots, self.settings = draft, decode, embed, slots, settings
+        self.aux_layers = draft.aux_layers
+        size = (*slots.token_SP.shape, len(self.aux_layers) * draft.shape.dim)
+        self.feature_SPE = torch.zeros(size, device=slots.device)
+        self._feature_TE = self.feature_SPE.view(-1, size[-1])
+        self._start_S1 = torch.arange(size[0], device=slots.device).unsqueeze(1) * slots.positions
+        self.read = np.zeros(size[0], dtype=np.int64)  # positions below are in the KV cache
+        self.reload()
+
+    def reload(self) -> None:
+        self.decode.reload()
+
+    def enter(self, first_row: int, count: int) -> None:
+        self.read[first_row : first_row + count] = 0
+
+    def observe(self, first_row: int, features_BLE, position_BL) -> None:
+        index_BL = self._start_S1[first_row : first_row + len(position_BL)] + position_BL
+        self._feature_TE.index_copy_(0, index_BL.flatten(), features_BLE.flatten(0, 1))
+
+    def unread(self, count: int) -> int:
+        # The last token's features come with the next verification.
+        return max(1, int((self.slots.length[:count] - 1 - self.read[:count]).max()))
+
+    def prefill(self, first_row: int, count: int) -> None:
+        rows = slice(first_row, first_row + count)
+        self._read(first_row, count, int((self.slots.length[rows] - 1 - self.read[rows]).max()))
+
+    def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        hidden_BD, logits_BV = self._read(0, count, self.unread(count))
+        q_BV = sampling_distribution(logits_BV, *self.settings)
+        uniforms = uniform_BK.unbind(1)
+        tokens, distributions = [sample(q_BV, uniforms[0])], [q_BV]
+        if draft_length > 1:
+            position_BK = self.slots.length_S[:count].unsqueeze(1) + self.slots.index_P[: draft_length - 1] - 1
+            place = self.decode.cache.at(0, position_BK, int(self.slots.length[:count].max()) + draft_length - 2)
+            ropes = (t.split(1, 1) for t in self.decode.rope.at(position_BK))
+            for uniform_B, step, cos, sin in zip(uniforms[1:], place.each(), *ropes):
+                hidden_BD = self.decode(hidden_BD, self.embed(tokens[-1]), step, cos, sin)
+                q_BV = sampling_distribution(self.decode.logits(hidden_BD), *self.settings)
+                tokens.append(sample(q_BV, uniform_B))
+                distributions.append(q_BV)
+        return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
+
+    def move(self, source: int, target: int) -> None:
+        length = int(self.slots.length[source])
+        self.decode.cache.move(source, target, length)
+        self.feature_SPE[target, :length] = self.feature_SPE[source, :length]
+        self.read[target] = self.read[source]
+
+    def leave(self, row: int) -> None:
+        pass
+
+    def _read(self, first_row: int, count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the `width` positions before each row's last token; what was read before is read again alike."""
+        rows, slots = slice(first_row, first_row + count), self.slots
+        position_BW = (slots.length_S[rows].unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
+        features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
+        token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
+        length = slots.length[rows]
+        place = self.decode.cache.at(first_row, position_BW, int(length.max()) - 1)
+        hidden_TD = self.decode(self.decode.fuse(features_TE), self.embed(token_BW.flatten()), place, *self.decode.rope.at(position_BW))
+        self.read[rows] = length - 1
+        hidden_BD = hidden_TD.view(count, width, -1)[:, -1]
+        return hidden_BD, self.decode.logits(hidden_BD)

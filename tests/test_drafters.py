@@ -1,0 +1,198 @@
+"""Every drafter in the engine: exact whatever it proposes, and reading what it should."""
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from test_engine import ALPHA, exact_sequences, run
+
+from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.models import policy as policies
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.speculation.draft_model import DraftModelDrafter
+from asyncspec.speculation.eagle3 import eagle3_drafter
+from asyncspec.speculation.lookup import NGramDrafter, SuffixDrafter
+from asyncspec.speculation.mtp import mtp_drafter
+
+METHODS = ["eagle3", "mtp", "draft_model", "ngram", "suffix"]
+
+
+class RandomLength(FixedLength):
+    """Another k at every step, chosen by nothing."""
+
+    def __init__(self):
+        self.longest, self.rng = LONGEST, np.random.default_rng(0)
+
+    def choose(self, live):
+        return int(self.rng.integers(0, 5))
+
+
+@pytest.fixture
+def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
+    """method -> make_drafter, with drafts that disagree with the policy."""
+
+    def other_policy(model, slots, settings):
+        torch.manual_seed(6)
+        other = policies.build(small_shape, slots.positions)
+        other.init_states()
+        return DraftModelDrafter(other.requires_grad_(False), small_shape, slots, settings)
+
+    return {
+        "eagle3": partial(eagle3_drafter, contrary_draft), "mtp": partial(mtp_drafter, contrary_mtp), "draft_model": other_policy,
+        "ngram": lambda model, slots, settings: NGramDrafter(slots), "suffix": lambda model, slots, settings: SuffixDrafter(slots)}
+
+
+def engine_of(shape, policy, make_drafter, slots=64, k=3, **settings):
+    engine = TorchEngine(shape, make_drafter, slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length="auto", **settings)
+    engine.lengths = RandomLength() if k == "random" else None if k == "auto" else FixedLength(k)
+    engine.load_policy(dict(policy.named_parameters()), 0)
+    return engine
+
+
+@pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
+@pytest.mark.parametrize("k", [3, "random", "auto"])
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, k, temperature, top_p, top_k):
+    # Many samples of one prompt that repeats itself: n-gram and suffix find plenty to copy.
+    prompt = [2, 3, 5, 2, 3, 4, 2, 3]
+    settings, length, n = (temperature, top_p, top_k), 4, 20_000
+    engine = engine_of(small_shape, small_policy, maker[method], 256, k, temperature=temperature, top_p=top_p, top_k=top_k)
+    done = run(engine, [prompt], samples=n, length=length)
+    exact = exact_sequences(small_policy, settings, length, small_shape.eos_token_id, prompt)
+    counts = dict.fromkeys(exact, 0)
+    for completion in done.values():
+        counts[tuple(completion.tokens.tolist())] += 1  # KeyError: a sequence of probability zero
+    common = [s for s in sorted(exact, key=exact.get, reverse=True) if exact[s] * n >= 8]
+    observed = [counts[s] for s in common] + [n - sum(counts[s] for s in common)]
+    expected = [exact[s] * n for s in common] + [n - sum(exact[s] for s in common) * n]
+    if expected[-1] < 8:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    assert chisquare(observed, expected).pvalue > ALPHA
+    proposed, accepted = sum(c.proposed for c in done.values()), sum(c.accepted for c in done.values())
+    if k != "auto":  # which may rightly find that such a draft does not pay
+        assert 0 < accepted < 0.9 * proposed
+
+
+@pytest.mark.parametrize("k", [1, 4, "random", "auto"])
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_policy, maker, method, k):
+    prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
+    plain = run(engine_of(small_shape, small_policy, None, top_k=1), prompts)
+    drafted = run(engine_of(small_shape, small_policy, maker[method], 24, k, top_k=1), prompts)
+    assert {key: c.tokens.tolist() for key, c in drafted.items()} == {key: c.tokens.tolist() for key, c in plain.items()}
+
+
+@pytest.mark.parametrize("k", [1, 3, "random"])
+def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small_policy, k):
+    """So its cache holds at every step exactly what the policy's does."""
+
+    def same(model, slots, settings):
+        return DraftModelDrafter(model, small_shape, slots, settings)
+
+    prompts = [[2 + i % 4, 3, 2 + i // 4] for i in range(12)]
+    done = run(engine_of(small_shape, small_policy, same, 7, k), prompts, samples=3)
+    # A float32 sum in another order can turn a tie, so one in a thousand may fail.
+    proposed, accepted = sum(c.proposed for c in done.values()), sum(c.accepted for c in done.values())
+    cut = sum(min(5, c.proposed) for c in done.values())  # proposals beyond a stop token or the limit are not counted as accepted
+    assert accepted >= 0.999 * proposed - cut and accepted > 0.5 * proposed
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, method):
+    """A draft asked now and then proposes what it would have proposed had it been asked always."""
+
+    class Now(FixedLength):
+        def __init__(self, pattern):
+            self.longest, self.pattern, self.step = 3, pattern, -1
+
+        def choose(self, live):
+            self.step += 1
+            return self.pattern[self.step % len(self.pattern)]
+
+    def proposals(pattern):
+        engine = engine_of(small_shape, small_policy, maker[method], 12, 3, top_k=1)
+        engine.lengths = Now(pattern)
+        seen, propose = [], engine.drafter.propose
+
+        def recording(count, draft_length, uniform_BK):
+            proposal = propose(count, draft_length, uniform_BK)
+            for row in range(count):
+                tokens = tuple(engine.tokens.token_SP[row, : engine.tokens.length[row]].tolist())
+                seen.append((tokens, tuple(proposal.draft_BK[row].tolist())))
+            return proposal
+
+        engine.drafter.propose = recording
+        run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)])
+        return dict(seen)
+
+    always, sometimes = proposals([3]), proposals([0, 0, 3, 0, 3])
+    common = always.keys() & sometimes.keys()
+    assert len(common) >= 8
+    assert all(always[tokens] == sometimes[tokens] for tokens in common)
+
+
+def slots_with(rows, positions=40):
+    from asyncspec.speculation.base import Slots
+
+    slots = Slots(len(rows), positions, "cpu")
+    for index, row in enumerate(rows):
+        slots.token_SP[index, : len(row)], slots.length_S[index] = torch.tensor(row), len(row)
+    return slots
+
+
+def test_ngram_proposes_what_followed_the_longest_latest_match():
+    rows = [[7, 8, 9, 1, 7, 8, 5, 2, 9, 7, 8], [1, 2, 3, 4, 5, 6], [4, 5, 6, 9, 4, 5, 6, 2, 5, 6, 1, 4, 5, 6]]
+    proposal = NGramDrafter(slots_with(rows)).propose(3, 4, None)
+    assert proposal.count_B.tolist() == [4, 0, 4]
+    assert proposal.draft_BK[0].tolist() == [5, 2, 9, 7]  # the later of two matches of length two
+    assert proposal.draft_BK[2].tolist() == [2, 5, 6, 1]  # the match of three, not the later one of two
+    assert proposal.kind_B.tolist()[0] == 2 and proposal.kind_B.tolist()[2] == 3
+
+
+def test_suffix_proposes_what_followed_in_earlier_rollouts_its_own_prompt_first():
+    rows = [[2, 3, 10, 11, 12, 13, 14], [2, 4, 10, 11, 15, 16], [2, 3, 10, 11], [2, 9, 10, 11], [6, 6, 6, 6]]
+    slots = slots_with(rows)
+    slots.prompt_S[:] = 2
+    drafter = SuffixDrafter(slots)
+    drafter.enter(0, 5)
+    drafter.leave(0)
+    drafter.leave(1)
+    proposal = drafter.propose(5, 3, None)
+    assert proposal.draft_BK[2].tolist() == [12, 13, 14]  # the same prompt's past, though another was seen later
+    assert proposal.count_B.tolist()[2:] == [3, 2, 0]  # the last rollout ends after two tokens
+    assert proposal.draft_BK[3, :2].tolist() == [15, 16]
+
+
+@pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, 7), (0.6, 3)])
+def test_auto_learns_which_length_pays(acceptance, best):
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2)
+    lengths, rng = AutoLength([1, 64], seconds * 1e-3), np.random.default_rng(0)
+    chosen = []
+    for _ in range(4000):
+        k = lengths.choose(8)
+        kept = (rng.random((8, 7)) < acceptance).cumprod(1)[:, :k].sum(1)
+        chosen.append(k)
+        lengths.observe(8, k, seconds[0, k] * 1e-3 * rng.lognormal(0, 0.05), kept)
+    late = np.array(chosen[2000:])
+    rate = (1 + np.cumsum(acceptance ** np.arange(1, 8))) / seconds[0, 1:]
+    rate = np.concatenate([[1 / seconds[0, 0]], rate])
+    assert int(rate.argmax()) == best
+    time_spent, tokens = seconds[0, late].sum(), (rate[late] * seconds[0, late]).sum()
+    assert tokens / time_spent > 0.98 * rate.max()  # what it explores included
+    assert (late != best).any()  # it goes on looking
+
+
+def test_auto_finds_out_that_a_draft_has_become_good():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2)
+    lengths, rng = AutoLength([1, 64], seconds * 1e-3), np.random.default_rng(0)
+    chosen = []
+    for step in range(8000):
+        k = lengths.choose(8)
+        kept = (rng.random((8, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
+        chosen.append(k)
+        lengths.observe(8, k, seconds[0, k] * 1e-3, kept)
+    assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
+    assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
