@@ -67,7 +67,7 @@ class EngineConfig:
 class SpeculationConfig:
     method: str = "eagle3"  # eagle3, mtp, draft_model, ngram, suffix; none: autoregressive generation
     draft_length: str = "auto"  # k, tokens proposed per verification; auto: chosen for each engine step, 0 included
-    draft_path: str = "asset:tiny/draft"  # directory of the draft; ngram and suffix need none
+    draft_path: str = ""  # directory of the draft; empty: the one made for the default policy. ngram and suffix need none
 
 
 @dataclass
@@ -151,9 +151,10 @@ class Config:
         return self.speculation.method == "eagle3" and self.draft.adapt
 
     @property
-    def draft_files(self) -> bool:
-        """Whether the draft has a directory of its own."""
-        return self.speculation.method in ("eagle3", "mtp", "draft_model")
+    def draft_directory(self) -> str:
+        """Where the draft's files are, as `resolve_path` reads it; "" for a method without files."""
+        method = self.speculation.method
+        return (self.speculation.draft_path or f"asset:tiny/{method}") if method in ("eagle3", "mtp", "draft_model") else ""
 
 
 def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
@@ -265,7 +266,7 @@ def check(config: Config) -> None:
     need(config.trainer.optimizer.lr > 0, "trainer.optimizer.lr", "more than 0", 1e-4)
     need(config.rl.correction_cap >= 1, "rl.correction_cap", "at least 1", 1.0)
     for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
-                       ("speculation.draft_path", config.speculation.draft_path if config.draft_files else "")):
+                       ("speculation.draft_path", config.draft_directory)):
         if path and not (resolve_path(path) / "config.json").is_file():
             raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
                               f"the shipped default is {_default(name)!r}")

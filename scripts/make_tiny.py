@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,15 +25,17 @@ from rich.progress import Progress
 
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
-from asyncspec.models import eagle3, policy, tokenizer as tokenizers
-from asyncspec.models.draft_training import DraftTrainer, supervise
+from asyncspec.models import eagle3, mtp, policy, tokenizer as tokenizers
+from asyncspec.models.draft_training import DraftTrainer, distillation_loss, supervise
 from asyncspec.rl import tasks
-from asyncspec.speculation.eagle3 import eagle3_drafter
+from asyncspec.speculation.make import drafter_maker
 
 SHAPE = policy.PolicyShape(
     vocab_size=64, dim=64, n_layers=24, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=192, max_positions=512,
     rope_theta=1e4, norm_eps=1e-6, tied=True, eos_token_id=1, pad_token_id=0,
 )
+SMALL_SHAPE = replace(SHAPE, n_layers=2)  # of the separate draft model
+METHODS = ("eagle3", "mtp", "draft_model")
 
 TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
 
@@ -90,10 +93,10 @@ def warm_up(args, tokenizer):
     return model
 
 
-def rollouts(tokenizer, model, problems, samples, seed, draft=None, draft_length=0):
+def rollouts(tokenizer, model, problems, samples, seed, make_drafter=None, draft_length=0):
     """Sample at temperature 1: [(problem, completion)]."""
     engine = TorchEngine(
-        SHAPE, draft and partial(eagle3_drafter, draft), slots=64, max_prompt_tokens=96, max_response_tokens=320,
+        SHAPE, make_drafter, slots=64, max_prompt_tokens=96, max_response_tokens=320,
         draft_length=draft_length)
     engine.load_policy(dict(model.named_parameters()), 0)
     for i, problem in enumerate(problems):
@@ -110,34 +113,45 @@ def accuracy(tokenizer, done):
         for p, c in done]))
 
 
-def train_draft(args, tokenizer, model):
-    draft = eagle3.Eagle3(eagle3.DraftShape.for_policy(SHAPE))
-    trainer = DraftTrainer(draft, lr=args.draft_lr, unroll=3, total_steps=args.draft_steps)
+def supervision(args, tokenizer, model, stream):
+    """Endless batches (tokens_BL, mask_BL of response tokens) of fresh rollouts, each seen twice."""
+    round_ = 0
+    while True:
+        done = rollouts(tokenizer, model, tasks.sums(1000 * stream + round_, 256), 1, 10**6 * (1000 * stream + round_ + 1))
+        done.sort(key=lambda item: len(item[1].tokens))
+        order = np.random.default_rng([args.seed, stream, round_]).permutation(len(done) // 32)
+        for i in [*order, *order]:
+            sequences = [(tokenizer.encode(p.prompt).ids, c.tokens.tolist()) for p, c in done[i * 32 : (i + 1) * 32]]
+            longest = max(len(a) + len(b) for a, b in sequences)
+            tokens_BL = torch.tensor([a + b + [0] * (longest - len(a) - len(b)) for a, b in sequences])
+            yield tokens_BL, torch.tensor([[len(a) <= i < len(a) + len(b) for i in range(longest)] for a, b in sequences])
+        round_ += 1
+
+
+def train_draft(args, tokenizer, model, method):
+    """Returns the draft and a function that writes it to a directory."""
+    torch.manual_seed(args.seed + 1)
+    if method == "draft_model":
+        draft, loss = policy.build(SMALL_SHAPE), partial(distillation_loss, temperature=1.0)
+        draft.init_states()
+        save = partial(policy.save, draft, SMALL_SHAPE)
+    else:
+        draft = mtp.MTP(SHAPE, model.lm_head.weight) if method == "mtp" else eagle3.Eagle3(eagle3.DraftShape.for_policy(SHAPE))
+        loss, save = partial(eagle3.draft_loss, unroll=args.unroll), partial({"mtp": mtp, "eagle3": eagle3}[method].save, draft)
+    trainer = DraftTrainer(draft, loss, args.draft_lr, args.draft_steps)
+    aux_layers = getattr(draft, "aux_layers", ())
     with Progress() as progress:
-        bar = progress.add_task("draft", total=args.draft_steps)
-        round_ = 0
-        while trainer.steps < args.draft_steps:
-            done = rollouts(tokenizer, model, tasks.sums(1000 + round_, 256), 1, 10**6 * (1 + round_))
-            done.sort(key=lambda item: len(item[1].tokens))
-            order = np.random.default_rng([args.seed, 2, round_]).permutation(len(done) // 32)
-            batches = [supervise_batch(tokenizer, model, done[i * 32 : (i + 1) * 32]) for i in order]
-            for _ in range(3):
-                for batch in batches:
-                    if trainer.steps < args.draft_steps:
-                        loss, rates = trainer.step(*batch)
-                        progress.update(bar, advance=1, description=f"draft, acceptance {rates[0]:.3f}")
-            progress.console.print(f"draft step {trainer.steps}: loss {loss:.3f}, acceptance by position "
-                                   + " ".join(f"{r:.3f}" for r in rates))
-            round_ += 1
-    return draft
-
-
-def supervise_batch(tokenizer, model, items):
-    sequences = [(tokenizer.encode(p.prompt).ids, c.tokens.tolist()) for p, c in items]
-    longest = max(len(a) + len(b) for a, b in sequences)
-    tokens_BL = torch.tensor([a + b + [0] * (longest - len(a) - len(b)) for a, b in sequences])
-    mask_BL = torch.tensor([[len(a) <= i < len(a) + len(b) for i in range(longest)] for a, b in sequences])
-    return supervise(model, SHAPE.aux_layers, tokens_BL, mask_BL, 1.0)
+        bar = progress.add_task(method, total=args.draft_steps)
+        for tokens_BL, mask_BL in supervision(args, tokenizer, model, 1 + METHODS.index(method)):
+            features_BLE, embeds_BLD, target_BLV, _ = supervise(model, aux_layers, tokens_BL, mask_BL, 1.0)
+            inputs = (tokens_BL,) if method == "draft_model" else (features_BLE, embeds_BLD)
+            value, rates = trainer.step(*inputs, target_BLV, mask_BL)
+            progress.update(bar, advance=1, description=f"{method}, acceptance {rates[0]:.3f}")
+            if trainer.steps % 250 == 0:
+                progress.console.print(f"{method} step {trainer.steps}: loss {value:.3f}, acceptance by position "
+                                       + " ".join(f"{r:.3f}" for r in rates))
+            if trainer.steps >= args.draft_steps:
+                return save
 
 
 def main():
@@ -148,15 +162,16 @@ def main():
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--guess", type=float, default=0.4, help="share of demonstrations that guess the answer")
     parser.add_argument("--slip", type=float, default=0.15, help="share of working steps that hold a slip")
-    parser.add_argument("--draft-steps", type=int, default=3000)
+    parser.add_argument("--draft-steps", type=int, default=4000, help="steps of 32 rollouts, for each draft")
+    parser.add_argument("--unroll", type=int, default=5, help="positions eagle3 and mtp are unrolled over in training")
     parser.add_argument("--draft-lr", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=["policy", "draft"], help="make just one, the other read from --out")
+    parser.add_argument("--only", choices=["policy", *METHODS], help="make just one; the policy is then read from --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.monotonic()
     tokenizer = tokenizers.make_character_tokenizer()
-    if args.only != "draft":
+    if args.only in (None, "policy"):
         model = warm_up(args, tokenizer)
         policy.save(model, SHAPE, args.out / "policy")
         tokenizers.save(tokenizer, args.out / "policy")
@@ -166,13 +181,13 @@ def main():
     print(f"policy: held-out accuracy {accuracy(tokenizer, done):.3f} at temperature 1; response tokens mean "
           f"{np.mean(lengths):.1f}, median {np.median(lengths):.0f}, 99% {np.quantile(lengths, 0.99):.0f}, max {max(lengths)}; "
           f"{time.monotonic() - started:.0f} s")
-    if args.only != "policy":
-        draft = train_draft(args, tokenizer, model)
-        eagle3.save(draft, args.out / "draft")
-        done = rollouts(tokenizer, model, tasks.sums(8, 256), 1, 5, draft, 3)
-        emitted = sum(len(c.tokens) - 1 for _, c in done)
-        print(f"draft: acceptance length {emitted / sum(c.verifications for _, c in done):.3f} at k=3 on held-out prompts; "
-              f"accuracy with speculation {accuracy(tokenizer, done):.3f}; {time.monotonic() - started:.0f} s in all")
+    for method in METHODS if args.only in (None, *METHODS) else ():
+        if args.only in (None, method):
+            train_draft(args, tokenizer, model, method)(args.out / method)
+            done = rollouts(tokenizer, model, tasks.sums(8, 256), 1, 5, drafter_maker(method, args.out / method, SHAPE), 3)
+            emitted = sum(len(c.tokens) - 1 for _, c in done)
+            print(f"{method}: acceptance length {emitted / sum(c.verifications for _, c in done):.3f} at k=3 on held-out prompts; "
+                  f"accuracy with speculation {accuracy(tokenizer, done):.3f}; {time.monotonic() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

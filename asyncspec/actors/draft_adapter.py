@@ -8,6 +8,7 @@ learning; nobody waits for it.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,8 +37,8 @@ class DraftAdapter(Actor):
         os.nice(NICENESS)
         c = self.config
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
-        self.draft = eagle3.load(resolve_path(c.speculation.draft_path), shape).to(self.device)
-        self.trainer = DraftTrainer(self.draft, lr=c.draft.lr, unroll=c.draft.unroll)
+        self.draft = eagle3.load(resolve_path(c.draft_directory), shape).to(self.device)
+        self.trainer = DraftTrainer(self.draft, partial(eagle3.draft_loss, unroll=c.draft.unroll), c.draft.lr)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher

@@ -57,7 +57,8 @@ class Generator(Actor):
         self.tokenizer = tokenizer.load(path)
         model, shape = policy.load(path)
         self.engine = TorchEngine(
-            shape, drafter_maker(c.speculation.method, resolve_path(c.speculation.draft_path), shape), slots=c.engine.slots, max_prompt_tokens=c.engine.max_prompt_tokens,
+            shape, drafter_maker(c.speculation.method, resolve_path(c.draft_directory), shape), slots=c.engine.slots,
+            max_prompt_tokens=c.engine.max_prompt_tokens,
             max_response_tokens=c.sampling.max_response_tokens, draft_length=c.speculation.draft_length,
             temperature=c.sampling.temperature, top_p=c.sampling.top_p, top_k=c.sampling.top_k,
             kv_at_swap=c.engine.kv_at_swap, device=self.device,

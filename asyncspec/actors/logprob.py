@@ -40,7 +40,7 @@ class Logprob(Actor):
         self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
         self.model.requires_grad_(False)
         if c.adapting:
-            self.aux_layers = eagle3.read_shape(resolve_path(c.speculation.draft_path), self.shape).aux_layers
+            self.aux_layers = eagle3.read_shape(resolve_path(c.draft_directory), self.shape).aux_layers
         self.reference = None
         if c.rl.kl_coef > 0:
             self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path), self.device)

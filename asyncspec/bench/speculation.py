@@ -32,7 +32,7 @@ class SpeculationBenchmark:
         torch.set_num_threads(c.engine.threads)
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
-        self.make_drafter = drafter_maker(c.speculation.method, configuration.resolve_path(c.speculation.draft_path), self.shape)
+        self.make_drafter = drafter_maker(c.speculation.method, configuration.resolve_path(c.draft_directory), self.shape)
         encoder = tokenizer.load(path)
         self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
         self.variants = [f"job k={k}" for k in DRAFT_LENGTHS] + [f"{n} live k={k}" for n in LIVE for k in (0, 3)]

@@ -86,3 +86,11 @@ class KVCache:
         """Fill rows first_row + b with the first `length` positions of rows first_row + source_B[b]."""
         rows = slice(first_row, first_row + len(source_B))
         self.kv[:, rows, :, :length] = self.kv[:, first_row + source_B, :, :length]
+
+    def read(self, row: int, length: int) -> torch.Tensor:
+        """A copy of the first `length` positions of a row, for `write`."""
+        return self.kv[:, row, :, :length].clone()
+
+    def write(self, first_row: int, count: int, kv: torch.Tensor) -> None:
+        """Fill rows with what `read` copied."""
+        self.kv[:, first_row : first_row + count, :, : kv.shape[2]] = kv.unsqueeze(1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping
+from typing import Callable, Mapping, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,15 @@ class _Sequence:
     request: Request
     sample: int
     started_at: float = 0.0
+
+
+class _Prompt(NamedTuple):
+    """What was read of a prompt whose samples have not all got a slot yet."""
+
+    request: Request
+    kv: torch.Tensor
+    p_1V: torch.Tensor  # the distribution of the first token
+    features_1LE: torch.Tensor | None
 
 
 class TorchEngine:
@@ -78,6 +87,7 @@ class TorchEngine:
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
+        self._prompt: _Prompt | None = None
 
     @property
     def live(self) -> int:
@@ -113,7 +123,7 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self.decode.reload()
-        self.version = version
+        self.version, self._prompt = version, None
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
             self._read(0, self.tokens.token_SP[: self.live, : longest - 1])
@@ -128,46 +138,64 @@ class TorchEngine:
 
     def _admit(self) -> list[Completion]:
         """Move waiting sequences into free slots, read their prompts, sample their first tokens."""
-        new, prompts, source, budget = [], {}, [], PREFILL_TOKENS
-        now = time.monotonic()
+        new, prompts, source, budget = [], [], [], PREFILL_TOKENS
+        now, known = time.monotonic(), 0
         while self._queue and self.live + len(new) < self.slots:
             request = self._queue[0].request
-            if id(request) not in prompts:
-                if new and len(request.prompt) > budget:
-                    break
-                budget -= len(request.prompt)
-                prompts[id(request)] = (len(prompts), request.prompt)
-            source.append(prompts[id(request)][0])
+            if self._prompt is not None and request is self._prompt.request:
+                known += 1
+            else:
+                if not prompts or request is not prompts[-1]:
+                    if new and len(request.prompt) > budget:
+                        break
+                    budget -= len(request.prompt)
+                    prompts.append(request)
+                source.append(len(prompts) - 1)
             new.append(replace(self._queue.popleft(), started_at=now))
         if not new:
             return []
-        first, tokens = self.live, self.tokens
-        rows = slice(first, first + len(new))
-        longest = max(len(p) for _, p in prompts.values())
-        token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for _, p in prompts.values()], device=self.device)
-        source_B = torch.tensor(source, device=self.device)
+        first, tokens, cache = self.live, self.tokens, self.decode.cache
+        rows, read = slice(first, first + len(new)), first + known
+        longest = max(len(s.request.prompt) for s in new)
+        token_BL = torch.tensor([[*s.request.prompt, *[0] * (longest - len(s.request.prompt))] for s in new], device=self.device)
         length_B = torch.tensor([len(s.request.prompt) for s in new], device=self.device)
-
-        last_U = torch.tensor([len(p) - 1 for _, p in prompts.values()], device=self.device)
-        logits_UV, features_ULE = self._read(first, token_UL, last_U)
-        self.decode.cache.spread(first, source_B, longest)
+        parts = []
+        if known:
+            prompt = self._prompt
+            cache.write(first, known, prompt.kv)
+            parts.append((prompt.p_1V.expand(known, -1), _padded(prompt.features_1LE, longest, known)))
+        if prompts:
+            first_of = torch.tensor([known + source.index(u) for u in range(len(prompts))], device=self.device)
+            source_B = torch.tensor(source, device=self.device)
+            width = max(len(p.prompt) for p in prompts)
+            logits_UV, features_ULE = self._read(read, token_BL[first_of, :width], length_B[first_of] - 1)
+            cache.spread(read, source_B, width)
+            features_BLE = None if features_ULE is None else _padded(features_ULE[source_B], longest)
+            parts.append((sampling_distribution(logits_UV, *self.settings)[source_B], features_BLE))
+        p_BV = torch.cat([p for p, _ in parts])
+        features_BLE = torch.cat([f for _, f in parts]) if self.aux_layers else None
+        self._prompt = None
+        if self._queue and self._queue[0].request is new[-1].request:
+            # The rest of this group will come when slots get free: what was read of its prompt is kept for them.
+            last, length = len(new) - 1, len(new[-1].request.prompt)
+            features_1LE = None if features_BLE is None else features_BLE[last:, :length].clone()
+            self._prompt = _Prompt(new[-1].request, cache.read(first + last, length), p_BV[last:].clone(), features_1LE)
 
         self._sequences += new
-        tokens.token_SP[rows, :longest] = token_UL[source_B]
+        tokens.token_SP[rows, :longest] = token_BL
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
         seed_B = torch.tensor([s.request.seeds[s.sample] for s in new], device=self.device)
         self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
         self.counter_S3[rows] = 0
-        p_BV = sampling_distribution(logits_UV, *self.settings)[source_B]
         uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
         token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
         finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
         tokens.refresh(self.live)
         if self.drafter is not None:
             self.drafter.enter(first, len(new))
-            if features_ULE is not None:
-                self.drafter.observe(first, features_ULE[source_B], tokens.index_P[:longest].expand(len(new), -1))
+            if self.aux_layers:
+                self.drafter.observe(first, features_BLE, tokens.index_P[:longest].expand(len(new), -1))
             if self._drafting:
                 self.drafter.prefill(first, len(new))
         return self._retire(first + finished_B.cpu().numpy().nonzero()[0])
@@ -318,3 +346,11 @@ class TorchEngine:
                 times.append(best)
             table.append(np.interp(range(LONGEST + 1), lengths, times))
         return AutoLength(lives, np.array(table))
+
+
+def _padded(features_BLE: torch.Tensor | None, length: int, rows: int | None = None) -> torch.Tensor | None:
+    """Zeros appended up to `length` positions; the one row repeated `rows` times."""
+    if features_BLE is None:
+        return None
+    padded = torch.nn.functional.pad(features_BLE, (0, 0, 0, length - features_BLE.shape[1]))
+    return padded if rows is None else padded.expand(rows, -1, -1)

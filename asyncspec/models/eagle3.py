@@ -145,10 +145,13 @@ def draft_loss(
         unroll: number of passes.
 
     Returns:
-        The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q).
+        The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q). Of sequences
+        shorter than three tokens there is nothing to learn: the loss is a constant.
     """
     B, L, _ = features_BLE.shape
     T = L - 2  # position t needs the token at t+1 and the target's distribution of the token at t+2
+    if T < 1:
+        return features_BLE.new_zeros(()), [0.0] * unroll
     rope = draft.rope(torch.arange(T, device=features_BLE.device).expand(B, T))
     next_BTD = embeds_BLD[:, 1 : T + 1]
     target_BTV = target_logprobs_BLV[:, 1 : T + 1]
