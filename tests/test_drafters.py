@@ -85,6 +85,33 @@ def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_p
     assert {key: c.tokens.tolist() for key, c in drafted.items()} == {key: c.tokens.tolist() for key, c in plain.items()}
 
 
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_rows_attended_to_in_two_groups_give_the_same_output(small_shape, small_policy, maker, method, monkeypatch):
+    from asyncspec.engine import kv_cache
+
+    prompts = [list(p)[: 1 + i % 8] for i, p in enumerate(itertools.product(range(2, 6), repeat=8)) if i % 997 == 0][:40]
+
+    def output(exchanges):
+        # What suffix proposes depends on the order in which rollouts end; greedy tokens do not depend on proposals.
+        greedy = {"top_k": 1} if method == "suffix" else {}
+        engine = engine_of(small_shape, small_policy, method and maker[method], 12, "random" if method else 0, **greedy)
+        exchange = engine._move
+
+        def counting(source, target):
+            exchanges.append(target == engine.slots)
+            exchange(source, target)
+
+        engine._move = counting
+        return {key: c.tokens.tolist() for key, c in run(engine, prompts, samples=3).items()}
+
+    whole = output([])
+    monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
+    monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
+    exchanges = []
+    assert output(exchanges) == whole
+    assert sum(exchanges) > 5
+
+
 @pytest.mark.parametrize("k", [1, 3, "random"])
 def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small_policy, k):
     """So its cache holds at every step exactly what the policy's does."""

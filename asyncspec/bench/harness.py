@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Protocol, Sequence
 
 from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from asyncspec.config import ConfigError
 
-NAMES = {"async": "asyncspec.bench.asynchrony", "speculation": "asyncspec.bench.speculation"}
+NAMES = {"engine": "asyncspec.bench.generation", "async": "asyncspec.bench.asynchrony", "speculation": "asyncspec.bench.speculation"}
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
@@ -44,6 +45,8 @@ class Benchmark(Protocol):
 
     def plot(self, axes, samples: Samples) -> None: ...
 
+    # And, if the table of all variants by all columns is not what is wanted: tables(samples) -> list of rich Tables.
+
 
 def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
@@ -53,15 +56,21 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
-    console, samples = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH), {variant: [] for variant in benchmark.variants}
-    for repetition in range(repeats or benchmark.repeats):
-        for variant in benchmark.variants:
-            measured = benchmark.measure(variant, repetition)
-            samples[variant].append(measured)
-            shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
-            console.print(f"[{repetition + 1}/{repeats or benchmark.repeats}] {variant}: {shown}", markup=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    samples: Samples = {variant: [] for variant in benchmark.variants}
+    repeats = repeats or benchmark.repeats
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task(name, total=repeats * len(benchmark.variants))
+        for repetition in range(repeats):
+            for variant in benchmark.variants:
+                measured = benchmark.measure(variant, repetition)
+                samples[variant].append(measured)
+                shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
+                progress.console.print(f"[{repetition + 1}/{repeats}] {variant}: {shown}", markup=False, soft_wrap=True)
+                progress.update(bar, advance=1)
     headline = benchmark.headline(samples)
-    console.print(_table(name, benchmark, samples))
+    for table in benchmark.tables(samples) if hasattr(benchmark, "tables") else [_table(name, benchmark, samples)]:
+        console.print(table)
     for key, value in headline.items():
         console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
     (directory / "result.json").write_text(json.dumps({
@@ -80,6 +89,11 @@ def median(samples: Samples, variant: str, key: str) -> float:
 def ratio(samples: Samples, key: str, above: str, below: str) -> float:
     """Median over repetitions of the ratio of two variants measured in the same repetition."""
     return statistics.median(a[key] / b[key] for a, b in zip(samples[above], samples[below]))
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (*values, *values, *values)
 
 
 def machine() -> dict[str, str | int]:
@@ -112,8 +126,8 @@ def _table(name: str, benchmark: Benchmark, samples: Samples) -> Table:
             if not values:
                 cells.append("")
                 continue
-            low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values * 3)
-            cells.append(f"{_short(statistics.median(values))} ({_short(low)} to {_short(high)})")
+            low, middle, high = spread(values)
+            cells.append(f"{_short(middle)} ({_short(low)} to {_short(high)})")
         table.add_row(variant, *cells)
     return table
 

@@ -1,87 +1,112 @@
-"""bench speculation: the engine with and without its draft, one thread, on the shipped policy.
+"""bench speculation: what speculation gains, and that it never loses, on the shipped policy.
 
-Two questions: the default job's rollouts (its own length distribution, 16 prompts x 8 samples through the default slots),
-and a fixed number of sequences kept in flight, where batches of different size show where speculation pays.
+Two loads. The job: 64 rollouts of the default job through 16 slots, its own length distribution, with its long tail. And a fixed
+number of sequences kept live, from 1 to 64, for each drafter, an untrained one included: without speculation, with fixed draft
+lengths, and with the length chosen for each step.
 """
 
 from __future__ import annotations
 
-import time
+import statistics
 from pathlib import Path
 from typing import Sequence
 
-from asyncspec import config as configuration
-from asyncspec.bench.harness import Samples, median, ratio
+from rich.table import Table
 
-DRAFT_LENGTHS = (0, 1, 2, 3, 5)
-LIVE = (1, 4, 16, 64)
+from asyncspec.bench.harness import Samples, median, ratio, spread
+from asyncspec.bench.loads import METHODS, Loads
+
+JOB_ROLLOUTS, JOB_SLOTS = 64, 16
+JOB_LENGTHS = (*range(1, 8), "auto")
+LIVE = (1, 2, 4, 8, 16, 32, 64)
+FEW = (1, 2, 4)
+FIXED = (1, 2, 3, 5, 7)
+ROLLOUTS = 24  # of a measurement, besides those that are still live when it ends
 
 
 class SpeculationBenchmark:
-    repeats = 5
-    columns = ("generation_s", "tokens_per_s", "acceptance_length", "step_ms")
+    repeats = 7
+    columns = ("tokens_per_s", "acceptance_length", "draft_length", "step_ms")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
-        import torch
-
-        from asyncspec.models import policy, tokenizer
-        from asyncspec.rl import tasks
-        from asyncspec.speculation.make import drafter_maker
-
-        self.config = c = configuration.load("tiny", overrides)
-        torch.set_num_threads(c.engine.threads)
-        path = configuration.resolve_path(c.model.path)
-        self.model, self.shape = policy.load(path)
-        self.make_drafter = drafter_maker(c.speculation.method, configuration.resolve_path(c.draft_directory), self.shape)
-        encoder = tokenizer.load(path)
-        self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
-        self.variants = [f"job k={k}" for k in DRAFT_LENGTHS] + [f"{n} live k={k}" for n in LIVE for k in (0, 3)]
+        self.loads = Loads(overrides)
+        self.variants = ["job none", *(f"job {k}" for k in JOB_LENGTHS)]
+        for live in LIVE:
+            self.variants.append(f"{live} none")
+            self.variants += [f"{live} {method} {k}" for method in METHODS for k in (*FIXED, "auto")]
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        from asyncspec.engine.base import Request
-        from asyncspec.engine.torch_engine import TorchEngine
-
-        c, k = self.config, int(variant.rsplit("=", 1)[1])
-        job = variant.startswith("job")
-        slots = c.engine.slots if job else int(variant.split()[0])
-        samples = c.rl.group_size if job else 1
-        # Enough prompts that a fixed number of live sequences stays fixed for most of the run.
-        prompts = c.rl.groups_per_step if job else max(12, 3 * slots)
-        engine = TorchEngine(
-            self.shape, self.make_drafter if k else None, slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
-            max_response_tokens=c.sampling.max_response_tokens, draft_length=k, temperature=c.sampling.temperature,
-            top_p=c.sampling.top_p, top_k=c.sampling.top_k)
-        engine.load_policy(dict(self.model.named_parameters()), 0)
-        for index in range(prompts):
-            prompt = self.prompts[(repetition * prompts + index) % len(self.prompts)]
-            seeds = [repetition * 10**6 + index * 100 + s for s in range(samples)]
-            engine.submit(Request(index, prompt, seeds, c.sampling.max_response_tokens))
-        done, steps, start = [], 0, time.perf_counter()
-        while engine.live or engine.waiting:
-            done += engine.poll()
-            steps += 1
-        seconds = time.perf_counter() - start
-        tokens, verifications = sum(len(d.tokens) for d in done), sum(d.verifications for d in done)
-        return {"generation_s": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds / steps,
-                "acceptance_length": (tokens - len(done)) / max(1, verifications)}
+        loads = self.loads
+        if variant.startswith("job"):
+            length = variant.split()[1]
+            engine = loads.engine("none", JOB_SLOTS) if length == "none" else loads.engine("eagle3", JOB_SLOTS, length)
+            samples = loads.config.rl.group_size
+            return loads.batch(engine, repetition, JOB_ROLLOUTS // samples, samples)
+        live, method, *length = variant.split()
+        return loads.steady(loads.engine(method, int(live), *length), repetition, ROLLOUTS + int(live))
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        # Tokens differ a little between variants (other random numbers are used), so rates are compared, not times.
-        result = {"generation_speedup_k3": ratio(samples, "tokens_per_s", "job k=3", "job k=0"),
-                  "acceptance_length_k3": median(samples, "job k=3", "acceptance_length"),
-                  "tokens_per_s_k0": median(samples, "job k=0", "tokens_per_s"),
-                  "tokens_per_s_k3": median(samples, "job k=3", "tokens_per_s")}
+        def speedup(above: str, below: str) -> float:
+            return ratio(samples, "tokens_per_s", above, below)
+
+        few = [speedup(f"{live} eagle3 auto", f"{live} none") for live in FEW]
+        cells = {(live, method): self._against_best(samples, live, method) for live in LIVE for method in METHODS}
+        worst = min(cells, key=lambda cell: cells[cell][1])
+        _, middle, low, high = cells[worst]
+        return {
+            "generation_speedup_auto": speedup("job auto", "job none"), "generation_speedup_few": min(few),
+            "never_loses_min": middle, "never_loses_min_first_quartile": low, "never_loses_min_third_quartile": high,
+            "never_loses_min_live": worst[0], "never_loses_median": statistics.median(cell[1] for cell in cells.values()),
+            "never_loses_against_none_min": min(
+                speedup(f"{live} {method} auto", f"{live} none") for live in LIVE for method in METHODS),
+            **{f"generation_speedup_k{k}": speedup(f"job {k}", "job none") for k in JOB_LENGTHS if k != "auto"},
+            **{f"generation_speedup_{live}_live": speedup(f"{live} eagle3 auto", f"{live} none") for live in LIVE},
+            **{f"generation_speedup_16_live_k{k}": speedup(f"16 eagle3 {k}", "16 none") for k in FIXED},
+            "acceptance_length_k3": median(samples, "job 3", "acceptance_length"),
+            "tokens_per_s_none": median(samples, "job none", "tokens_per_s"),
+            "tokens_per_s_auto": median(samples, "job auto", "tokens_per_s"),
+        }
+
+    def _against_best(self, samples: Samples, live: int, method: str) -> tuple[str, float, float, float]:
+        """The better of no speculation and the best fixed k, and auto over it: median and quartiles of paired ratios."""
+        auto = f"{live} {method} auto"
+        best = max([f"{live} none", *(f"{live} {method} {k}" for k in FIXED)], key=lambda v: median(samples, v, "tokens_per_s"))
+        low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[auto], samples[best])])
+        return best.split()[-1], middle, low, high
+
+    def tables(self, samples: Samples) -> list[Table]:
+        job = Table(title=f"the job: {JOB_ROLLOUTS} rollouts through {JOB_SLOTS} slots, EAGLE-3", title_justify="left")
+        for column in ("draft length", "tokens/s", "over none", "acceptance length", "acceptance by position"):
+            job.add_column(column, justify="right")
+        for variant in ("job none", *(f"job {k}" for k in JOB_LENGTHS)):
+            low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples["job none"])])
+            by_position = [f"{median(samples, variant, f'acceptance_{i}'):.2f}" for i in range(1, 8) if f"acceptance_{i}" in samples[variant][0]]
+            length = f"{median(samples, variant, 'acceptance_length'):.2f}" if by_position else ""
+            job.add_row(variant.split()[1], f"{median(samples, variant, 'tokens_per_s'):.0f}", f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                        length, " ".join(by_position))
+        cells = Table(title="sequences kept live: tokens/s, and auto over the better of no speculation and the best fixed k", title_justify="left")
+        for column in ("live", "drafter", "none", *(f"k={k}" for k in FIXED), "auto", "mean k", "best", "auto over best", "auto over none"):
+            cells.add_column(column, justify="right")
         for live in LIVE:
-            result[f"generation_speedup_{live}_live_k3"] = ratio(samples, "tokens_per_s", f"{live} live k=3", f"{live} live k=0")
-        return result
+            for method in METHODS:
+                auto = f"{live} {method} auto"
+                best, middle, low, high = self._against_best(samples, live, method)
+                cells.add_row(
+                    str(live), method, *(f"{median(samples, v, 'tokens_per_s'):.0f}" for v in (
+                        f"{live} none", *(f"{live} {method} {k}" for k in FIXED), auto)),
+                    f"{median(samples, auto, 'draft_length'):.1f}", best, f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                    f"{ratio(samples, 'tokens_per_s', auto, f'{live} none'):.2f}")
+        return [job, cells]
 
     def plot(self, axes, samples: Samples) -> None:
-        labels = [f"job k={k}" for k in DRAFT_LENGTHS if k] + [f"{n} live k=3" for n in LIVE]
-        speedups = [ratio(samples, "tokens_per_s", label, label.rsplit("=", 1)[0] + "=0") for label in labels]
-        axes.bar(labels, speedups)
+        for method in METHODS:
+            axes.plot(LIVE, [ratio(samples, "tokens_per_s", f"{n} {method} auto", f"{n} none") for n in LIVE], marker="o", label=method)
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_ylabel("tokens/s over no speculation")
-        axes.tick_params(axis="x", rotation=30)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(LIVE, [str(n) for n in LIVE])
+        axes.set_xlabel("live sequences")
+        axes.set_ylabel("tokens/s, auto over no speculation")
+        axes.legend(fontsize=8)
 
 
 def make(overrides: Sequence[str], out: Path) -> SpeculationBenchmark:

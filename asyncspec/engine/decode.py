@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from asyncspec.engine.kv_cache import KVCache, Place
+from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.models.policy import PolicyShape
 
 
@@ -70,12 +70,12 @@ class DecodeModel:
         for layer in self.layers:
             layer.reload()
 
-    def hidden_states(self, first_row: int, token_BL, position_BL, span: int, aux_layers=()):
+    def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=()):
         """Read tokens into the cache at rows from `first_row`.
 
         Args:
             position_BL: int64, where each token stands in its row.
-            span: host-side bound, greater than every position.
+            spans: host-side bounds of the positions, see `KVCache.at`.
 
         Returns:
             hidden_BLD after the final norm, and the inputs of `aux_layers` concatenated, [B, L, A*D], or None; as
@@ -83,7 +83,7 @@ class DecodeModel:
         """
         B, L = token_BL.shape
         x_TD = self.embedding(token_BL).flatten(0, 1)
-        where, rope, kept = self.cache.at(first_row, position_BL, span), self.rope.at(position_BL), []
+        where, rope, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
         for index, layer in enumerate(self.layers):
             if index in aux_layers:
                 kept.append(x_TD)

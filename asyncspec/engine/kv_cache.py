@@ -10,26 +10,61 @@ key, then its value; H head size.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Iterator, NamedTuple
 
+import numpy as np
 import torch
+
+
+Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
+
+# Attention over rows of very different length reads mostly padding, so rows may be attended to in two groups. What a second
+# group costs is repaid by about so many row positions less to read.
+GROUP_GAIN = 1024
+GROUP_ROWS = 8
+SPAN_STEP = 16
+
+
+class Group(NamedTuple):
+    """Rows that are attended to together, over the same positions."""
+
+    rows: slice  # of rows times key-value groups
+    keys: tuple[torch.Tensor, ...]  # of each layer, [rows, H, span]
+    values: tuple[torch.Tensor, ...]  # of each layer, [rows, span, H]
+    mask: torch.Tensor  # float [rows, L * queries, span], 0 or -inf
 
 
 class Place(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    keys: tuple[torch.Tensor, ...]  # of each layer, [B * G, H, span]
-    values: tuple[torch.Tensor, ...]  # of each layer, [B * G, span, H]
     index: torch.Tensor  # int64 [B * L * G], where each key and value lies in the flattened cache of a layer
-    mask: torch.Tensor  # float [B * G, L * queries, span], 0 or -inf
+    groups: tuple[Group, ...]
 
     def each(self) -> Iterator["Place"]:
         """The L positions one by one, for L passes of one position each."""
         B, L = self.shape
-        masks = self.mask.view(self.mask.shape[0], L, -1, self.mask.shape[-1]).unbind(1)
-        for index, mask in zip(self.index.view(B, L, -1).unbind(1), masks):
-            yield Place((B, 1), self.keys, self.values, index.reshape(-1), mask)
+        masks = [g.mask.view(g.mask.shape[0], L, -1, g.mask.shape[-1]).unbind(1) for g in self.groups]
+        for step, index in enumerate(self.index.view(B, L, -1).unbind(1)):
+            groups = tuple(group._replace(mask=mask[step]) for group, mask in zip(self.groups, masks))
+            yield Place((B, 1), index.reshape(-1), groups)
+
+
+def split(length_B: np.ndarray) -> tuple[int, int]:
+    """Where to part rows in two groups so that least padding is read.
+
+    Returns:
+        The number of rows in the first group, 0 for a single one, and the row positions then read.
+    """
+    B, whole = len(length_B), len(length_B) * int(length_B.max())
+    if B < GROUP_ROWS:
+        return 0, whole
+    first_B, second_B = np.maximum.accumulate(length_B), np.maximum.accumulate(length_B[::-1])[::-1]
+    row_B = np.arange(1, B)
+    read_B = row_B * first_B[:-1] + (B - row_B) * second_B[1:]
+    best = int(read_B.argmin())
+    return (best + 1, int(read_B[best])) if read_B[best] + GROUP_GAIN < whole else (0, whole)
 
 
 class KVCache:
@@ -46,23 +81,35 @@ class KVCache:
         self._flat = [kv.view(-1, 2 * head_dim) for kv in self.kv]
         self._index_P = torch.arange(positions, device=device)
         self._start_SG = torch.arange(slots * kv_heads, device=device).view(slots, 1, kv_heads) * positions
+        self._views = lru_cache(maxsize=256)(self._make_views)
         self._mask = torch.tensor([float("-inf"), 0.0], device=device)
 
-    def at(self, first_row: int, position_BL: torch.Tensor, span: int) -> Place:
+    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans) -> Place:
         """Rows from `first_row`, `position_BL` within them.
 
         Args:
-            span: a bound known on the host, greater than every position.
+            spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater than
+                every position in it.
         """
-        B, L = position_BL.shape
-        rows = slice(first_row, first_row + B)
-        index = (self._start_SG[rows] + position_BL.unsqueeze(-1)).flatten()
-        seen_B1L1P = (self._index_P[:span] <= position_BL.unsqueeze(-1)).view(B, 1, L, 1, span)
-        mask = torch.where(seen_B1L1P.expand(-1, self.groups, -1, self.queries, -1), self._mask[1], self._mask[0])
-        # Views for all layers at once: made one by one they would cost as much as the attention itself.
-        kv = self.kv[:, rows].flatten(1, 2)[:, :, :span]
-        keys, values = kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
-        return Place((B, L), keys, values, index, mask.view(B * self.groups, L * self.queries, span))
+        (B, L), G = position_BL.shape, self.groups
+        index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()
+        groups, start = [], 0
+        for end, span in spans:
+            count = end - start
+            if count < GROUP_ROWS:
+                # So that the same views serve many steps.
+                span = min(-(-span // SPAN_STEP) * SPAN_STEP, self.positions)
+            seen = (self._index_P[:span] <= position_BL[start:end].unsqueeze(-1)).view(count, 1, L, 1, span)
+            mask = torch.where(seen.expand(-1, G, -1, self.queries, -1), self._mask[1], self._mask[0])
+            keys, values = self._views(first_row + start, first_row + end, span)
+            groups.append(Group(slice(start * G, end * G), keys, values, mask.view(count * G, L * self.queries, span)))
+            start = end
+        return Place((B, L), index, tuple(groups))
+
+    def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Keys and values of all layers at once: made one by one, views would cost as much as the attention itself."""
+        kv = self.kv[:, start:end].flatten(1, 2)[:, :, :span]
+        return kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
 
     def attend(self, layer: int, place: Place, qkv_BLGRH: torch.Tensor) -> torch.Tensor:
         """Write this pass's keys and values, then attend over all positions up to each query's own.
@@ -74,9 +121,15 @@ class KVCache:
         self._flat[layer].index_copy_(0, place.index, qkv_BLGRH[..., self.queries :, :].reshape(-1, 2 * H))
         q = qkv_BLGRH[..., : self.queries, :]
         q = (q if L == 1 else q.transpose(1, 2)).reshape(B * G, L * self.queries, H)
-        weight = torch.baddbmm(place.mask, q, place.keys[layer], alpha=self.scale).softmax(-1)
-        out = torch.bmm(weight, place.values[layer])
+        if len(place.groups) == 1:
+            out = self._attended(layer, q, place.groups[0])
+        else:
+            out = torch.cat([self._attended(layer, q[group.rows], group) for group in place.groups])
         return out.view(B, -1) if L == 1 else out.view(B, G, L, self.queries, H).transpose(1, 2).reshape(B * L, -1)
+
+    def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
+        weight = torch.baddbmm(group.mask, q, group.keys[layer], alpha=self.scale).softmax(-1)
+        return torch.bmm(weight, group.values[layer])
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to row `target`."""

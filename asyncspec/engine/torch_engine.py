@@ -18,6 +18,7 @@ from typing import Callable, Mapping, NamedTuple
 import numpy as np
 import torch
 
+from asyncspec.engine import kv_cache
 from asyncspec.engine.base import Completion, Request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.models.policy import PolicyShape, build
@@ -68,8 +69,9 @@ class TorchEngine:
         longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = build(shape, positions).to(device).requires_grad_(False)
-        self.decode = DecodeModel(self.model, shape, slots, positions, device)
-        self.tokens = Slots(slots, positions, device)
+        # One row more than slots, for exchanging two.
+        self.decode = DecodeModel(self.model, shape, slots + 1, positions, device)
+        self.tokens = Slots(slots + 1, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
@@ -78,12 +80,12 @@ class TorchEngine:
         def state(*size, dtype=torch.int64):
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        self.limit_S = state(slots)
+        self.limit_S = state(slots + 1)
         # Random numbers of every position of a row, made when its sequence enters.
-        self.uniform_SPR = state(slots, positions, counter_rng.STREAMS, dtype=torch.float32)
-        self.logprob_SP = state(slots, positions, dtype=torch.float32)
-        self.version_SP = state(slots, positions, dtype=torch.int32)
-        self.counter_S3 = state(slots, 3)  # verifications, proposed, accepted
+        self.uniform_SPR = state(slots + 1, positions, counter_rng.STREAMS, dtype=torch.float32)
+        self.logprob_SP = state(slots + 1, positions, dtype=torch.float32)
+        self.version_SP = state(slots + 1, positions, dtype=torch.int32)
+        self.counter_S3 = np.zeros((slots + 1, 3), dtype=np.int64)  # on the host: verifications, proposed, accepted
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
@@ -106,6 +108,12 @@ class TorchEngine:
         if not 0 < len(request.prompt) <= self.max_prompt_tokens:
             raise ValueError(f"prompt of {len(request.prompt)} tokens: expected 1 to {self.max_prompt_tokens}")
         self._queue.extend(_Sequence(request, i) for i in range(len(request.seeds)))
+
+    def abandon(self) -> None:
+        """Forget all sequences, waiting and live; nothing comes of them."""
+        self._queue.clear()
+        self._sequences.clear()
+        self._prompt = None
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
@@ -207,7 +215,8 @@ class TorchEngine:
             chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
             end = start + chunk_UL.shape[1]
             position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
-            hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, end, self.aux_layers)
+            spans = [(len(chunk_UL), end)]
+            hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
             features.append(features_ULE)
             if last_U is not None:
                 at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
@@ -217,6 +226,7 @@ class TorchEngine:
 
     def _step(self) -> list[Completion]:
         B = self.live
+        self._arrange()
         if self.drafter is None:
             _, finished_B, _ = self._advance(B, 0)
             return self._retire(finished_B.nonzero()[0])
@@ -227,7 +237,7 @@ class TorchEngine:
         start = time.perf_counter()
         kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim)
         seconds = time.perf_counter() - start
-        self.lengths.observe(B, K, seconds if usual else float("nan"), kept_B, proposed)
+        self.lengths.observe(B, K, seconds, kept_B, proposed, usual)
         return self._retire(finished_B.nonzero()[0])
 
     def _advance(self, B: int, K: int, trim=None) -> tuple[np.ndarray, np.ndarray, tuple | None]:
@@ -249,7 +259,7 @@ class TorchEngine:
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
         hidden_BJD, features_BJE = self.decode.hidden_states(
-            0, token_B1, position_BJ - 1, int(tokens.length[:B].max()) + K, self.aux_layers)
+            0, token_B1, position_BJ - 1, tokens.spans(0, B, K), self.aux_layers)
         p_BJV = sampling_distribution(self.model.lm_head(hidden_BJD), *self.settings)
         if K:
             token_BJ, count_B = verify(p_BJV, proposal.q_BKV, proposal.draft_BK, accept_BJ[:, :K], target_BJ, proposal.count_B)
@@ -257,16 +267,16 @@ class TorchEngine:
             token_BJ, count_B = sample(p_BJV, target_BJ), None
         if self.aux_layers:
             self.drafter.observe(0, features_BJE, position_BJ - 1)
-        before_B = tokens.length_S[:B].clone()
-        finished_B = self._commit(0, token_BJ, p_BJV, count_B)
-        counter_B3 = self.counter_S3[:B]
+        before_B = tokens.length[:B].copy()
+        finished_B = self._commit(0, token_BJ, p_BJV, count_B).cpu().numpy()
+        tokens.refresh(B)
+        kept_B, counter_B3 = np.zeros(B, dtype=np.int64), self.counter_S3[:B]
         counter_B3[:, 0] += 1
         if K:
-            counter_B3[:, 1] += K if proposal.count_B is None else proposal.count_B
-            counter_B3[:, 2] += torch.minimum(count_B - 1, tokens.length_S[:B] - before_B)
-        tokens.refresh(B)
-        kept_B = (count_B - 1).cpu().numpy() if K else np.zeros(B, dtype=np.int64)
-        return kept_B, finished_B.cpu().numpy(), proposed
+            kept_B = count_B.cpu().numpy() - 1
+            counter_B3[:, 1] += K if proposal.count_B is None else proposal.count_B.cpu().numpy()
+            counter_B3[:, 2] += np.minimum(kept_B, tokens.length[:B] - before_B)
+        return kept_B, finished_B, proposed
 
     def _commit(self, first_row: int, token_BJ, p_BJV, count_B) -> torch.Tensor:
         """Append the first count_B tokens of each row (None: its only one), cut at the stop token and the length limit.
@@ -277,11 +287,11 @@ class TorchEngine:
         B, J = token_BJ.shape
         rows, tokens = slice(first_row, first_row + B), self.tokens
         length_B, limit_B = tokens.length_S[rows], self.limit_S[rows]
-        row_B1, position_BJ = self._row_S1[rows], length_B.unsqueeze(1) + tokens.index_P[:J]
+        position_BJ = length_B.unsqueeze(1) + tokens.index_P[:J]
         # Entries past the count are rubbish; they lie past the length and are overwritten by what comes next.
-        tokens.token_SP[row_B1, position_BJ] = token_BJ
-        self.logprob_SP[row_B1, position_BJ] = p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log_()
-        self.version_SP[row_B1, position_BJ] = self.version
+        tokens.token_SP[rows].scatter_(1, position_BJ, token_BJ)
+        self.logprob_SP[rows].scatter_(1, position_BJ, p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log_())
+        self.version_SP[rows].scatter_(1, position_BJ, self.version)
         stop_BJ = token_BJ == self.shape.eos_token_id
         if count_B is None:
             stopped_B, length_B = stop_BJ[:, 0], length_B + 1
@@ -309,15 +319,39 @@ class TorchEngine:
                 self.drafter.leave(row)
             last = self.live - 1
             if row != last:
-                self.decode.cache.move(last, row, int(tokens.length[last]))
-                if self.drafter is not None:
-                    self.drafter.move(last, row)
-                for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
-                               self.logprob_SP, self.version_SP, self.counter_S3):
-                    tensor[row] = tensor[last]
+                self._move(last, row)
                 self._sequences[row] = self._sequences[last]
             self._sequences.pop()
         return done
+
+    def _move(self, source: int, target: int) -> None:
+        """Copy a row, with all that belongs to it."""
+        tokens = self.tokens
+        self.decode.cache.move(source, target, int(tokens.length[source]))
+        if self.drafter is not None:
+            self.drafter.move(source, target)
+        for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
+                       self.logprob_SP, self.version_SP, self.counter_S3):
+            tensor[target] = tensor[source]
+
+    def _arrange(self) -> None:
+        """Part the rows into long ones and the rest; where that would save much, exchange rows for it first."""
+        tokens, B, spare = self.tokens, self.live, self.slots
+        tokens.parted = 0
+        if B < kv_cache.GROUP_ROWS:
+            return
+        length_B = tokens.length[:B].copy()
+        tokens.parted, now = kv_cache.split(length_B)
+        best, least = kv_cache.split(np.sort(length_B)[::-1])
+        if now - least < kv_cache.GROUP_GAIN:
+            return
+        longest = np.argsort(-length_B, kind="stable")[:best]
+        out = np.setdiff1d(np.arange(best), longest)  # short ones among the first
+        for front, back in zip(out.tolist(), longest[longest >= best].tolist()):
+            for source, target in ((front, spare), (back, front), (spare, back)):
+                self._move(source, target)
+            self._sequences[front], self._sequences[back] = self._sequences[back], self._sequences[front]
+        tokens.parted = best
 
     def _calibrated(self) -> AutoLength:
         """Time steps of several sizes on rows without sequences, before there are any.

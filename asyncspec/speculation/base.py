@@ -24,8 +24,16 @@ class Slots:
         self.length_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.index_P = torch.arange(positions, device=device)
+        self.parted = 0  # the engine attends to rows 0..parted-1 and to the rest as two groups
         # On a CPU the same memory; on a GPU a copy, refreshed once a step.
         self.length = self.length_S.numpy() if self.device.type == "cpu" else np.zeros(slots, dtype=np.int64)
+
+    def spans(self, first_row: int, count: int, more: int = 0) -> list[tuple[int, int]]:
+        """Groups of these rows, each with the length of its longest, plus `more`; see `engine.kv_cache.KVCache.at`."""
+        length = self.length[first_row : first_row + count]
+        if first_row or not 0 < self.parted < count:
+            return [(count, int(length.max()) + more)]
+        return [(self.parted, int(length[: self.parted].max()) + more), (count, int(length[self.parted :].max()) + more)]
 
     def refresh(self, count: int) -> None:
         """Bring the host's copy of the lengths up to date."""

@@ -6,7 +6,7 @@ B sequences are live; a_j is the share of rows whose j-th proposal is accepted w
 sliding window; seconds are measured (a calibration fills the table, every step corrects it). Both look only at what is past,
 never at the proposals of the step to come, so the choice cannot bend the distribution.
 
-Trying a length that is not held for the best is paid from a budget of one hundredth of the engine's time, so a draft that has
+Trying a length that is not held for the best is paid from a budget of a two-hundredth of the engine's time, so a draft that has
 become good again is found out, and a useless one costs next to nothing.
 
 Shape suffixes: B live rows.
@@ -21,7 +21,8 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-EXPLORE_SHARE = 0.01
+EXPLORE_SHARE = 0.005
+BUDGET_S = 0.1  # the most that is saved up
 WINDOW = 4096  # row verifications over which acceptance is remembered
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 KINDS = 16
@@ -40,26 +41,35 @@ class FixedLength:
         """The draft length to verify, given how many proposals a lookup has found for each row."""
         return int(count_B.max())
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None) -> None:
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
+                usual: bool = True) -> None:
         pass
 
 
 class Acceptance:
-    """a_j for j = 1..LONGEST, learned over a sliding window."""
+    """a_j for j = 1..LONGEST, learned over a sliding window. Plain lists: numpy costs more on eight numbers."""
 
     def __init__(self) -> None:
-        self.tried, self.kept = np.full(LONGEST, PRIOR_ROWS), np.full(LONGEST, PRIOR_ROWS * PRIOR_RATE)
+        self.tried, self.kept = [PRIOR_ROWS] * LONGEST, [PRIOR_ROWS * PRIOR_RATE] * LONGEST
 
     def add(self, kept_B: np.ndarray, draft_length: int) -> None:
         """Rows that kept so many of `draft_length` proposals."""
-        at_least = np.cumsum(np.bincount(kept_B, minlength=draft_length + 1)[::-1])[::-1]
         forget = max(0.0, 1 - len(kept_B) / WINDOW)
-        self.tried[:draft_length] = self.tried[:draft_length] * forget + at_least[:draft_length]
-        self.kept[:draft_length] = self.kept[:draft_length] * forget + at_least[1 : draft_length + 1]
+        at_least = len(kept_B)
+        for j, count in enumerate(np.bincount(kept_B, minlength=draft_length).tolist()[:draft_length]):
+            self.tried[j] = self.tried[j] * forget + at_least
+            at_least -= count
+            self.kept[j] = self.kept[j] * forget + at_least
 
-    def emitted(self) -> np.ndarray:
+    def emitted(self) -> list[float]:
         """Expected tokens of one verification for k = 0..LONGEST."""
-        return np.concatenate([[1.0], 1 + np.cumprod(self.kept / self.tried).cumsum()])
+        total = reach = 1.0
+        result = [1.0]
+        for tried, kept in zip(self.tried, self.kept):
+            reach *= kept / tried
+            total += reach
+            result.append(total)
+        return result
 
 
 class AutoLength:
@@ -72,83 +82,78 @@ class AutoLength:
             seconds: float [len(lives), LONGEST + 1], a step's time at each of them for each draft length.
         """
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), np.asarray(seconds, dtype=float)
-        self._table: dict[int, np.ndarray] = {}  # expected seconds for each k, by bucket of live sequences
+        self._table: dict[int, list[float]] = {}  # expected seconds for each k, by bucket of live sequences
         self._drift: dict[int, float] = {}
         self.acceptance = Acceptance()
         self.by_kind = [Acceptance() for _ in range(KINDS)]
         self.budget_s, self._turn, self._exploring = 0.0, 0, False
+        self._best_rate = 0.0  # tokens a second for each row, expected of the best length in the step to come
 
     def choose(self, live: int) -> int:
-        rates = self._rates(live)
-        best = int(rates.argmax())
-        self._exploring = False
-        # Neighbours of the best, in turn: one longer, one shorter, and from 0 also a jump over lengths that do not pay alone.
-        others = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
+        seconds, emitted = self._seconds(live), self.acceptance.emitted()
+        rates = [e / s for e, s in zip(emitted, seconds)]
+        self._best_rate = max(rates)
+        best = rates.index(self._best_rate)
+        # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone.
         self._turn += 1
-        other = others[self._turn % len(others)]
-        loss = self._seconds(live)[other] * (1 - rates[other] / rates[best])
-        if self.budget_s > loss:
-            self._exploring = True
-            return other
-        return best
+        other = best + (1, -1, 2)[self._turn % 3]
+        self._exploring = 0 <= other <= LONGEST and self.budget_s > seconds[other] * (1 - rates[other] / self._best_rate)
+        return other if self._exploring else best
 
     def trim(self, live: int, count_B: np.ndarray, kind_B: np.ndarray) -> int:
         """The draft length to verify, given what a lookup has found: how many proposals each row has, and of what kind."""
         longest = int(count_B.max())
         if self._exploring or not longest:
             return longest
-        seconds = self._seconds(live)
         tokens = np.full(longest + 1, float(len(count_B)))
         for kind in np.unique(kind_B):
             of_kind = count_B[kind_B == kind]
             gain = np.diff(self.by_kind[min(kind, KINDS - 1)].emitted())[:longest]
             has = (of_kind[:, None] > np.arange(longest)).sum(0)
             tokens[1:] += np.cumsum(gain * has)
-        return int((tokens / seconds[: longest + 1]).argmax())
+        return int((tokens / self._seconds(live)[: longest + 1]).argmax())
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None) -> None:
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
+                usual: bool = True) -> None:
         """Learn from a step.
 
         Args:
             draft_length: the k that `choose` gave.
-            seconds: of the whole step; NaN if it did work that is not part of every such step.
+            seconds: of the whole step.
             kept_B: int64, accepted proposals of each row.
             proposed: count_B and kind_B of a lookup's proposals that were verified.
+            usual: False if the step did work that is not part of every such step; its time then says nothing of others.
         """
+        kept = 0
         if draft_length:
-            if proposed is None:
-                self.acceptance.add(kept_B, draft_length)
-            else:
-                # A row without a proposal counts as a rejection: `choose` decides before it is known who will have one.
-                self.acceptance.add(kept_B, draft_length)
-                for kind in np.unique(proposed[1]):
-                    mine = proposed[1] == kind
-                    for count in np.unique(proposed[0][mine]):
+            kept = int(kept_B.sum())
+            # A row for which a lookup had nothing counts as a rejection: `choose` decides before that is known.
+            self.acceptance.add(kept_B, draft_length)
+            if proposed is not None:
+                count_B, kind_B = proposed
+                for kind in np.unique(kind_B):
+                    mine = kind_B == kind
+                    for count in np.unique(count_B[mine]):
                         if count:
-                            self.by_kind[min(kind, KINDS - 1)].add(kept_B[mine & (proposed[0] == count)], int(count))
-        if math.isnan(seconds):
-            return
-        rates = self._rates(live)
+                            self.by_kind[min(kind, KINDS - 1)].add(kept_B[mine & (count_B == count)], int(count))
         if self._exploring:
-            self.budget_s -= max(0.0, seconds - (len(kept_B) + kept_B.sum()) / rates.max())
-        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, 0.25)
-        bucket = _bucket(live)
-        expected = self._seconds(live)[draft_length]
-        ratio = min(2.0, max(0.5, seconds / expected))
-        # Most of what changes (longer sequences, a busy machine) changes all lengths alike; the rest is this length's own.
-        self._drift[bucket] = self._drift.get(bucket, 1.0) * ratio**0.1
-        self._table[bucket][draft_length] *= ratio**0.03
+            self.budget_s -= max(0.0, seconds - (1 + kept / live) / self._best_rate)
+        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, BUDGET_S)
+        if usual:
+            # Most of what changes (longer sequences, a busy machine) changes all lengths alike; the rest is this length's own.
+            ratio = min(2.0, max(0.5, seconds / self._seconds(live)[draft_length]))
+            bucket = _bucket(live)
+            self._drift[bucket] *= ratio**0.1
+            self._table[bucket][draft_length] *= ratio**0.03
 
-    def _seconds(self, live: int) -> np.ndarray:
+    def _seconds(self, live: int) -> list[float]:
         bucket = _bucket(live)
         if bucket not in self._table:
             at = math.log2(live)
-            self._table[bucket] = np.array([np.interp(at, self._log_lives, column) for column in self._measured.T])
-            self._drift[bucket] = float(np.mean(list(self._drift.values()))) if self._drift else 1.0
-        return self._table[bucket] * self._drift[bucket]
-
-    def _rates(self, live: int) -> np.ndarray:
-        return live * self.acceptance.emitted() / self._seconds(live)
+            self._table[bucket] = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
+            self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
+        drift = self._drift[bucket]
+        return [s * drift for s in self._table[bucket]]
 
 
 def _bucket(live: int) -> int:

@@ -38,16 +38,15 @@ class DraftModelDrafter:
         return self._unread(slice(0, count))
 
     def prefill(self, first_row: int, count: int) -> None:
-        rows = slice(first_row, first_row + count)
-        self._read(rows, self._unread(rows))
+        self._read(first_row, count, self._unread(slice(first_row, first_row + count)))
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        logits_BV = self._read(slice(0, count), self.unread(count))
-        span, length_B1 = int(self.slots.length[:count].max()), self.slots.length_S[:count].unsqueeze(1)
+        logits_BV = self._read(0, count, self.unread(count))
+        length_B1 = self.slots.length_S[:count].unsqueeze(1)
         tokens, distributions = [], []
         for step in range(draft_length):
             if step:
-                hidden_B1D, _ = self.decode.hidden_states(0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), span + step)
+                hidden_B1D, _ = self.decode.hidden_states(0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), self.slots.spans(0, count, step))
                 logits_BV = self.decode.lm_head(hidden_B1D.squeeze(1))
             distributions.append(sampling_distribution(logits_BV, *self.settings))
             tokens.append(sample(distributions[-1], uniform_BK[:, step]))
@@ -66,12 +65,11 @@ class DraftModelDrafter:
         # At least the last token: the one the target chose itself.
         return int((self.slots.length[rows] - np.minimum(self.read[rows], self.slots.length[rows] - 1)).max())
 
-    def _read(self, rows: slice, width: int) -> torch.Tensor:
+    def _read(self, first_row: int, count: int, width: int) -> torch.Tensor:
         """Read the last `width` tokens of each row; logits for the next one."""
-        slots = self.slots
+        rows, slots = slice(first_row, first_row + count), self.slots
         position_BW = (slots.length_S[rows].unsqueeze(1) - width + slots.index_P[:width]).clamp_(min=0)
-        length = slots.length[rows]
         hidden_BWD, _ = self.decode.hidden_states(
-            rows.start, slots.token_SP[rows].gather(1, position_BW), position_BW, int(length.max()))
-        self.read[rows] = length
+            first_row, slots.token_SP[rows].gather(1, position_BW), position_BW, slots.spans(first_row, count))
+        self.read[rows] = slots.length[rows]
         return self.decode.lm_head(hidden_BWD[:, -1])

@@ -58,7 +58,7 @@ class FeatureDrafter:
         tokens, distributions = [sample(q_BV, uniforms[0])], [q_BV]
         if draft_length > 1:
             position_BK = self.slots.length_S[:count].unsqueeze(1) + self.slots.index_P[: draft_length - 1] - 1
-            place = self.decode.cache.at(0, position_BK, int(self.slots.length[:count].max()) + draft_length - 2)
+            place = self.decode.cache.at(0, position_BK, self.slots.spans(0, count, draft_length - 2))
             ropes = (t.split(1, 1) for t in self.decode.rope.at(position_BK))
             for uniform_B, step, cos, sin in zip(uniforms[1:], place.each(), *ropes):
                 hidden_BD = self.decode(hidden_BD, self.embed(tokens[-1]), step, cos, sin)
@@ -82,9 +82,8 @@ class FeatureDrafter:
         position_BW = (slots.length_S[rows].unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
         features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
         token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
-        length = slots.length[rows]
-        place = self.decode.cache.at(first_row, position_BW, int(length.max()) - 1)
+        place = self.decode.cache.at(first_row, position_BW, slots.spans(first_row, count, -1))
         hidden_TD = self.decode(self.decode.fuse(features_TE), self.embed(token_BW.flatten()), place, *self.decode.rope.at(position_BW))
-        self.read[rows] = length - 1
+        self.read[rows] = slots.length[rows] - 1
         hidden_BD = hidden_TD.view(count, width, -1)[:, -1]
         return hidden_BD, self.decode.logits(hidden_BD)

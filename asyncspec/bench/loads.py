@@ -1,0 +1,137 @@
+"""What the generation benchmarks share: the configured policy, engines with any drafter, and loads put on them.
+
+Prompts are those of the default job, its group size too. Engines are made once and kept: calibration, learned acceptance and the
+past that suffix decoding copies from are then those of a running job.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Sequence
+
+import numpy as np
+import torch
+
+from asyncspec import config as configuration
+from asyncspec.engine.base import Request
+from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.models import eagle3, policy, tokenizer
+from asyncspec.rl import tasks
+from asyncspec.speculation.draft_length import LONGEST, FixedLength
+from asyncspec.speculation.make import drafter_maker
+
+# "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
+METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
+WARM_UP_ROLLOUTS = 32
+
+
+class Watched:
+    """A draft length controller that counts what it decides and what comes of it."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.longest, self.trim = inner, inner.longest, inner.trim
+        self.reset()
+
+    def reset(self) -> None:
+        self.rows = self.emitted = self.chosen = 0
+        # Of proposals at each position whose predecessors were all accepted: how many there were, how many were accepted.
+        self.tried, self.kept = np.zeros(LONGEST, dtype=np.int64), np.zeros(LONGEST, dtype=np.int64)
+
+    def choose(self, live: int) -> int:
+        return self.inner.choose(live)
+
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B, proposed=None, usual=True) -> None:
+        self.inner.observe(live, draft_length, seconds, kept_B, proposed, usual)
+        self.rows += live
+        self.chosen += live * draft_length
+        self.emitted += live + int(kept_B.sum())
+        count_B = np.full(live, draft_length) if proposed is None else proposed[0]
+        for position in range(draft_length):
+            self.tried[position] += int(((kept_B >= position) & (count_B > position)).sum())
+            self.kept[position] += int((kept_B > position).sum())
+
+    def summary(self) -> dict[str, float]:
+        result = {"acceptance_length": self.emitted / self.rows, "draft_length": self.chosen / self.rows} if self.rows else {}
+        rates = self.kept / self.tried.clip(1)
+        return result | {f"acceptance_{i + 1}": float(rates[i]) for i in range(LONGEST) if self.tried[i]}
+
+
+class Loads:
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self.config = c = configuration.load("tiny", overrides)
+        torch.set_num_threads(c.engine.threads)
+        path = configuration.resolve_path(c.model.path)
+        self.model, self.shape = policy.load(path)
+        encoder = tokenizer.load(path)
+        self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
+        self._engines: dict[tuple[str, int], TorchEngine] = {}
+        self._auto = {}
+
+    def engine(self, method: str, slots: int, draft_length: int | str = 0) -> TorchEngine:
+        """An engine with this drafter ("none": without), set to a draft length, 0 or "auto"."""
+        c, key = self.config, (method, slots)
+        if key not in self._engines:
+            self._engines[key] = engine = TorchEngine(
+                self.shape, self._maker(method), slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
+                max_response_tokens=c.sampling.max_response_tokens, draft_length="auto", temperature=c.sampling.temperature,
+                top_p=c.sampling.top_p, top_k=c.sampling.top_k)
+            engine.load_policy(dict(self.model.named_parameters()), 0)
+            engine.poll()
+            self._auto[key] = engine.lengths
+            self.steady(engine, len(self.prompts) // 2, WARM_UP_ROLLOUTS)
+        engine = self._engines[key]
+        engine.lengths = Watched(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
+        return engine
+
+    def _maker(self, method: str):
+        c = self.config
+        if method == "random":
+            def useless(model, slots, settings):
+                from asyncspec.speculation.eagle3 import eagle3_drafter
+
+                torch.manual_seed(c.seed)
+                return eagle3_drafter(eagle3.Eagle3(eagle3.DraftShape.for_policy(self.shape)), model, slots, settings)
+
+            return useless
+        spec = configuration.SpeculationConfig(method=method, draft_path=c.speculation.draft_path if method == c.speculation.method else "")
+        directory = configuration.Config(speculation=spec).draft_directory
+        return drafter_maker(method, configuration.resolve_path(directory), self.shape)
+
+    def submit(self, engine: TorchEngine, index: int, samples: int, round_: int) -> None:
+        """Samples of prompt number `index`; another round, other random numbers."""
+        prompt = self.prompts[index % len(self.prompts)]
+        seeds = [(round_ * len(self.prompts) + index) * 1000 + i for i in range(samples)]
+        engine.submit(Request(index, prompt, seeds, self.config.sampling.max_response_tokens))
+
+    def steady(self, engine: TorchEngine, repetition: int, rollouts: int) -> dict[str, float]:
+        """Tokens a second with all slots busy all the time, over groups of the job's size.
+
+        Lengths differ much, so all variants of a repetition get the same prompts. It ends when the last rollout has got a slot;
+        those that are still live are abandoned.
+        """
+        size = self.config.rl.group_size
+        groups = -(-rollouts // size) + -(-engine.slots // size)
+        for group in range(groups):
+            self.submit(engine, repetition * groups + group, size, repetition)
+        tokens, steps, began = 0, 0, time.perf_counter()
+        while engine.waiting:
+            tokens += sum(len(c.tokens) for c in engine.poll())
+            steps += 1
+        seconds, rows = time.perf_counter() - began, slice(0, engine.live)
+        tokens += int((engine.tokens.length_S[rows] - engine.tokens.prompt_S[rows]).sum())
+        engine.abandon()
+        return self._measured(engine, tokens, seconds, steps)
+
+    def batch(self, engine: TorchEngine, repetition: int, prompts: int, samples: int) -> dict[str, float]:
+        """So many rollouts from the first submission to the last token, the tail that runs nearly alone included."""
+        for index in range(prompts):
+            self.submit(engine, repetition * prompts + index, samples, repetition)
+        tokens, steps, began = 0, 0, time.perf_counter()
+        while engine.live or engine.waiting:
+            tokens += sum(len(c.tokens) for c in engine.poll())
+            steps += 1
+        return self._measured(engine, tokens, time.perf_counter() - began, steps)
+
+    def _measured(self, engine, tokens: int, seconds: float, steps: int) -> dict[str, float]:
+        result = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds / steps}
+        return result | (engine.lengths.summary() if isinstance(engine.lengths, Watched) else {})
