@@ -124,7 +124,7 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
         drafted, decode = [logits], drafter.decode
         for j in range(1, unroll):  # teacher-forced: the draft's own tokens are those of the sequence
             position = torch.tensor([[n - 2 + j]])
-            h = decode(h, small_policy.tok_embeddings(tokens[0, n + j - 1 : n + j]), decode.cache.at(0, position, [(1, n - 1 + j)]), *decode.rope.at(position))
+            h = decode(h, small_policy.tok_embeddings(tokens[0, n + j - 1 : n + j]), decode.cache.at(0, position, [(1, n - 1 + j)]), decode.rope.at(position))
             drafted.append(decode.logits(h))
     for j in range(unroll):
         torch.testing.assert_close(drafted[j], trained[j][:, n - 2 + j], atol=1e-4, rtol=1e-4)

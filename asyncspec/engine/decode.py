@@ -1,14 +1,19 @@
 """The policy's forward pass as the engine runs it: torchtitan's parameters, few operations, a slot KV cache.
 
 On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
-the model's modules: it reads their parameters and does in 30 operations a layer what they do in 70. Nothing is kept in sync: the
-parameters are the module's own, under their own names. tests/test_engine.py holds both to the same logits.
+the model's modules: it reads their parameters and does in 25 operations a layer what they do in 70. Norms' weights go into
+the matrices behind them, matrices that read the same input are joined, and the halves of each query and key that RoPE rotates are
+interleaved, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change;
+tests/test_engine.py holds both forward passes to the same logits.
 
-Shape suffixes: B batch rows, L query positions, P cache positions, D model dimension, G key-value groups, R = queries of a
-group, then its key, then its value; H head size.
+Shape suffixes: B batch rows, L query positions, T = B * L, P cache positions, D model dimension, G key-value groups, R = queries of
+a group, then its key, then its value; H head size.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,37 +21,122 @@ import torch.nn.functional as F
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.models.policy import PolicyShape
 
+# Multiply-adds from which on oneDNN's faster kernels make up for their dearer call.
+PACKED_FROM = 1_000_000
 
-class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight in five operations; torch's own takes a dozen on a CPU."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight, self.size = weight, weight.shape[-1]
-        self.eps = torch.tensor(eps, dtype=weight.dtype, device=weight.device)
+class Unit:
+    """x / sqrt(sum(x^2) + size * eps): RMSNorm but for weight and sqrt(size), which go into what follows (`scale`)."""
+
+    def __init__(self, size: int, eps: float, device) -> None:
+        self.eps = torch.tensor(size * eps, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(self.eps, norm, norm, value=1 / self.size).rsqrt_()).mul_(self.weight)
+        return x * torch.addcmul(self.eps, norm, norm).rsqrt_()
+
+
+def scale(norm) -> torch.Tensor:
+    """What `Unit` leaves out of an RMSNorm module."""
+    return norm.weight * norm.weight.shape[-1] ** 0.5
+
+
+class RMSNorm:
+    """A whole RMSNorm."""
+
+    def __init__(self, norm) -> None:
+        self.norm, self.unit = norm, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.reload()
+
+    def reload(self) -> None:
+        self.weight = scale(self.norm)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unit(x).mul_(self.weight)
+
+
+class Matrix:
+    """x @ weight.T."""
+
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        # A transposed view: mm on it is half the price of linear where the matrix is small.
+        self.weight = weight_OI.contiguous().t()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None) if packs(weight_OI.device.type) else None
+
+    def _packs(self, x_TI: torch.Tensor) -> bool:
+        return self.packed is not None and x_TI.shape[0] * self.weight.numel() >= PACKED_FROM
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._packs(x_TI):
+            return torch.ops.mkldnn._linear_pointwise(x_TI, self.packed, None, "none", [], "")
+        return torch.mm(x_TI, self.weight)
+
+    def plus(self, rest_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """rest + x @ weight.T."""
+        if self._packs(x_TI):
+            return torch.ops.mkldnn._linear_pointwise(x_TI, self.packed, None, "none", [], "").add_(rest_TO)
+        return torch.addmm(rest_TO, x_TI, self.weight)
+
+
+@lru_cache
+def packs(device: str) -> bool:
+    """Whether matrices are also kept in oneDNN's layout: on AMD processors with AVX-512, where torch's own mm uses half of it."""
+    if device != "cpu" or not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """The two halves of a head along `dim`, interleaved: neighbours are then real and imaginary part of what RoPE rotates."""
+    first, second = weight.chunk(2, dim)
+    return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
 
 
 class RoPE:
-    """Rotary embedding; cosines and sines of a step are gathered once for all layers."""
+    """Rotary embedding of interleaved heads; the rotations of a step are gathered once for all layers."""
 
-    def __init__(self, table_P2H: torch.Tensor) -> None:
-        cos_PH, sin_PH = table_P2H.chunk(2, dim=-1)
+    def __init__(self, angles_PH: torch.Tensor) -> None:
+        """
+        Args:
+            angles_PH: radians, for half of a head's dimensions.
+        """
+        self.rotation_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
+
+    @classmethod
+    def of(cls, model) -> "RoPE":
+        """That of a policy, whose table holds cosines, then sines, both halves alike."""
+        cos_PH, sin_PH = next(iter(model.layers.values())).attention.rope.cache.chunk(2, dim=-1)
         half = cos_PH.shape[-1] // 2
-        self.cos_PH = cos_PH.contiguous()
-        # The sign of rotate-half's first half goes into the sines; what is left is `rotated`.
-        self.sin_PH = torch.cat([-sin_PH[:, :half], sin_PH[:, half:]], dim=-1)
+        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]))
 
-    def at(self, position_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, [B, L, 1, 1, H]."""
-        return self.cos_PH[position_BL][:, :, None, None], self.sin_PH[position_BL][:, :, None, None]
+    def at(self, position_BL: torch.Tensor) -> torch.Tensor:
+        """[B, L, 1, 1, H / 2], complex."""
+        return self.rotation_PH[position_BL][:, :, None, None]
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """The two halves of each head, exchanged."""
-    return x.roll(x.shape[-1] // 2, -1)
+def paired(x: torch.Tensor) -> torch.Tensor:
+    """A view of interleaved heads as complex numbers."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+class MLP:
+    """SwiGLU behind a norm: x + down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    def __init__(self, norm, gate, up, down) -> None:
+        """Takes modules: an RMSNorm and three Linears."""
+        self.modules, self.unit = (norm, gate, up, down), Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+
+    def reload(self) -> None:
+        norm, gate, up, down = self.modules
+        self.inward = Matrix(torch.cat([gate.weight, up.weight]) * scale(norm))
+        self.outward = Matrix(down.weight)
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = self.inward(self.unit(x_TD)).chunk(2, -1)
+        return self.outward.plus(x_TD, F.silu(gate_TF).mul_(up_TF))
 
 
 class DecodeModel:
@@ -55,18 +145,19 @@ class DecodeModel:
     def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device) -> None:
         """
         Args:
-            model: torchtitan's Qwen3Model; its parameters are used in place. After they change call `reload`.
+            model: torchtitan's Qwen3Model. After its parameters change call `reload`, and before the first pass.
             slots, positions: rows and length of the cache.
         """
         self.cache = cache = KVCache(
             shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device)
-        self.rope = RoPE(next(iter(model.layers.values())).attention.rope.cache)
+        self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
-        self.norm = RMSNorm(model.norm.weight, model.norm.eps)
+        self.norm = RMSNorm(model.norm)
         self.layers = [DecodeLayer(layer, index, cache) for index, layer in enumerate(model.layers.values())]
 
     def reload(self) -> None:
-        """Take what is derived from the parameters anew."""
+        """Derive from the parameters anew what is derived from them."""
+        self.norm.reload()
         for layer in self.layers:
             layer.reload()
 
@@ -83,11 +174,11 @@ class DecodeModel:
         """
         B, L = token_BL.shape
         x_TD = self.embedding(token_BL).flatten(0, 1)
-        where, rope, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
+        where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
         for index, layer in enumerate(self.layers):
             if index in aux_layers:
                 kept.append(x_TD)
-            x_TD = layer(x_TD, where, *rope)
+            x_TD = layer(x_TD, where, rotation)
         x_TD = self.norm(x_TD)
         if len(self.layers) in aux_layers:
             kept.append(x_TD)
@@ -98,28 +189,33 @@ class DecodeLayer:
     """One block of the policy."""
 
     def __init__(self, layer, index: int, cache: KVCache) -> None:
+        """
+        Args:
+            layer: torchtitan's Qwen3TransformerBlock.
+            index: the layer's number in the cache.
+        """
+        self.layer, self.index, self.cache = layer, index, cache
         attention, mlp = layer.attention, layer.feed_forward
-        self.index, self.cache = index, cache
-        self.attention_norm = RMSNorm(layer.attention_norm.weight, layer.attention_norm.eps)
-        self.ffn_norm = RMSNorm(layer.ffn_norm.weight, layer.ffn_norm.eps)
         self.groups, self.queries = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
-        self.q_norm, self.k_norm = attention.q_norm.weight, attention.k_norm.weight
-        self.qk_eps = attention.q_norm.eps
-        # Transposed views: mm on them is half the price of linear where the matrices are small.
-        self.wqkv, self.wo, self.w1, self.w2, self.w3 = (
-            linear.weight.t() for linear in (attention.qkv_linear.wqkv, attention.wo, mlp.w1, mlp.w2, mlp.w3))
+        device, head_dim = attention.q_norm.weight.device, attention.q_norm.weight.shape[-1]
+        self.unit = Unit(layer.attention_norm.weight.shape[-1], layer.attention_norm.eps, device)
+        self.head_unit = Unit(head_dim, attention.q_norm.eps, device)
+        self.mlp = MLP(layer.ffn_norm, mlp.w1, mlp.w3, mlp.w2)
 
     def reload(self) -> None:
-        """Take what is derived from the parameters anew, after they changed."""
-        self.qk_norm = RMSNorm(torch.cat([self.q_norm.expand(self.queries, -1), self.k_norm[None]]), self.qk_eps)
+        """Derive from the parameters anew what is derived from them."""
+        attention, R = self.layer.attention, self.queries + 1
+        weight_GRHD = attention.qkv_linear.wqkv.weight.view(self.groups, R + 1, -1, self.layer.attention_norm.weight.shape[-1])
+        weight_GRHD = torch.cat([interleaved(weight_GRHD[:, :R], 2), weight_GRHD[:, R:]], 1)
+        self.wqkv = Matrix(weight_GRHD.flatten(0, 2) * scale(self.layer.attention_norm))
+        self.wo = Matrix(attention.wo.weight)
+        heads_RH = torch.cat([scale(attention.q_norm).expand(self.queries, -1), scale(attention.k_norm)[None]])
+        self.head_scale_RH = interleaved(heads_RH, 1)
+        self.mlp.reload()
 
-    def __call__(self, x_TD, where: Place, cos, sin):
+    def __call__(self, x_TD: torch.Tensor, where: Place, rotation: torch.Tensor) -> torch.Tensor:
         B, L = where.shape
-        qkv_BLGRH = torch.mm(self.attention_norm(x_TD), self.wqkv).view(B, L, self.groups, self.queries + 2, -1)
+        qkv_BLGRH = self.wqkv(self.unit(x_TD)).view(B, L, self.groups, self.queries + 2, -1)
         qk = qkv_BLGRH[..., : self.queries + 1, :]
-        normed = self.qk_norm(qk)
-        torch.addcmul(normed * cos, rotated(normed), sin, out=qk)
-        out_TD = self.cache.attend(self.index, where, qkv_BLGRH)
-        x_TD = torch.addmm(x_TD, out_TD, self.wo)
-        normed_TD = self.ffn_norm(x_TD)
-        return torch.addmm(x_TD, F.silu(torch.mm(normed_TD, self.w1)).mul_(torch.mm(normed_TD, self.w3)), self.w2)
+        torch.mul(paired(self.head_unit(qk).mul_(self.head_scale_RH)), rotation, out=paired(qk))
+        return self.mlp(self.wo.plus(x_TD, self.cache.attend(self.index, where, qkv_BLGRH)))

@@ -29,6 +29,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 PREFILL_CHUNK = 512  # positions read in one pass
+LAZY_TOKENS = 256
 CALIBRATION_S = 2.0
 
 
@@ -90,6 +91,7 @@ class TorchEngine:
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
         self._prompt: _Prompt | None = None
+        self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
 
     @property
     def live(self) -> int:
@@ -120,7 +122,9 @@ class TorchEngine:
         """Do one engine step; returns the samples that finished in it."""
         if self.lengths is None:
             self.lengths = self._calibrated()
+        self._lap("outside")
         done = self._admit()
+        self._lap("admit")
         if self._sequences:
             done += self._step()
         return done
@@ -131,6 +135,8 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self.decode.reload()
+        if self.drafter is not None:
+            self.drafter.reload()
         self.version, self._prompt = version, None
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
@@ -143,6 +149,16 @@ class TorchEngine:
             parameter.copy_(tensors[name])
         self.drafter.reload()
         self.draft_version = version
+
+    def _lap(self, part: str) -> None:
+        """What was done since the last lap was this part."""
+        if self.laps is None:
+            return
+        if self.tokens.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.laps[part] = self.laps.get(part, 0.0) + now - self.laps.get("", now)
+        self.laps[""] = now
 
     def _admit(self) -> list[Completion]:
         """Move waiting sequences into free slots, read their prompts, sample their first tokens."""
@@ -204,9 +220,11 @@ class TorchEngine:
             self.drafter.enter(first, len(new))
             if self.aux_layers:
                 self.drafter.observe(first, features_BLE, tokens.index_P[:longest].expand(len(new), -1))
-            if self._drafting:
+            # In one pass for the new rows alone, unless so few rows are live that the next proposal may as well read all.
+            if self._drafting and self.live * longest > LAZY_TOKENS:
                 self.drafter.prefill(first, len(new))
-        return self._retire(first + finished_B.cpu().numpy().nonzero()[0])
+        self._lap("admit")
+        return self._retired(finished_B.cpu().numpy(), first)
 
     def _read(self, first_row: int, token_UL, last_U=None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Fill the cache from position 0, in chunks; logits after position last_U of each row, and all features."""
@@ -229,7 +247,7 @@ class TorchEngine:
         self._arrange()
         if self.drafter is None:
             _, finished_B, _ = self._advance(B, 0)
-            return self._retire(finished_B.nonzero()[0])
+            return self._retired(finished_B)
         K = self.lengths.choose(B)
         self._drafting = K > 0
         # A step that must first read much it has missed says nothing about what such a step usually costs.
@@ -238,7 +256,7 @@ class TorchEngine:
         kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim)
         seconds = time.perf_counter() - start
         self.lengths.observe(B, K, seconds, kept_B, proposed, usual)
-        return self._retire(finished_B.nonzero()[0])
+        return self._retired(finished_B)
 
     def _advance(self, B: int, K: int, trim=None) -> tuple[np.ndarray, np.ndarray, tuple | None]:
         """One verification of every live row: accepted proposals and who finished, on the host; what a lookup proposed."""
@@ -248,6 +266,7 @@ class TorchEngine:
         position_BJ = length_B1 + tokens.index_P[: K + 1]  # written to
         draft_BJ, accept_BJ, target_BJ = self.uniform_SPR[self._row_S1[:B], position_BJ].unbind(-1)
         proposal, proposed = None, None
+        self._lap("bookkeeping")
         if K:
             proposal = self.drafter.propose(B, K, draft_BJ[:, :K])
             if proposal.count_B is not None and trim is not None:
@@ -256,15 +275,19 @@ class TorchEngine:
                 proposed = (np.minimum(proposed[0], K), proposed[1])
                 proposal = proposal._replace(draft_BK=proposal.draft_BK[:, :K], count_B=proposal.count_B.clamp(max=K))
                 accept_BJ, target_BJ, position_BJ = accept_BJ[:, : K + 1], target_BJ[:, : K + 1], position_BJ[:, : K + 1]
+        self._lap("draft")
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
         hidden_BJD, features_BJE = self.decode.hidden_states(
             0, token_B1, position_BJ - 1, tokens.spans(0, B, K), self.aux_layers)
-        p_BJV = sampling_distribution(self.model.lm_head(hidden_BJD), *self.settings)
+        logits_BJV = self.model.lm_head(hidden_BJD)
+        self._lap("target")
+        p_BJV = sampling_distribution(logits_BJV, *self.settings)
         if K:
             token_BJ, count_B = verify(p_BJV, proposal.q_BKV, proposal.draft_BK, accept_BJ[:, :K], target_BJ, proposal.count_B)
         else:
             token_BJ, count_B = sample(p_BJV, target_BJ), None
+        self._lap("verify and sample")
         if self.aux_layers:
             self.drafter.observe(0, features_BJE, position_BJ - 1)
         before_B = tokens.length[:B].copy()
@@ -303,10 +326,10 @@ class TorchEngine:
         tokens.length_S[rows] = length_B
         return stopped_B | (length_B >= limit_B)
 
-    def _retire(self, finished: np.ndarray) -> list[Completion]:
-        """Hand out these rows, ascending, and close the gaps they leave."""
+    def _retired(self, finished_B: np.ndarray, first_row: int = 0) -> list[Completion]:
+        """Hand out the finished ones of the rows from `first_row`, and close the gaps they leave."""
         done, tokens = [], self.tokens
-        for row in finished[::-1].tolist():
+        for row in (first_row + finished_B.nonzero()[0])[::-1].tolist():
             sequence = self._sequences[row]
             start, end = len(sequence.request.prompt), int(tokens.length[row])
             verifications, proposed, accepted = self.counter_S3[row].tolist()
@@ -322,6 +345,7 @@ class TorchEngine:
                 self._move(last, row)
                 self._sequences[row] = self._sequences[last]
             self._sequences.pop()
+        self._lap("bookkeeping")
         return done
 
     def _move(self, source: int, target: int) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from asyncspec.engine.decode import RMSNorm, RoPE, rotated
+from asyncspec.engine.decode import MLP, Matrix, RoPE, Unit, interleaved, paired, scale
 from asyncspec.engine.kv_cache import KVCache
 from asyncspec.models.eagle3 import Eagle3
 from asyncspec.speculation.base import Slots
@@ -13,42 +12,40 @@ from asyncspec.speculation.features import FeatureDrafter
 
 
 class DecodeEagle3:
-
     def __init__(self, draft: Eagle3, slots: Slots) -> None:
+        self.draft, self.shape = draft, draft.shape
         shape, layer = draft.shape, draft.midlayer
         self.groups, self.queries = shape.n_kv_heads, shape.n_heads // shape.n_kv_heads
-        self.head_dim = shape.head_dim
         self.cache = KVCache(1, *slots.token_SP.shape, self.groups, self.queries, shape.head_dim, slots.device)
-        angles = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-        angles_PH = torch.outer(torch.arange(slots.positions).float(), angles).repeat(1, 2)
-        self.rope = RoPE(torch.cat([angles_PH.cos(), angles_PH.sin()], -1).to(slots.device))
-        self.embed_norm, self.hidden_norm, self.mlp_norm, self.norm = (
-            RMSNorm(n.weight, n.eps) for n in (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, draft.norm))
-        self.attention = layer.self_attn
-        self.fc, self.wo, self.gate, self.up, self.down, self.lm_head = (linear.weight.t() for linear in (
-            draft.fc, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, draft.lm_head))
+        frequency_H = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2, device=slots.device).float() / shape.head_dim)
+        self.rope = RoPE(torch.outer(slots.index_P.float(), frequency_H))
+        self.unit = Unit(shape.dim, shape.norm_eps, slots.device)
+        mlp = layer.mlp
+        self.mlp = MLP(layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
     def reload(self) -> None:
-        """Take the projection that is joined from three parameters anew."""
-        a, G = self.attention, self.groups
-        parts = [w.weight.view(G, -1, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj)]
-        self.wqkv = torch.cat(parts, 1).flatten(0, 1).t()
+        """Derive from the parameters anew what is derived from them."""
+        layer, G, H = self.draft.midlayer, self.groups, self.shape.head_dim
+        a = layer.self_attn
+        q, k, v = (w.weight.view(G, -1, H, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj))
+        norms = torch.cat([scale(layer.input_layernorm), scale(layer.hidden_norm)])
+        self.wqkv = Matrix(torch.cat([interleaved(q, 2), interleaved(k, 2), v], 1).flatten(0, 2) * norms)
+        self.wo, self.fc = Matrix(a.o_proj.weight), Matrix(self.draft.fc.weight)
+        self.lm_head = Matrix(self.draft.lm_head.weight * scale(self.draft.norm))
+        self.mlp.reload()
 
     def fuse(self, features_TE: torch.Tensor) -> torch.Tensor:
-        return torch.mm(features_TE, self.fc)
+        return self.fc(features_TE)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self.norm(hidden_BD), self.lm_head)
+        return self.lm_head(self.unit(hidden_BD))
 
-    def __call__(self, hidden_TD, embeds_TD, place, cos, sin) -> torch.Tensor:
+    def __call__(self, hidden_TD, embeds_TD, place, rotation) -> torch.Tensor:
         B, L = place.shape
-        x_TD2 = torch.cat([self.embed_norm(embeds_TD), self.hidden_norm(hidden_TD)], -1)
-        qkv_BLGRH = torch.mm(x_TD2, self.wqkv).view(B, L, self.groups, self.queries + 2, self.head_dim)
-        qk = qkv_BLGRH[..., : self.queries + 1, :]
-        qk.copy_(torch.addcmul(qk * cos, rotated(qk), sin))
-        hidden_TD = torch.addmm(hidden_TD, self.cache.attend(0, place, qkv_BLGRH), self.wo)
-        x_TD = self.mlp_norm(hidden_TD)
-        return torch.addmm(hidden_TD, F.silu(torch.mm(x_TD, self.gate)).mul_(torch.mm(x_TD, self.up)), self.down)
+        x_TD2 = self.unit(torch.stack([embeds_TD, hidden_TD], 1)).flatten(1)
+        qkv_BLGRH = self.wqkv(x_TD2).view(B, L, self.groups, self.queries + 2, -1)
+        paired(qkv_BLGRH[..., : self.queries + 1, :]).mul_(rotation)
+        return self.mlp(self.wo.plus(hidden_TD, self.cache.attend(0, place, qkv_BLGRH)))
 
 
 def eagle3_drafter(draft: Eagle3, model, slots: Slots, settings) -> FeatureDrafter:

@@ -59,9 +59,9 @@ class FeatureDrafter:
         if draft_length > 1:
             position_BK = self.slots.length_S[:count].unsqueeze(1) + self.slots.index_P[: draft_length - 1] - 1
             place = self.decode.cache.at(0, position_BK, self.slots.spans(0, count, draft_length - 2))
-            ropes = (t.split(1, 1) for t in self.decode.rope.at(position_BK))
-            for uniform_B, step, cos, sin in zip(uniforms[1:], place.each(), *ropes):
-                hidden_BD = self.decode(hidden_BD, self.embed(tokens[-1]), step, cos, sin)
+            rotations = self.decode.rope.at(position_BK).split(1, 1)
+            for uniform_B, step, rotation in zip(uniforms[1:], place.each(), rotations):
+                hidden_BD = self.decode(hidden_BD, self.embed(tokens[-1]), step, rotation)
                 q_BV = sampling_distribution(self.decode.logits(hidden_BD), *self.settings)
                 tokens.append(sample(q_BV, uniform_B))
                 distributions.append(q_BV)
@@ -83,7 +83,7 @@ class FeatureDrafter:
         features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
         token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
         place = self.decode.cache.at(first_row, position_BW, slots.spans(first_row, count, -1))
-        hidden_TD = self.decode(self.decode.fuse(features_TE), self.embed(token_BW.flatten()), place, *self.decode.rope.at(position_BW))
+        hidden_TD = self.decode(self.decode.fuse(features_TE), self.embed(token_BW.flatten()), place, self.decode.rope.at(position_BW))
         self.read[rows] = slots.length[rows] - 1
         hidden_BD = hidden_TD.view(count, width, -1)[:, -1]
         return hidden_BD, self.decode.logits(hidden_BD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import DecodeLayer, RMSNorm, RoPE
+from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, Unit, scale
 from asyncspec.engine.kv_cache import KVCache
 from asyncspec.models.mtp import MTP
 from asyncspec.speculation.base import Slots
@@ -20,24 +20,26 @@ class DecodeMTP:
         shape = draft.shape
         self.cache = KVCache(
             1, *slots.token_SP.shape, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, slots.device)
-        self.rope = RoPE(next(iter(model.layers.values())).attention.rope.cache)
+        self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
         self.layer = DecodeLayer(draft.block, 0, self.cache)
-        self.hidden_norm, self.embed_norm, self.norm = (
-            RMSNorm(n.weight, n.eps) for n in (draft.hidden_norm, draft.embed_norm, draft.norm))
-        self.fc, self.lm_head = draft.fc.weight.t(), model.lm_head.weight.t()
+        self.unit, self.norm = Unit(shape.dim, shape.norm_eps, slots.device), RMSNorm(draft.norm)
 
     def reload(self) -> None:
+        """Derive from the parameters anew what is derived from them."""
         self.layer.reload()
+        self.norm.reload()
+        self.fc = Matrix(self.draft.fc.weight * torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)]))
+        self.lm_head = Matrix(self.head.weight)
 
     def fuse(self, features_TE: torch.Tensor) -> torch.Tensor:
         return features_TE
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        return torch.mm(hidden_BD, self.lm_head)
+        return self.lm_head(hidden_BD)
 
-    def __call__(self, hidden_TD, embeds_TD, place, cos, sin) -> torch.Tensor:
-        x_TD = torch.mm(torch.cat([self.embed_norm(embeds_TD), self.hidden_norm(hidden_TD)], -1), self.fc)
-        return self.norm(self.layer(x_TD, place, cos, sin))
+    def __call__(self, hidden_TD, embeds_TD, place, rotation) -> torch.Tensor:
+        x_TD = self.fc(self.unit(torch.stack([embeds_TD, hidden_TD], 1)).flatten(1))
+        return self.norm(self.layer(x_TD, place, rotation))
 
 
 def mtp_drafter(draft: MTP, model, slots: Slots, settings) -> FeatureDrafter:
