@@ -117,7 +117,7 @@ def test_weights_swapped_in_flight_stamp_tokens_and_take_effect(small_shape, sma
     torch.manual_seed(9)
     new = {name: p + 0.3 * p.std() * torch.randn_like(p) if p.ndim > 1 else p for name, p in small_policy.named_parameters()}
     # More samples than slots: some enter after the swap, though their prompt was read before it.
-    engine = make(small_shape, small_policy, contrary_draft, slots=24, kv_at_swap=kv_at_swap)
+    engine = make(small_shape, small_policy, contrary_draft, slots=12, kv_at_swap=kv_at_swap)
     engine.submit(Request(0, PROMPT, list(range(64)), 40))
     done = [c for _ in range(2) for c in engine.poll()]
     engine.load_policy(new, 1)

@@ -135,15 +135,6 @@ class KVCache:
         """Copy the first `length` positions of row `source` to row `target`."""
         self.kv[:, target, :, :length] = self.kv[:, source, :, :length]
 
-    def spread(self, first_row: int, source_B: torch.Tensor, length: int) -> None:
-        """Fill rows first_row + b with the first `length` positions of rows first_row + source_B[b]."""
-        rows = slice(first_row, first_row + len(source_B))
-        self.kv[:, rows, :, :length] = self.kv[:, first_row + source_B, :, :length]
-
-    def read(self, row: int, length: int) -> torch.Tensor:
-        """A copy of the first `length` positions of a row, for `write`."""
-        return self.kv[:, row, :, :length].clone()
-
-    def write(self, first_row: int, count: int, kv: torch.Tensor) -> None:
-        """Fill rows with what `read` copied."""
-        self.kv[:, first_row : first_row + count, :, : kv.shape[2]] = kv.unsqueeze(1)
+    def copy(self, source_B: torch.Tensor, first_row: int, length: int) -> None:
+        """Fill rows first_row + b with the first `length` positions of rows source_B[b]."""
+        self.kv[:, first_row : first_row + len(source_B), :, :length] = self.kv[:, source_B, :, :length]

@@ -29,7 +29,9 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 PREFILL_CHUNK = 512  # positions read in one pass
-LAZY_TOKENS = 256
+PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
+READ_AHEAD_TOKENS = 512  # prompts are read together up to here, padding included
+LAZY_TOKENS = 64
 CALIBRATION_S = 2.0
 
 
@@ -40,13 +42,18 @@ class _Sequence:
     started_at: float = 0.0
 
 
-class _Prompt(NamedTuple):
-    """What was read of a prompt whose samples have not all got a slot yet."""
+class _Prompts(NamedTuple):
+    """Prompts that were read together, before all their samples have a slot."""
 
-    request: Request
-    kv: torch.Tensor
-    p_1V: torch.Tensor  # the distribution of the first token
-    features_1LE: torch.Tensor | None
+    index: dict[int, int]  # id of a request -> its U
+    requests: tuple[Request, ...]  # kept alive, so that their ids stay theirs
+    token_UL: torch.Tensor
+    length_U: torch.Tensor
+    p_UV: torch.Tensor  # the distribution of the first token
+    features_ULE: torch.Tensor | None
+
+
+_NO_PROMPTS = _Prompts({}, (), None, None, None, None)
 
 
 class TorchEngine:
@@ -70,8 +77,8 @@ class TorchEngine:
         longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = build(shape, positions).to(device).requires_grad_(False)
-        # One row more than slots, for exchanging two.
-        self.decode = DecodeModel(self.model, shape, slots + 1, positions, device)
+        # One row more than slots, for exchanging two; behind it rows for prompts.
+        self.decode = DecodeModel(self.model, shape, slots + 1 + PROMPT_ROWS, positions, device)
         self.tokens = Slots(slots + 1, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
@@ -90,7 +97,7 @@ class TorchEngine:
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
-        self._prompt: _Prompt | None = None
+        self._prompts = _NO_PROMPTS
         self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
 
     @property
@@ -115,7 +122,7 @@ class TorchEngine:
         """Forget all sequences, waiting and live; nothing comes of them."""
         self._queue.clear()
         self._sequences.clear()
-        self._prompt = None
+        self._prompts = _NO_PROMPTS
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
@@ -137,7 +144,7 @@ class TorchEngine:
         self.decode.reload()
         if self.drafter is not None:
             self.drafter.reload()
-        self.version, self._prompt = version, None
+        self.version, self._prompts = version, _NO_PROMPTS
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
             self._read(0, self.tokens.token_SP[: self.live, : longest - 1])
@@ -161,51 +168,52 @@ class TorchEngine:
         self.laps[""] = now
 
     def _admit(self) -> list[Completion]:
-        """Move waiting sequences into free slots, read their prompts, sample their first tokens."""
-        new, prompts, source, budget = [], [], [], PREFILL_TOKENS
-        now, known = time.monotonic(), 0
-        while self._queue and self.live + len(new) < self.slots:
-            request = self._queue[0].request
-            if self._prompt is not None and request is self._prompt.request:
-                known += 1
-            else:
-                if not prompts or request is not prompts[-1]:
-                    if new and len(request.prompt) > budget:
-                        break
-                    budget -= len(request.prompt)
-                    prompts.append(request)
-                source.append(len(prompts) - 1)
-            new.append(replace(self._queue.popleft(), started_at=now))
-        if not new:
-            return []
-        first, tokens, cache = self.live, self.tokens, self.decode.cache
-        rows, read = slice(first, first + len(new)), first + known
-        longest = max(len(s.request.prompt) for s in new)
-        token_BL = torch.tensor([[*s.request.prompt, *[0] * (longest - len(s.request.prompt))] for s in new], device=self.device)
-        length_B = torch.tensor([len(s.request.prompt) for s in new], device=self.device)
-        parts = []
-        if known:
-            prompt = self._prompt
-            cache.write(first, known, prompt.kv)
-            parts.append((prompt.p_1V.expand(known, -1), _padded(prompt.features_1LE, longest, known)))
-        if prompts:
-            first_of = torch.tensor([known + source.index(u) for u in range(len(prompts))], device=self.device)
-            source_B = torch.tensor(source, device=self.device)
-            width = max(len(p.prompt) for p in prompts)
-            logits_UV, features_ULE = self._read(read, token_BL[first_of, :width], length_B[first_of] - 1)
-            cache.spread(read, source_B, width)
-            features_BLE = None if features_ULE is None else _padded(features_ULE[source_B], longest)
-            parts.append((sampling_distribution(logits_UV, *self.settings)[source_B], features_BLE))
-        p_BV = torch.cat([p for p, _ in parts])
-        features_BLE = torch.cat([f for _, f in parts]) if self.aux_layers else None
-        self._prompt = None
-        if self._queue and self._queue[0].request is new[-1].request:
-            # The rest of this group will come when slots get free: what was read of its prompt is kept for them.
-            last, length = len(new) - 1, len(new[-1].request.prompt)
-            features_1LE = None if features_BLE is None else features_BLE[last:, :length].clone()
-            self._prompt = _Prompt(new[-1].request, cache.read(first + last, length), p_BV[last:].clone(), features_1LE)
+        """Give free slots to waiting sequences."""
+        done, budget = [], PREFILL_TOKENS
+        while self._queue and self.live < self.slots and budget > 0:
+            if id(self._queue[0].request) not in self._prompts.index:
+                budget -= self._read_prompts()
+            new, index = [], self._prompts.index
+            while self._queue and self.live + len(new) < self.slots and id(self._queue[0].request) in index:
+                new.append(self._queue.popleft())
+            done += self._enter(new)
+        return done
 
-        self._sequences += new
+    def _read_prompts(self) -> int:
+        """Read the prompts that are next in the queue, in one pass into rows of their own; returns the tokens read.
+
+        All samples of a prompt start from what was read once, also those that get a slot later.
+        """
+        requests: dict[int, Request] = {}
+        longest = 0
+        for sequence in self._queue:
+            request = sequence.request
+            if id(request) in requests:
+                continue
+            longest = max(longest, len(request.prompt))
+            if requests and (len(requests) == PROMPT_ROWS or longest * (len(requests) + 1) > READ_AHEAD_TOKENS):
+                break
+            requests[id(request)] = request
+        prompts = [request.prompt for request in requests.values()]
+        longest = max(map(len, prompts))
+        token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
+        length_U = torch.tensor([len(p) for p in prompts], device=self.device)
+        logits_UV, features_ULE = self._read(self.slots + 1, token_UL, length_U - 1)
+        self._prompts = _Prompts(
+            dict(zip(requests, range(len(requests)))), tuple(requests.values()), token_UL, length_U,
+            sampling_distribution(logits_UV, *self.settings), features_ULE)
+        return token_UL.numel()
+
+    def _enter(self, new: list[_Sequence]) -> list[Completion]:
+        """Put sequences whose prompts were read into the next free rows and sample their first tokens."""
+        prompts, tokens, first = self._prompts, self.tokens, self.live
+        rows, now = slice(first, first + len(new)), time.monotonic()
+        source_B = torch.tensor([prompts.index[id(s.request)] for s in new], device=self.device)
+        token_BL, length_B, p_BV = prompts.token_UL[source_B], prompts.length_U[source_B], prompts.p_UV[source_B]
+        longest = token_BL.shape[1]
+        self.decode.cache.copy(self.slots + 1 + source_B, first, longest)
+
+        self._sequences += [replace(s, started_at=now) for s in new]
         tokens.token_SP[rows, :longest] = token_BL
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
@@ -219,7 +227,7 @@ class TorchEngine:
         if self.drafter is not None:
             self.drafter.enter(first, len(new))
             if self.aux_layers:
-                self.drafter.observe(first, features_BLE, tokens.index_P[:longest].expand(len(new), -1))
+                self.drafter.observe(first, prompts.features_ULE[source_B], tokens.index_P[:longest].expand(len(new), -1))
             # In one pass for the new rows alone, unless so few rows are live that the next proposal may as well read all.
             if self._drafting and self.live * longest > LAZY_TOKENS:
                 self.drafter.prefill(first, len(new))
@@ -404,11 +412,3 @@ class TorchEngine:
                 times.append(best)
             table.append(np.interp(range(LONGEST + 1), lengths, times))
         return AutoLength(lives, np.array(table))
-
-
-def _padded(features_BLE: torch.Tensor | None, length: int, rows: int | None = None) -> torch.Tensor | None:
-    """Zeros appended up to `length` positions; the one row repeated `rows` times."""
-    if features_BLE is None:
-        return None
-    padded = torch.nn.functional.pad(features_BLE, (0, 0, 0, length - features_BLE.shape[1]))
-    return padded if rows is None else padded.expand(rows, -1, -1)
