@@ -62,7 +62,7 @@ def _train(args) -> int:
 
 def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure; writes a table, result.json and a plot")
-    bench.add_argument("name", help="which benchmark: async, speculation")
+    bench.add_argument("name", help="which benchmark: async, engine, speculation")
     bench.add_argument("--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)")
     bench.add_argument("--repeats", type=int, default=0, help="repetitions of each variant (default: the benchmark's own)")
     bench.add_argument("overrides", nargs="*", metavar="field=value")

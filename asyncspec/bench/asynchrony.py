@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
-from asyncspec.bench.harness import Samples, median, ratio
+from asyncspec.bench.harness import Benchmark, Samples, median, ratio
 from asyncspec.config import ConfigError
 
 STEPS = 24
@@ -22,7 +22,8 @@ SKIP = 2
 PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
 
 
-class AsyncBenchmark:
+class AsyncBenchmark(Benchmark):
+    name = "async"
     repeats = 3
     variants = ("lag 0", "lag 1")
     columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "train_s", "generation_s", "lag_max", "tokens_per_s")

@@ -18,7 +18,7 @@ import statistics
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, Sequence
+from typing import Sequence
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -26,26 +26,35 @@ from rich.table import Table
 
 from asyncspec.config import ConfigError
 
-NAMES = {"engine": "asyncspec.bench.generation", "async": "asyncspec.bench.asynchrony", "speculation": "asyncspec.bench.speculation"}
+NAMES = {"async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation"}
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
 
 
-class Benchmark(Protocol):
+class Benchmark:
     """What a benchmark's module gives: `make(overrides, out) -> Benchmark`."""
 
+    name: str
     repeats: int
     variants: Sequence[str]
-    columns: Sequence[str]  # the measurements the table shows
+    columns: Sequence[str]  # the measurements that progress lines show, and the table
 
-    def measure(self, variant: str, repetition: int) -> dict[str, float]: ...
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        raise NotImplementedError
 
-    def headline(self, samples: Samples) -> dict[str, float]: ...
+    def headline(self, samples: Samples) -> dict[str, float]:
+        raise NotImplementedError
 
-    def plot(self, axes, samples: Samples) -> None: ...
+    def plot(self, axes, samples: Samples) -> None:
+        raise NotImplementedError
 
-    # And, if the table of all variants by all columns is not what is wanted: tables(samples) -> list of rich Tables.
+    def tables(self, samples: Samples) -> list[Table]:
+        """What is printed at the end: all variants by all columns, unless a benchmark has a better picture."""
+        return [_table(self, samples)]
+
+    def close(self) -> None:
+        """End what was started."""
 
 
 def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
@@ -59,17 +68,20 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {variant: [] for variant in benchmark.variants}
     repeats = repeats or benchmark.repeats
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task(name, total=repeats * len(benchmark.variants))
-        for repetition in range(repeats):
-            for variant in benchmark.variants:
-                measured = benchmark.measure(variant, repetition)
-                samples[variant].append(measured)
-                shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
-                progress.console.print(f"[{repetition + 1}/{repeats}] {variant}: {shown}", markup=False, soft_wrap=True)
-                progress.update(bar, advance=1)
+    try:
+        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+            bar = progress.add_task(name, total=repeats * len(benchmark.variants))
+            for repetition in range(repeats):
+                for variant in benchmark.variants:
+                    measured = benchmark.measure(variant, repetition)
+                    samples[variant].append(measured)
+                    shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
+                    progress.console.print(f"[{repetition + 1}/{repeats}] {variant}: {shown}", markup=False, soft_wrap=True)
+                    progress.update(bar, advance=1)
+    finally:
+        benchmark.close()
     headline = benchmark.headline(samples)
-    for table in benchmark.tables(samples) if hasattr(benchmark, "tables") else [_table(name, benchmark, samples)]:
+    for table in benchmark.tables(samples):
         console.print(table)
     for key, value in headline.items():
         console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
@@ -114,8 +126,8 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _table(name: str, benchmark: Benchmark, samples: Samples) -> Table:
-    table = Table(title=f"bench {name}: median (first to third quartile)", title_justify="left")
+def _table(benchmark: Benchmark, samples: Samples) -> Table:
+    table = Table(title=f"bench {benchmark.name}: median (first to third quartile)", title_justify="left")
     table.add_column("variant")
     for column in benchmark.columns:
         table.add_column(column, justify="right")

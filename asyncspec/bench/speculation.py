@@ -13,7 +13,7 @@ from typing import Sequence
 
 from rich.table import Table
 
-from asyncspec.bench.harness import Samples, median, ratio, spread
+from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
 from asyncspec.bench.loads import METHODS, Loads
 
 JOB_ROLLOUTS, JOB_SLOTS = 64, 16
@@ -24,7 +24,8 @@ FIXED = (1, 2, 3, 5, 7)
 ROLLOUTS = 24  # of a measurement, besides those that are still live when it ends
 
 
-class SpeculationBenchmark:
+class SpeculationBenchmark(Benchmark):
+    name = "speculation"
     repeats = 7
     columns = ("tokens_per_s", "acceptance_length", "draft_length", "step_ms")
 

@@ -1,0 +1,156 @@
+"""bench engine: the generation engine by itself, and beside vLLM and transformers.
+
+For 1 to 64 live sequences: tokens a second at each EAGLE-3 draft length, 0 (no speculation) to 7, and with the length chosen for each
+step; acceptance by position; and where a step's time goes. Then the same rollouts, from the first to the last token, through this
+engine, vLLM on the CPU and transformers' generate: same weights, prompts, temperature and threads, none of ours compiled.
+
+The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the variables
+ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Sequence
+
+from rich.table import Table
+
+from asyncspec import config as configuration
+from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
+from asyncspec.bench.loads import Loads
+
+LIVE = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (0, *range(1, 8), "auto")
+ROLLOUTS = 24  # of a measurement, besides those that are still live when it ends
+COMPARED = (1, 4, 16, 64)
+PARTS = ("admit", "draft", "target", "verify and sample", "bookkeeping")
+SCRIPTS = configuration.PACKAGE_DIR.parent / "scripts" / "compare"
+OTHERS = {  # name: environment variable, program, further arguments
+    "vllm": ("ASYNCSPEC_VLLM_PYTHON", "vllm_cpu.py", ["512"]),
+    "vllm eager": ("ASYNCSPEC_VLLM_PYTHON", "vllm_cpu.py", ["512", "--eager"]),
+    "transformers": ("ASYNCSPEC_TRANSFORMERS_PYTHON", "transformers_generate.py", []),
+}
+
+
+class Other:
+    """Another engine, in its own environment and process; see scripts/compare/common.py."""
+
+    def __init__(self, python: str, program: str, arguments: list[str], log: Path) -> None:
+        self.process = subprocess.Popen(
+            [python, str(SCRIPTS / program), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+        self.log = log
+        self.about = self._answer()
+
+    def measure(self, **request) -> dict[str, float]:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise configuration.ConfigError(f"bench engine: {self.process.args[1]} ended with code {self.process.wait()}; see {self.log}")
+        return json.loads(line)
+
+
+class GenerationBenchmark(Benchmark):
+    name = "engine"
+    repeats = 5
+    columns = ("tokens_per_s", "acceptance_length", "step_ms")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.loads = Loads(overrides)
+        self.others: dict[str, Other] = {}
+        c = self.loads.config
+        for name, (variable, program, arguments) in OTHERS.items():
+            python = os.environ.get(variable)
+            if python and SCRIPTS.is_dir():
+                directory = str(configuration.resolve_path(c.model.path))
+                log = out / f"{name.replace(' ', '-')}.log"
+                self.others[name] = Other(python, program, [directory, str(c.engine.threads), *arguments], log)
+            else:
+                print(f"bench engine: {name} is left out: {variable} is not set; scripts/compare/make_environments.sh says how")
+        self.variants = [f"{live} k={k}" for live in LIVE for k in LENGTHS]
+        self.variants += [f"{live} {name}" for live in COMPARED for name in ("none", "eagle3", *self.others)]
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        live, name = variant.split(" ", 1)
+        loads, live = self.loads, int(live)
+        rollouts = max(16, 2 * live)
+        if name in self.others:
+            prompts = [loads.prompts[(repetition * rollouts + i) % len(loads.prompts)] for i in range(rollouts)]
+            c = loads.config.sampling
+            done = self.others[name].measure(
+                prompts=prompts, live=live, max_tokens=c.max_response_tokens, temperature=c.temperature)
+            return done | {"tokens_per_s": done["tokens"] / done["seconds"]}
+        length = name.removeprefix("k=") if name.startswith("k=") else "auto" if name == "eagle3" else "0"
+        engine = loads.engine("none" if length == "0" else "eagle3", live, length)
+        engine.laps = {}
+        if not name.startswith("k="):
+            return loads.batch(engine, repetition, rollouts, 1)
+        measured = loads.steady(engine, repetition, ROLLOUTS + live)
+        steps = round(1e3 * measured["seconds"] / measured["step_ms"])
+        return measured | {f"{part}_ms": 1e3 * engine.laps.get(part, 0.0) / steps for part in PARTS}
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        result = {f"tokens_per_s_{live}_live": median(samples, f"{live} k=0", "tokens_per_s") for live in LIVE}
+        result |= {f"tokens_per_s_{live}_live_auto": median(samples, f"{live} k=auto", "tokens_per_s") for live in LIVE}
+        for name in self.others:
+            for ours in ("none", "eagle3"):
+                result |= {f"{ours}_over_{name.replace(' ', '_')}_{live}_live": ratio(samples, "tokens_per_s", f"{live} {ours}", f"{live} {name}")
+                           for live in COMPARED}
+        return result
+
+    def tables(self, samples: Samples) -> list[Table]:
+        rates = Table(title="EAGLE-3, tokens/s (over k=0) by live sequences and draft length", title_justify="left")
+        parts = Table(title="milliseconds of a step", title_justify="left")
+        accepted = Table(title="share of proposals accepted, by position, given that all before were", title_justify="left")
+        compared = Table(title="the same rollouts, first to last token: tokens/s, and ours over the other", title_justify="left")
+        for table, columns in ((rates, [f"k={k}" for k in LENGTHS]), (parts, ["k", *PARTS, "all"]), (accepted, [str(i) for i in range(1, 8)]),
+                               (compared, ["engine", "tokens/s", "none over it", "eagle3 over it"])):
+            for column in ("live", *columns):
+                table.add_column(column, justify="right")
+        for live in LIVE:
+            rates.add_row(str(live), *(f"{median(samples, f'{live} k={k}', 'tokens_per_s'):.0f} "
+                                       f"({ratio(samples, 'tokens_per_s', f'{live} k={k}', f'{live} k=0'):.2f})" for k in LENGTHS))
+            for k in (0, 3, 7, "auto"):
+                variant = f"{live} k={k}"
+                parts.add_row(str(live), str(k), *(f"{median(samples, variant, f'{part}_ms'):.2f}" for part in PARTS),
+                              f"{median(samples, variant, 'step_ms'):.2f}")
+            accepted.add_row(str(live), *(f"{median(samples, f'{live} k=7', f'acceptance_{i}'):.3f}" for i in range(1, 8)))
+        for live in COMPARED:
+            for name in ("none", "eagle3", *self.others):
+                def over(ours: str) -> str:
+                    if name not in self.others:
+                        return ""
+                    pairs = zip(samples[f"{live} {ours}"], samples[f"{live} {name}"])
+                    low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs])
+                    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+                compared.add_row(str(live), name, f"{median(samples, f'{live} {name}', 'tokens_per_s'):.0f}", over("none"), over("eagle3"))
+        return [rates, parts, accepted, compared]
+
+    def plot(self, axes, samples: Samples) -> None:
+        for k in LENGTHS:
+            axes.plot(LIVE, [median(samples, f"{n} k={k}", "tokens_per_s") for n in LIVE], marker="o", label=f"EAGLE-3, k={k}" if k else "no speculation",
+                      linewidth=2.5 if k in (0, "auto") else 1)
+        for name in self.others:
+            axes.plot(COMPARED, [median(samples, f"{n} {name}", "tokens_per_s") for n in COMPARED], marker="x", linestyle="--", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(LIVE, [str(n) for n in LIVE])
+        axes.set_xlabel("live sequences")
+        axes.set_ylabel("tokens/s")
+        axes.legend(fontsize=7)
+
+    def close(self) -> None:
+        for other in self.others.values():
+            other.process.stdin.close()
+            other.process.wait(30)
+
+
+def make(overrides: Sequence[str], out: Path) -> GenerationBenchmark:
+    return GenerationBenchmark(overrides, out)
