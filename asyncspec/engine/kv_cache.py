@@ -11,7 +11,8 @@ key, then its value; H head size.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Iterator, NamedTuple
+from itertools import groupby
+from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -131,10 +132,15 @@ class KVCache:
         weight = torch.baddbmm(group.mask, q, group.keys[layer], alpha=self.scale).softmax(-1)
         return torch.bmm(weight, group.values[layer])
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of row `source` to row `target`."""
-        self.kv[:, target, :, :length] = self.kv[:, source, :, :length]
+    def copy(self, sources: Sequence[int], first_row: int, length: int) -> None:
+        """Fill rows first_row + b with the first `length` positions of rows sources[b]."""
+        for source, rows in runs(sources, first_row):
+            self.kv[:, rows, :, :length] = self.kv[:, source, None, :, :length]
 
-    def copy(self, source_B: torch.Tensor, first_row: int, length: int) -> None:
-        """Fill rows first_row + b with the first `length` positions of rows source_B[b]."""
-        self.kv[:, first_row : first_row + len(source_B), :, :length] = self.kv[:, source_B, :, :length]
+
+def runs(sources: Sequence[int], first_row: int) -> Iterator[tuple[int, slice]]:
+    """Each source with the rows that are to become its copies: neighbours of one source are copied at once."""
+    for source, copies in groupby(sources):
+        end = first_row + sum(1 for _ in copies)
+        yield source, slice(first_row, end)
+        first_row = end

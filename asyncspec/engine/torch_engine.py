@@ -31,7 +31,6 @@ PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold 
 PREFILL_CHUNK = 512  # positions read in one pass
 PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
 READ_AHEAD_TOKENS = 512  # prompts are read together up to here, padding included
-LAZY_TOKENS = 64
 CALIBRATION_S = 2.0
 
 
@@ -45,15 +44,12 @@ class _Sequence:
 class _Prompts(NamedTuple):
     """Prompts that were read together, before all their samples have a slot."""
 
-    index: dict[int, int]  # id of a request -> its U
+    index: dict[int, int]  # id of a request -> its U; it lies in row slots + 1 + U
     requests: tuple[Request, ...]  # kept alive, so that their ids stay theirs
-    token_UL: torch.Tensor
-    length_U: torch.Tensor
     p_UV: torch.Tensor  # the distribution of the first token
-    features_ULE: torch.Tensor | None
 
 
-_NO_PROMPTS = _Prompts({}, (), None, None, None, None)
+_NO_PROMPTS = _Prompts({}, (), None)
 
 
 class TorchEngine:
@@ -78,8 +74,9 @@ class TorchEngine:
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = build(shape, positions).to(device).requires_grad_(False)
         # One row more than slots, for exchanging two; behind it rows for prompts.
-        self.decode = DecodeModel(self.model, shape, slots + 1 + PROMPT_ROWS, positions, device)
-        self.tokens = Slots(slots + 1, positions, device)
+        rows = slots + 1 + PROMPT_ROWS
+        self.decode = DecodeModel(self.model, shape, rows, positions, device)
+        self.tokens = Slots(rows, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
@@ -195,26 +192,34 @@ class TorchEngine:
                 break
             requests[id(request)] = request
         prompts = [request.prompt for request in requests.values()]
-        longest = max(map(len, prompts))
+        longest, first, tokens = max(map(len, prompts)), self.slots + 1, self.tokens
+        rows = slice(first, first + len(prompts))
         token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
         length_U = torch.tensor([len(p) for p in prompts], device=self.device)
-        logits_UV, features_ULE = self._read(self.slots + 1, token_UL, length_U - 1)
-        self._prompts = _Prompts(
-            dict(zip(requests, range(len(requests)))), tuple(requests.values()), token_UL, length_U,
-            sampling_distribution(logits_UV, *self.settings), features_ULE)
+        tokens.token_SP[rows, :longest] = token_UL
+        tokens.length_S[rows] = tokens.prompt_S[rows] = length_U
+        tokens.refresh(rows.stop)
+        if self.drafter is not None:
+            self.drafter.enter(first, len(prompts))
+        logits_UV = self._read(first, token_UL, length_U - 1)
+        if self._drafting:
+            self.drafter.prefill(first, len(prompts))
+        p_UV = sampling_distribution(logits_UV, *self.settings)
+        self._prompts = _Prompts(dict(zip(requests, range(len(requests)))), tuple(requests.values()), p_UV)
         return token_UL.numel()
 
     def _enter(self, new: list[_Sequence]) -> list[Completion]:
         """Put sequences whose prompts were read into the next free rows and sample their first tokens."""
         prompts, tokens, first = self._prompts, self.tokens, self.live
         rows, now = slice(first, first + len(new)), time.monotonic()
-        source_B = torch.tensor([prompts.index[id(s.request)] for s in new], device=self.device)
-        token_BL, length_B, p_BV = prompts.token_UL[source_B], prompts.length_U[source_B], prompts.p_UV[source_B]
-        longest = token_BL.shape[1]
-        self.decode.cache.copy(self.slots + 1 + source_B, first, longest)
-
+        sources = [self.slots + 1 + prompts.index[id(s.request)] for s in new]
+        longest, source_B = int(tokens.length[sources].max()), torch.tensor(sources, device=self.device)
+        self.decode.cache.copy(sources, first, longest)
+        if self.drafter is not None:
+            self.drafter.copy(sources, first)
         self._sequences += [replace(s, started_at=now) for s in new]
-        tokens.token_SP[rows, :longest] = token_BL
+        length_B, p_BV = tokens.length_S[source_B], prompts.p_UV[source_B - (self.slots + 1)]
+        tokens.token_SP[rows, :longest] = tokens.token_SP[source_B, :longest]
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
         seed_B = torch.tensor([s.request.seeds[s.sample] for s in new], device=self.device)
@@ -224,31 +229,25 @@ class TorchEngine:
         token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
         finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
         tokens.refresh(self.live)
-        if self.drafter is not None:
-            self.drafter.enter(first, len(new))
-            if self.aux_layers:
-                self.drafter.observe(first, prompts.features_ULE[source_B], tokens.index_P[:longest].expand(len(new), -1))
-            # In one pass for the new rows alone, unless so few rows are live that the next proposal may as well read all.
-            if self._drafting and self.live * longest > LAZY_TOKENS:
-                self.drafter.prefill(first, len(new))
         self._lap("admit")
         return self._retired(finished_B.cpu().numpy(), first)
 
-    def _read(self, first_row: int, token_UL, last_U=None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Fill the cache from position 0, in chunks; logits after position last_U of each row, and all features."""
-        hidden_UD, features = None, []
+    def _read(self, first_row: int, token_UL, last_U=None) -> torch.Tensor | None:
+        """Fill the cache from position 0, in chunks; logits after position last_U of each row."""
+        hidden_UD = None
         for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
             chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
             end = start + chunk_UL.shape[1]
             position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
             spans = [(len(chunk_UL), end)]
             hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
-            features.append(features_ULE)
+            if self.aux_layers:
+                self.drafter.observe(first_row, features_ULE, position_UL)
             if last_U is not None:
                 at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
                 here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)
                 hidden_UD = here_UD if hidden_UD is None else torch.where((last_U >= start).unsqueeze(1), here_UD, hidden_UD)
-        return (None if last_U is None else self.model.lm_head(hidden_UD)), (torch.cat(features, 1) if self.aux_layers else None)
+        return None if last_U is None else self.model.lm_head(hidden_UD)
 
     def _step(self) -> list[Completion]:
         B = self.live
@@ -359,9 +358,9 @@ class TorchEngine:
     def _move(self, source: int, target: int) -> None:
         """Copy a row, with all that belongs to it."""
         tokens = self.tokens
-        self.decode.cache.move(source, target, int(tokens.length[source]))
+        self.decode.cache.copy([source], target, int(tokens.length[source]))
         if self.drafter is not None:
-            self.drafter.move(source, target)
+            self.drafter.copy([source], target)
         for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
                        self.logprob_SP, self.version_SP, self.counter_S3):
             tensor[target] = tensor[source]

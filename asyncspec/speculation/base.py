@@ -9,7 +9,7 @@ Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draf
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Sequence
 
 import numpy as np
 import torch
@@ -60,13 +60,13 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
 
     def enter(self, first_row: int, count: int) -> None:
-        """Rows first_row.. hold new sequences."""
+        """Rows first_row.. hold new prompts."""
 
     def observe(self, first_row: int, features_BLE: torch.Tensor, position_BL: torch.Tensor) -> None:
         """The target has read these positions."""
 
     def prefill(self, first_row: int, count: int) -> None:
-        """Read all that is known of these rows now, in one pass; otherwise that happens at the next proposal."""
+        """Read these prompts now, in one pass, for all their samples; otherwise that happens at the next proposal."""
 
     def unread(self, count: int) -> int:
         """Positions of the row that is furthest behind, which the next proposal will have to read."""
@@ -74,8 +74,8 @@ class Drafter(Protocol):
     def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
         """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
 
-    def move(self, source: int, target: int) -> None:
-        """Row `source` takes the place of row `target`."""
+    def copy(self, sources: Sequence[int], first_row: int) -> None:
+        """Row first_row + b becomes a copy of row sources[b], tokens and all: a sample of a prompt, or a row that moves."""
 
     def leave(self, row: int) -> None:
         """The sequence of this row is finished; its tokens are still there."""

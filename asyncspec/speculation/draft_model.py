@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import numpy as np
 import torch
 
@@ -54,9 +56,9 @@ class DraftModelDrafter:
         self.read[:count] += draft_length - 1
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
-    def move(self, source: int, target: int) -> None:
-        self.decode.cache.move(source, target, int(self.slots.length[source]))
-        self.read[target] = self.read[source]
+    def copy(self, sources: Sequence[int], first_row: int) -> None:
+        self.decode.cache.copy(sources, first_row, int(self.slots.length[sources].max()))
+        self.read[first_row : first_row + len(sources)] = self.read[sources]
 
     def leave(self, row: int) -> None:
         pass

@@ -8,9 +8,12 @@ acceptance, never exactness: proposals are verified against the very distributio
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import numpy as np
 import torch
 
+from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
 
@@ -49,7 +52,9 @@ class FeatureDrafter:
 
     def prefill(self, first_row: int, count: int) -> None:
         rows = slice(first_row, first_row + count)
-        self._read(first_row, count, int((self.slots.length[rows] - 1 - self.read[rows]).max()))
+        width = int((self.slots.length[rows] - 1 - self.read[rows]).max())
+        if width > 0:
+            self._read(first_row, count, width)
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         hidden_BD, logits_BV = self._read(0, count, self.unread(count))
@@ -67,11 +72,12 @@ class FeatureDrafter:
                 distributions.append(q_BV)
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
-    def move(self, source: int, target: int) -> None:
-        length = int(self.slots.length[source])
-        self.decode.cache.move(source, target, length)
-        self.feature_SPE[target, :length] = self.feature_SPE[source, :length]
-        self.read[target] = self.read[source]
+    def copy(self, sources: Sequence[int], first_row: int) -> None:
+        length = int(self.slots.length[sources].max())
+        self.decode.cache.copy(sources, first_row, length)
+        for source, rows in runs(sources, first_row):
+            self.feature_SPE[rows, :length] = self.feature_SPE[source, :length]
+            self.read[rows] = self.read[source]
 
     def leave(self, row: int) -> None:
         pass

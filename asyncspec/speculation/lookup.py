@@ -9,9 +9,12 @@ Shape suffixes: B live rows, P positions, K draft length, N orders (match length
 
 from __future__ import annotations
 
+from typing import Sequence
+
 import numpy as np
 import torch
 
+from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
 
 
@@ -33,7 +36,7 @@ class _Lookup:
     def unread(self, count: int) -> int:
         return 1
 
-    def move(self, source: int, target: int) -> None:
+    def copy(self, sources: Sequence[int], first_row: int) -> None:
         pass
 
     def leave(self, row: int) -> None:
@@ -110,8 +113,9 @@ class SuffixDrafter(_Lookup):
         mixed_BP = (mixed_BP ^ (mixed_BP >> 29)) * self._MIX
         self._prompt_S[rows] = torch.where(inside_BP, mixed_BP, 0).sum(1)
 
-    def move(self, source: int, target: int) -> None:
-        self._prompt_S[target] = self._prompt_S[source]
+    def copy(self, sources: Sequence[int], first_row: int) -> None:
+        for source, rows in runs(sources, first_row):
+            self._prompt_S[rows] = self._prompt_S[source]
 
     def leave(self, row: int) -> None:
         slots = self.slots
