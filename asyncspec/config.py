@@ -244,7 +244,7 @@ def check(config: Config) -> None:
     for name in ("engine.threads", "trainer.threads", "trainer.logprob_threads", "draft.publish_every", "draft.unroll"):
         at_least(name, 1)
     at_least("sampling.max_response_tokens", 1)
-    need(config.sampling.temperature > 0, "sampling.temperature", "more than 0 (rollouts are sampled)", 1.0)
+    need(config.sampling.temperature >= 1e-3, "sampling.temperature", "at least 0.001 (rollouts are sampled)", 1.0)
     need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
     at_least("sampling.top_k", 0)
     choice("engine.kv_at_swap", ("keep", "recompute"))

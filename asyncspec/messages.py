@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 WIRE_VERSION = 1
+MAX_DIMENSIONS = 8
 MAX_MESSAGE_BYTES = 1 << 30
 _DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}
 
@@ -281,10 +282,14 @@ def decode(frames: list) -> tuple[Message, Arrays]:
         raise WireError(f"{len(frames) - 1} tensor frames: the header lists {len(envelope.arrays)}")
     arrays: Arrays = {}
     for spec, frame in zip(envelope.arrays, frames[1:]):
-        if spec.dtype not in _DTYPES or min(spec.shape, default=0) < 0:
-            raise WireError(f"tensor {spec.name!r}: dtype {spec.dtype!r}, shape {spec.shape}")
+        sides_valid = len(spec.shape) <= MAX_DIMENSIONS and all(0 <= side <= MAX_MESSAGE_BYTES for side in spec.shape)
+        if spec.dtype not in _DTYPES or not sides_valid or spec.name in arrays:
+            raise WireError(f"tensor {spec.name!r}: dtype {spec.dtype!r}, shape {spec.shape}, or a name given twice")
         dtype = np.dtype(spec.dtype)
         if math.prod(spec.shape) * dtype.itemsize != len(frame):
             raise WireError(f"tensor {spec.name!r}: {len(frame)} bytes do not fill {spec.shape} of {spec.dtype}")
-        arrays[spec.name] = np.frombuffer(frame, dtype).reshape(spec.shape)
+        try:
+            arrays[spec.name] = np.frombuffer(frame, dtype).reshape(spec.shape)
+        except ValueError as error:  # an empty one whose other sides multiply to too much
+            raise WireError(f"tensor {spec.name!r}: shape {spec.shape}: {error}") from None
     return envelope.body, arrays

@@ -206,13 +206,19 @@ class ControlClient:
         self.socket.linger = 2000
         self.socket.identity = name.encode()
         self.socket.connect(address)
+        self.rejected = 0
 
     def send(self, body: Message) -> None:
         self.socket.send_multipart(encode(body))
 
     def receive(self) -> Message | None:
-        frames = _receive(self.socket)
-        return None if frames is None else decode(frames)[0]
+        """A message, or None if there is none; what is none of ours is passed over."""
+        while (frames := _receive(self.socket)) is not None:
+            try:
+                return decode(frames)[0]
+            except WireError:
+                self.rejected += 1
+        return None
 
     def close(self) -> None:
         self.socket.close()

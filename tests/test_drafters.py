@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 from test_engine import ALPHA, exact_sequences, run
 
+from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
@@ -85,6 +86,36 @@ def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_p
     assert {key: c.tokens.tolist() for key, c in drafted.items()} == {key: c.tokens.tolist() for key, c in plain.items()}
 
 
+def test_suffix_stays_exact_when_a_seed_comes_again(small_shape, small_policy, maker):
+    """It then proposes the very tokens that the seed's random numbers chose before."""
+    prompt, length, n = [2, 3, 5], 2, 4000
+    engine = engine_of(small_shape, small_policy, maker["suffix"], 1, 1)
+    exact = exact_sequences(small_policy, (1.0, 1.0, 0), length, small_shape.eos_token_id, prompt)
+    counts = dict.fromkeys(exact, 0)
+    for seed in range(n):
+        for _ in range(2):
+            engine.submit(Request(0, prompt, [seed], length))
+            done = []
+            while engine.live or engine.waiting:
+                done += engine.poll()
+        counts[tuple(done[0].tokens.tolist())] += 1  # of the second time
+    common = [s for s in exact if exact[s] * n >= 8]
+    observed, expected = [counts[s] for s in common], [exact[s] * n for s in common]
+    assert chisquare([*observed, n - sum(observed)], [*expected, n - sum(expected)]).pvalue > ALPHA
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("limits", [(1, 1), (1, 2), (4, 6)])
+def test_the_smallest_engines_work(small_shape, small_policy, maker, method, limits):
+    engine = TorchEngine(small_shape, maker[method], slots=2, max_prompt_tokens=limits[0], max_response_tokens=limits[1])
+    engine.load_policy(dict(small_policy.named_parameters()), 0)
+    engine.submit(Request(0, [2] * limits[0], list(range(6)), limits[1]))
+    done = []
+    while engine.live or engine.waiting:
+        done += engine.poll()
+    assert len(done) == 6 and all(0 < len(c.tokens) <= limits[1] for c in done)
+
+
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_rows_attended_to_in_two_groups_give_the_same_output(small_shape, small_policy, maker, method, monkeypatch):
     from asyncspec.engine import kv_cache
@@ -127,8 +158,9 @@ def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small
     assert accepted >= 0.999 * proposed - cut and accepted > 0.5 * proposed
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, method):
+@pytest.mark.parametrize("pattern", [[0, 0, 3, 0, 3], [3, 0, 0, 0]])
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
+def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, method, pattern):
     """A draft asked now and then proposes what it would have proposed had it been asked always."""
 
     class Now(FixedLength):
@@ -155,7 +187,7 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
         run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)])
         return dict(seen)
 
-    always, sometimes = proposals([3]), proposals([0, 0, 3, 0, 3])
+    always, sometimes = proposals([3]), proposals(pattern)
     common = always.keys() & sometimes.keys()
     assert len(common) >= 8
     assert all(always[tokens] == sometimes[tokens] for tokens in common)
@@ -212,14 +244,23 @@ def test_auto_learns_which_length_pays(acceptance, best):
     assert (late != best).any()  # it goes on looking
 
 
-def test_auto_finds_out_that_a_draft_has_become_good():
+@pytest.mark.parametrize("scale", [1e-3, 2.0])  # of a step's seconds
+def test_auto_finds_out_that_a_draft_has_become_good(scale):
     seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2)
-    lengths, rng = AutoLength([1, 64], seconds * 1e-3), np.random.default_rng(0)
+    lengths, rng = AutoLength([1, 64], seconds * scale), np.random.default_rng(0)
     chosen = []
     for step in range(8000):
         k = lengths.choose(8)
         kept = (rng.random((8, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
         chosen.append(k)
-        lengths.observe(8, k, seconds[0, k] * 1e-3, kept)
+        lengths.observe(8, k, seconds[0, k] * scale, kept)
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
+
+
+def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
+    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
+    for _ in range(2000):
+        lengths.choose(5000)
+        lengths.observe(5000, 3, 1e-3, np.zeros(5000, dtype=np.int64))
+    assert lengths.acceptance.emitted()[1] == pytest.approx(1.0)

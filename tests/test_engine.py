@@ -159,8 +159,14 @@ def test_a_draft_swapped_in_flight_keeps_greedy_output(small_shape, small_policy
     assert {(c.request_id, c.sample): c.tokens.tolist() for c in done} == {k: c.tokens.tolist() for k, c in plain.items()}
 
 
-def test_a_prompt_that_does_not_fit_is_refused(small_shape, small_policy):
+@pytest.mark.parametrize("request_,expected", [
+    (Request(0, [], [0], 4), "expected 1 to 8"), (Request(0, [2] * 9, [0], 4), "expected 1 to 8"),
+    (Request(0, [2, -1], [0], 4), "expected tokens from 0"), (Request(0, [2, 10**6], [0], 4), "expected tokens from 0"),
+    (Request(0, [2], [0], 0), "max_response_tokens=0: expected 1 to"), (Request(0, [2], [0], 10**6), "max_response_tokens=1000000"),
+    (Request(0, [2], [0, 2**63], 4), "integers of 64 bits"),
+])
+def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy, request_, expected):
     engine = make(small_shape, small_policy)
-    for prompt in ([], [2] * 9):
-        with pytest.raises(ValueError, match="expected 1 to 8"):
-            engine.submit(Request(0, prompt, [0], 4))
+    with pytest.raises(ValueError, match=expected):
+        engine.submit(request_)
+    assert not engine.waiting

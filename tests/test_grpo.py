@@ -26,6 +26,15 @@ def test_a_group_without_signal_has_no_advantage():
     assert group_advantages([1.0, 1.0, 1.0], "group").tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_token_whose_logprobs_are_worlds_apart_leaves_the_gradient_finite(advantage):
+    logprob = torch.tensor([-1.0, -0.5], requires_grad=True)
+    far = torch.tensor([-200.0, -0.5])
+    loss, _ = policy_loss(logprob, far, 2 * far, torch.full((2,), advantage), far, RLConfig(kl_coef=0.1))
+    loss.backward()
+    assert loss.isfinite() and logprob.grad.isfinite().all()
+
+
 def loss_inputs(seed, n=20):
     g = torch.Generator().manual_seed(seed)
     logprob = -torch.rand(n, generator=g).mul(3)

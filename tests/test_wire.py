@@ -55,6 +55,13 @@ def test_a_tensor_frame_of_the_wrong_size_is_refused():
         m.decode([frames[0]])
 
 
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**62, 2**62), (0, 2**63), (2**64 - 1, 0), (0, 2**30, 2**30, 2**30), (-1, 0)])
+def test_a_tensor_of_an_impossible_shape_is_refused(shape):
+    header = m._encoder.encode(m._Envelope(m.WIRE_VERSION, m.Ready("x"), (m._ArraySpec("x", "int64", shape),)))
+    with pytest.raises(m.WireError):
+        m.decode([header, b"\1" * 8 if 0 not in shape else b""])
+
+
 def settle(*ends, until, seconds=5):
     deadline = time.monotonic() + seconds
     while not until():

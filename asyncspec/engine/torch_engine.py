@@ -68,7 +68,7 @@ class TorchEngine:
         self.slots, self.shape = slots, shape
         self.settings = (temperature, top_p, top_k)
         self.kv_at_swap, self.device = kv_at_swap, device
-        self.max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.version = self.draft_version = -1
         longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
@@ -95,6 +95,7 @@ class TorchEngine:
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
         self._prompts = _NO_PROMPTS
+        self._entered = 0
         self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
 
     @property
@@ -109,10 +110,20 @@ class TorchEngine:
         """Queue all samples of a prompt.
 
         Raises:
-            ValueError: the prompt is empty or longer than max_prompt_tokens.
+            ValueError: the prompt is empty, longer than max_prompt_tokens or holds what is no token; the response may be empty
+                or longer than this engine was made for; a seed takes more than 64 bits.
         """
-        if not 0 < len(request.prompt) <= self.max_prompt_tokens:
-            raise ValueError(f"prompt of {len(request.prompt)} tokens: expected 1 to {self.max_prompt_tokens}")
+        def need(held: bool, what: str) -> None:
+            if not held:
+                raise ValueError(f"request {request.request_id}: {what}")
+
+        vocab_size = self.shape.vocab_size
+        need(0 < len(request.prompt) <= self.max_prompt_tokens,
+             f"prompt of {len(request.prompt)} tokens: expected 1 to {self.max_prompt_tokens}")
+        need(0 <= min(request.prompt) and max(request.prompt) < vocab_size, f"prompt: expected tokens from 0 to {vocab_size - 1}")
+        need(0 < request.max_response_tokens <= self.max_response_tokens,
+             f"max_response_tokens={request.max_response_tokens}: expected 1 to {self.max_response_tokens}")
+        need(all(-(2**63) <= seed < 2**63 for seed in request.seeds), "seeds: expected integers of 64 bits")
         self._queue.extend(_Sequence(request, i) for i in range(len(request.seeds)))
 
     def abandon(self) -> None:
@@ -222,7 +233,12 @@ class TorchEngine:
         tokens.token_SP[rows, :longest] = tokens.token_SP[source_B, :longest]
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
-        seed_B = torch.tensor([s.request.seeds[s.sample] for s in new], device=self.device)
+        seeds = [s.request.seeds[s.sample] for s in new]
+        if self.drafter is not None and self.drafter.remembers:
+            # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
+            seeds = [hash((seed, self._entered + i)) for i, seed in enumerate(seeds)]
+            self._entered += len(new)
+        seed_B = torch.tensor(seeds, device=self.device)
         self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
         self.counter_S3[rows] = 0
         uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
@@ -241,7 +257,7 @@ class TorchEngine:
             position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
             spans = [(len(chunk_UL), end)]
             hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
-            if self.aux_layers:
+            if self.drafter is not None:
                 self.drafter.observe(first_row, features_ULE, position_UL)
             if last_U is not None:
                 at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
@@ -295,11 +311,11 @@ class TorchEngine:
         else:
             token_BJ, count_B = sample(p_BJV, target_BJ), None
         self._lap("verify and sample")
-        if self.aux_layers:
-            self.drafter.observe(0, features_BJE, position_BJ - 1)
         before_B = tokens.length[:B].copy()
         finished_B = self._commit(0, token_BJ, p_BJV, count_B).cpu().numpy()
         tokens.refresh(B)
+        if self.drafter is not None:
+            self.drafter.observe(0, features_BJE, position_BJ - 1)
         kept_B, counter_B3 = np.zeros(B, dtype=np.int64), self.counter_S3[:B]
         counter_B3[:, 0] += 1
         if K:
@@ -402,7 +418,7 @@ class TorchEngine:
                 self.limit_S[:live] = self.tokens.positions
                 best = float("inf")
                 for repetition in range(4):
-                    self.tokens.length_S[:live] = start + repetition
+                    self.tokens.length_S[:live] = min(start + repetition, self.tokens.positions - LONGEST - 1)
                     self.tokens.refresh(live)
                     tick = time.perf_counter()
                     self._advance(live, K)

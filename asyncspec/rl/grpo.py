@@ -19,6 +19,8 @@ import torch
 
 from asyncspec.config import RLConfig
 
+LOG_RATIO_CAP = 20.0
+
 
 def group_advantages(rewards: Sequence[float], kind: str) -> torch.Tensor:
     """One advantage per sample of a group, float32 [G].
@@ -47,16 +49,16 @@ def policy_loss(
     Returns:
         The loss summed over tokens, and sums over tokens of what is reported.
     """
-    ratio_T = (logprob_T - proximal_T).exp()
+    ratio_T = _ratio(logprob_T, proximal_T)
     clipped_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
     surrogate_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
     weight_T = torch.ones_like(proximal_T)
     if config.correction == "truncated":
-        weight_T = (proximal_T - behaviour_T).exp().clamp(max=config.correction_cap)
+        weight_T = _ratio(proximal_T, behaviour_T).clamp(max=config.correction_cap)
     policy = -(weight_T * surrogate_T).sum()
     kl = logprob_T.new_zeros(())
     if reference_T is not None:
-        log_ratio_T = reference_T - logprob_T
+        log_ratio_T = (reference_T - logprob_T).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
         kl = (log_ratio_T.exp() - log_ratio_T - 1).sum()
     with torch.no_grad():
         stats = {
@@ -64,8 +66,13 @@ def policy_loss(
             "loss/kl": kl.detach(),
             "ppo/clipped": (ratio_T * advantage_T > clipped_T * advantage_T).sum(),
             "correction/weight_mean": weight_T.sum(),
-            "correction/truncated": ((proximal_T - behaviour_T).exp() > config.correction_cap).sum(),
+            "correction/truncated": (_ratio(proximal_T, behaviour_T) > config.correction_cap).sum(),
             # How far behaviour and proximal disagree: the lag, seen in the logprobs (k1 estimator of their KL).
             "correction/kl_behaviour_proximal": (behaviour_T - proximal_T).sum(),
         }
     return policy + config.kl_coef * kl, stats
+
+
+def _ratio(above_T: torch.Tensor, below_T: torch.Tensor) -> torch.Tensor:
+    """exp of a difference of logprobs that no single token can drive to infinity, which times a zero advantage is not a number."""
+    return (above_T - below_T).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()

@@ -58,12 +58,13 @@ class Proposal(NamedTuple):
 
 class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
+    remembers: bool  # proposes what other sequences sampled
 
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts."""
 
     def observe(self, first_row: int, features_BLE: torch.Tensor, position_BL: torch.Tensor) -> None:
-        """The target has read these positions."""
+        """The target has read these positions, and the tokens it emitted are appended."""
 
     def prefill(self, first_row: int, count: int) -> None:
         """Read these prompts now, in one pass, for all their samples; otherwise that happens at the next proposal."""

@@ -22,7 +22,7 @@ import numpy as np
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
 EXPLORE_SHARE = 0.005
-BUDGET_S = 0.1  # the most that is saved up
+BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 WINDOW = 4096  # row verifications over which acceptance is remembered
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 KINDS = 16
@@ -54,9 +54,11 @@ class Acceptance:
 
     def add(self, kept_B: np.ndarray, draft_length: int) -> None:
         """Rows that kept so many of `draft_length` proposals."""
-        forget = max(0.0, 1 - len(kept_B) / WINDOW)
+        forget = max(0.5, 1 - len(kept_B) / WINDOW)
         at_least = len(kept_B)
         for j, count in enumerate(np.bincount(kept_B, minlength=draft_length).tolist()[:draft_length]):
+            if not at_least:  # no row got here: nothing learned, nothing forgotten
+                break
             self.tried[j] = self.tried[j] * forget + at_least
             at_least -= count
             self.kept[j] = self.kept[j] * forget + at_least
@@ -138,13 +140,14 @@ class AutoLength:
                             self.by_kind[min(kind, KINDS - 1)].add(kept_B[mine & (count_B == count)], int(count))
         if self._exploring:
             self.budget_s -= max(0.0, seconds - (1 + kept / live) / self._best_rate)
-        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, BUDGET_S)
+        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
         if usual:
             # Most of what changes (longer sequences, a busy machine) changes all lengths alike; the rest is this length's own.
             ratio = min(2.0, max(0.5, seconds / self._seconds(live)[draft_length]))
             bucket = _bucket(live)
             self._drift[bucket] *= ratio**0.1
-            self._table[bucket][draft_length] *= ratio**0.03
+            # Lengths tried seldom learn more from each step.
+            self._table[bucket][draft_length] *= ratio ** (0.15 if self._exploring else 0.03)
 
     def _seconds(self, live: int) -> list[float]:
         bucket = _bucket(live)

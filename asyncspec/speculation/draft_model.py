@@ -15,6 +15,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution
 
 class DraftModelDrafter:
     aux_layers: tuple[int, ...] = ()
+    remembers = False
 
     def __init__(self, model, shape: PolicyShape, slots: Slots, settings: tuple[float, float, int]) -> None:
         """
@@ -34,13 +35,16 @@ class DraftModelDrafter:
         self.read[first_row : first_row + count] = 0
 
     def observe(self, first_row: int, features_BLE, position_BL) -> None:
-        pass
+        # Of proposals that were read, those stay that were accepted; the token after them is the target's own.
+        rows = slice(first_row, first_row + len(position_BL))
+        self.read[rows] = np.minimum(self.read[rows], self.slots.length[rows] - 1)
 
     def unread(self, count: int) -> int:
-        return self._unread(slice(0, count))
+        # At least the last token: the one the target chose itself.
+        return max(1, int((self.slots.length[:count] - self.read[:count]).max()))
 
     def prefill(self, first_row: int, count: int) -> None:
-        self._read(first_row, count, self._unread(slice(first_row, first_row + count)))
+        self._read(first_row, count, int(self.slots.length[first_row : first_row + count].max()))
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         logits_BV = self._read(0, count, self.unread(count))
@@ -52,7 +56,7 @@ class DraftModelDrafter:
                 logits_BV = self.decode.lm_head(hidden_B1D.squeeze(1))
             distributions.append(sampling_distribution(logits_BV, *self.settings))
             tokens.append(sample(distributions[-1], uniform_BK[:, step]))
-        # The proposals but the last have been read; those that will be accepted stay valid.
+        # The proposals but the last have been read; `observe` takes back those that are rejected.
         self.read[:count] += draft_length - 1
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
@@ -62,10 +66,6 @@ class DraftModelDrafter:
 
     def leave(self, row: int) -> None:
         pass
-
-    def _unread(self, rows: slice) -> int:
-        # At least the last token: the one the target chose itself.
-        return int((self.slots.length[rows] - np.minimum(self.read[rows], self.slots.length[rows] - 1)).max())
 
     def _read(self, first_row: int, count: int, width: int) -> torch.Tensor:
         """Read the last `width` tokens of each row; logits for the next one."""

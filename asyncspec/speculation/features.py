@@ -19,6 +19,8 @@ from asyncspec.speculation.verify import sample, sampling_distribution
 
 
 class FeatureDrafter:
+    remembers = False
+
     def __init__(self, draft, decode, embed, slots: Slots, settings: tuple[float, float, int]) -> None:
         """
         Args:

@@ -20,6 +20,7 @@ from asyncspec.speculation.base import Proposal, Slots
 
 class _Lookup:
     aux_layers: tuple[int, ...] = ()
+    remembers = False
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -83,6 +84,7 @@ class SuffixDrafter(_Lookup):
     wrong tokens, which costs acceptance, not exactness.
     """
 
+    remembers = True
     ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
     RING = 1 << 20
     TABLE = 1 << 20
@@ -99,7 +101,7 @@ class SuffixDrafter(_Lookup):
         for _ in range(longest - 1):
             power.append((power[-1] * self._BASE) % (1 << 64))
         self._power_N = torch.tensor([p - (1 << 64) if p >= 1 << 63 else p for p in power], device=device)
-        self._order_N = torch.tensor(self.ORDERS, device=device)
+        self._order_N, self._back_N = torch.tensor(self.ORDERS, device=device), torch.arange(longest, device=device)
         self._salt_N = self._order_N * self._SALT
         self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
         self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
@@ -133,9 +135,8 @@ class SuffixDrafter(_Lookup):
         self.end += length + 1
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        slots, longest = self.slots, self.ORDERS[0]
-        length_B = slots.length_S[:count]
-        window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - slots.index_P[:longest]).clamp_(min=0))
+        slots, length_B = self.slots, self.slots.length_S[:count]
+        window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - self._back_N).clamp_(min=0))
         key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)
         seen_BN2 = self.seen_T2[self._bucket(key_BN)]
         kind_BN = ((seen_BN2[..., 0] == key_BN) & valid_BN) * self._rank_N
