@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,16 +51,16 @@ class DataConfig:
 
 @dataclass
 class SamplingConfig:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    max_response_tokens: int = 320
+    temperature: float = 1.0  # of rollouts and evaluations; all logprobs are at this temperature too
+    top_p: float = 1.0  # sample from the most probable tokens whose mass reaches this; 1: all
+    top_k: int = 0  # sample from so many most probable tokens; 0: all
+    max_response_tokens: int = 320  # tokens after which a rollout is cut off
 
 
 @dataclass
 class EngineConfig:
     slots: int = 64  # sequences in flight in one generator
-    max_prompt_tokens: int = 96
+    max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
     kv_at_swap: str = "keep"  # keep: go on with the KV cache of older weights; recompute: prefill again under the new
 
@@ -84,26 +86,26 @@ class RLConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 2e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 3
+    lr: float = 2e-4  # AdamW's learning rate after warm-up
+    beta1: float = 0.9  # decay of AdamW's mean of gradients
+    beta2: float = 0.95  # decay of AdamW's mean of squared gradients
+    eps: float = 1e-8  # added to the root in AdamW's denominator
+    weight_decay: float = 0.0  # decoupled, on matrices
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    warmup_steps: int = 3  # steps of linear warm-up; 0: none
 
 
 @dataclass
 class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    threads: int = 1
-    logprob_threads: int = 1
+    threads: int = 1  # CPU threads of the trainer
+    logprob_threads: int = 1  # CPU threads of the logprob actor
 
 
 @dataclass
 class DraftConfig:
     adapt: bool = True  # train the draft on the policy's rollouts while it runs
-    lr: float = 3e-4
+    lr: float = 3e-4  # learning rate of the draft's AdamW
     groups_per_step: int = 4  # at most this many groups a step are sent to the draft adapter; others are not
     publish_every: int = 4  # optimizer steps of the draft between two published draft versions
     unroll: int = 3  # positions the draft is unrolled over in training (training-time test)
@@ -117,11 +119,11 @@ class EvalConfig:
 
 @dataclass
 class DeploymentConfig:
-    generators: int = 1
-    device: str = "auto"  # auto: GPUs if there are any; cpu; cuda. GPUs are dealt out to the actors in turn
+    generators: int = 1  # generator actors
+    device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
     host: str = "127.0.0.1"  # address the actors of this host bind to
     start_timeout_s: float = 120.0  # until every actor has joined
-    stall_timeout_s: float = 300.0  # any single wait of an actor; the run stops and says what was waited for
+    stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
     stop_timeout_s: float = 4.0  # from an interrupt to the end of every process
 
 
@@ -129,7 +131,7 @@ class DeploymentConfig:
 class Config:
     steps: int = 120  # optimizer steps
     policy_lag: int = 1  # versions a rollout may be behind the policy that is trained on it; 0: synchronous
-    seed: int = 0
+    seed: int = 0  # of the data, its order and every sample
     run_dir: str = ""  # where results go; empty: runs/<date>-<time>
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -172,28 +174,34 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         file_cfg = OmegaConf.load(path)
     except Exception as error:  # YAML's own errors are of many types
         raise ConfigError(f"--config {config}: not readable as YAML: {_first_line(error)}") from None
-    if not OmegaConf.is_dict(file_cfg):
+    if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
         raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
     for key in _leaves(OmegaConf.to_container(file_cfg)):
         _check_key(key, f"in {path.name}")
     for item in overrides:
-        if "=" not in item or item.startswith("-"):
+        if "=" not in item or item.startswith(("-", "=")):
             raise ConfigError(f"override {item!r}: expected field=value, for example trainer.optimizer.lr=1e-4")
         _check_key(item.split("=", 1)[0], "in the overrides")
     merged = OmegaConf.structured(Config)
     try:
         merged = OmegaConf.merge(merged, file_cfg)
         for item in overrides:
-            key, text = item.split("=", 1)
-            # A string field takes its text as it stands; for all others YAML's reading of the text counts.
-            value = text if _field_type(key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
-            OmegaConf.update(merged, key, value)
+            _override(merged, *item.split("=", 1))
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{key}: {_first_line(error)}; expected {_expected(key)}") from None
     check(result)
     return result
+
+
+def _override(merged, key: str, text: str) -> None:
+    try:
+        # A string field takes its text as it stands; for all others YAML's reading of the text counts.
+        value = text if _field_type(key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+        OmegaConf.update(merged, key, value)
+    except OmegaConfBaseException:
+        raise ConfigError(f"{key}={text!r}: expected {_expected(key)}") from None
 
 
 def to_yaml(config: Config) -> str:
@@ -218,32 +226,31 @@ def check(config: Config) -> None:
 
     def need(condition: bool, name: str, expected: str, nearest: Any) -> None:
         if not condition:
-            value: Any = config
-            for part in name.split("."):
-                value = getattr(value, part)
-            raise ConfigError(f"{name}={value!r}: expected {expected}; nearest valid choice: {name}={nearest}")
+            raise ConfigError(f"{name}={_value(config, name)!r}: expected {expected}; nearest valid choice: {name}={nearest}")
 
     def choice(name: str, choices: tuple[str, ...]) -> None:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = _value(config, name)
         nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
         need(value in choices, name, "one of " + ", ".join(choices), nearest)
 
     def at_least(name: str, low: float) -> None:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        need(value >= low, name, f"at least {low}", low)
+        need(_value(config, name) >= low, name, f"at least {low}", low)
 
-    at_least("steps", 1)
-    at_least("policy_lag", 0)
-    at_least("rl.groups_per_step", 1)
-    at_least("deployment.generators", 1)
-    at_least("engine.slots", 1)
-    for name in ("engine.threads", "trainer.threads", "trainer.logprob_threads", "draft.publish_every", "draft.unroll"):
+    for name in _leaves(dataclasses.asdict(config)):
+        value = _value(config, name)
+        need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", _default(name))
+    for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
+                 "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll",
+                 "sampling.max_response_tokens", "data.train_prompts"):
         at_least(name, 1)
-    at_least("sampling.max_response_tokens", 1)
+    for name in ("policy_lag", "seed", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
+        at_least(name, 0)
+    for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
+                 "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):
+        need(_value(config, name) > 0, name, "more than 0", _default(name))
+    for name in ("trainer.optimizer.beta1", "trainer.optimizer.beta2"):
+        need(0 <= _value(config, name) < 1, name, "at least 0 and below 1", _default(name))
+    need(config.rl.clip_low < 1, "rl.clip_low", "below 1", _default("rl.clip_low"))
     need(config.sampling.temperature >= 1e-3, "sampling.temperature", "at least 0.001 (rollouts are sampled)", 1.0)
     need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
     at_least("sampling.top_k", 0)
@@ -255,7 +262,7 @@ def check(config: Config) -> None:
     choice("deployment.device", ("auto", "cpu", "cuda"))
     if config.drafting and config.speculation.draft_length != "auto":
         length = config.speculation.draft_length
-        need(length.lstrip("-").isdecimal(), "speculation.draft_length", "auto or a whole number", "auto")
+        need(re.fullmatch("-?[0-9]+", length) is not None, "speculation.draft_length", "auto or a whole number", "auto")
         need(int(length) >= 1, "speculation.draft_length",
              "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
         need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)
@@ -263,29 +270,70 @@ def check(config: Config) -> None:
     at_least("rl.kl_coef", 0)
     at_least("eval.every", 0)
     at_least("eval.samples", 1)
-    need(config.trainer.optimizer.lr > 0, "trainer.optimizer.lr", "more than 0", 1e-4)
+    for name in ("trainer.optimizer.lr", "draft.lr"):
+        need(0 < _value(config, name) <= 1, name, "more than 0 and at most 1", _default(name))
     need(config.rl.correction_cap >= 1, "rl.correction_cap", "at least 1", 1.0)
     for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
                        ("speculation.draft_path", config.draft_directory)):
         if path and not (resolve_path(path) / "config.json").is_file():
             raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
-                              f"the shipped default is {_default(name)!r}")
+                              f"{name}={_default(name)} is the shipped one")
+    _check_models(config)
     _check_lengths(config)
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
 
 
+def _check_models(config: Config) -> None:
+    """The policy must be one we know, and the draft what the method takes, made for this policy."""
+    policy = _read_json("model.path", config.model.path)
+    if policy.get("model_type") != "qwen3":
+        raise ConfigError(f"model.path={config.model.path!r}: holds model_type={policy.get('model_type')!r}; expected 'qwen3'; "
+                          f"model.path={_default('model.path')} is the shipped one")
+    if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
+        raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
+    method, directory = config.speculation.method, config.draft_directory
+    if not directory:
+        return
+    draft = _read_json("speculation.draft_path", directory)
+    found = (draft.get("architectures") or ["?"])[0]
+    fits = {"LlamaForCausalLMEagle3": "eagle3", "Qwen3MTP": "mtp", "Qwen3ForCausalLM": "draft_model"}.get(found, "?")
+    # A policy's own checkpoint may hold its MTP module.
+    if method != fits and (method, fits) != ("mtp", "draft_model"):
+        nearest = f"speculation.method={fits}" if fits != "?" else f"speculation.draft_path={_default('speculation.draft_path')}"
+        raise ConfigError(f"speculation.draft_path={directory!r}: holds a {found}, which speculation.method={method} does not take; "
+                          f"nearest valid choice: {nearest}")
+    for key in ("vocab_size",) if method == "draft_model" else ("vocab_size", "hidden_size"):
+        if draft.get(key) != policy.get(key):
+            raise ConfigError(f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
+                              f"as the policy of model.path has; speculation.method=ngram needs no draft")
+
+
+def _read_json(name: str, path: str) -> dict:
+    file = resolve_path(path) / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={path!r}: {file}: {_first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}={path!r}: {file}: expected an object")
+    return content
+
+
 def _check_lengths(config: Config) -> None:
     """Prompt, response and proposals must fit the positions the policy knows."""
-    path = resolve_path(config.model.path) / "config.json"
-    try:
-        positions = json.loads(path.read_text())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.path={config.model.path!r}: {path}: no max_position_embeddings ({error!r})") from None
+    positions = _read_json("model.path", config.model.path).get("max_position_embeddings")
+    if not isinstance(positions, int):
+        raise ConfigError(f"model.path={config.model.path!r}: config.json has no max_position_embeddings; expected a number")
     length = config.speculation.draft_length
     drafted = 0 if not config.drafting else 1 + (LONGEST_DRAFT if length == "auto" else int(length))
     room = positions - config.engine.max_prompt_tokens - drafted
+    if room < 1:
+        rest = positions - drafted - config.sampling.max_response_tokens
+        nearest = rest if rest > 0 else (positions - drafted) // 2
+        raise ConfigError(f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response: the policy "
+                          f"has {positions} positions; nearest valid choice: engine.max_prompt_tokens={nearest}")
     if config.sampling.max_response_tokens > room:
         raise ConfigError(f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "
                           f"policy has {positions} positions, prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
@@ -326,7 +374,9 @@ def _check_key(key: str, where: str) -> None:
         raise ConfigError(f"{key} {where}: names a section, not a field; expected for example {inner[0]}=...")
     # A right last name under a wrong section is the commonest slip, so it is offered first.
     same_name = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    near = same_name[:1] or difflib.get_close_matches(key, known, 1, 0.0)
+    near = same_name[:1] or difflib.get_close_matches(key, known, 1, 0.5)
+    if not near:
+        raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all")
     raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near[0]} "
                       f"(default {_default(near[0])!r})")
 
@@ -345,11 +395,15 @@ def _expected(key: str) -> str:
         return "a known field"
 
 
-def _default(key: str) -> Any:
-    value: Any = Config()
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def _default(key: str) -> Any:
+    return _value(Config(), key)
 
 
 def _first_line(error: Exception) -> str:

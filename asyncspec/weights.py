@@ -8,8 +8,8 @@ how; each membership has its epoch and its group.
     receiver                    staging <- payload, record matches v+1       (a thread; generation goes on)
     receiver                                                      take() -> v+1, between two engine steps
 
-A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record (kind,
-version, epoch, bytes) arrived and matched. Every collective has a deadline.
+A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record (version,
+epoch, elements) arrived and matched. Every collective has a deadline.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Make the shipped policy and draft (asyncspec/assets/tiny) from seeds. About 11 minutes on two cores.
+"""Make the shipped policy and its drafts (asyncspec/assets/tiny) from seeds.
 
-1. A deep, narrow Qwen3 policy is warmed up by supervision on demonstrations of the sums task, learning rate annealed to
+1. policy: a deep, narrow Qwen3 is warmed up by supervision on demonstrations of the sums task, learning rate annealed to
    zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is then
    carried on: the policy knows the method, does not always use it, and errs at random, which is what RL can mend.
-2. An EAGLE-3 draft is trained on rollouts of that policy, supervised by the policy's own distributions.
+   About 6 minutes on two cores.
+2. eagle3, mtp, draft_model: drafts trained on rollouts of that policy, supervised by the policy's own distributions.
+   20 to 26 minutes each on one core.
 
-Prints the held-out accuracy of the policy at temperature 1 and the acceptance length of the draft, measured by
+Prints the held-out accuracy of the policy at temperature 1 and the acceptance length of each draft, measured by
 generating with it.
 """
 

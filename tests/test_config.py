@@ -1,11 +1,12 @@
 """Wrong input is one line that names the field, the value, what was expected and the nearest valid choice."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load, to_yaml
+from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load, resolve_path, to_yaml
 
 
 @pytest.mark.parametrize("override,expected", [
@@ -13,8 +14,8 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("optimizer.lr=1", "nearest valid choice: trainer.optimizer.lr "),
     ("polcy_lag=1", "nearest valid choice: policy_lag "),
     ("trainer=3", "names a section"),
-    ("steps=many", "steps: "),
-    ("steps=1.5", "steps: "),
+    ("steps=many", "steps='many': expected a value of type int"),
+    ("steps=1.5", "steps='1.5'"),
     ("policy_lag=-1", "policy_lag=-1: expected at least 0; nearest valid choice: policy_lag=0"),
     ("rl.group_size=1", "rl.group_size=1: expected at least 2"),
     ("speculation.method=eagle", "nearest valid choice: speculation.method=eagle3"),
@@ -25,14 +26,67 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("model.path=/no/such", "model.path='/no/such': expected a directory with config.json"),
     ("data.train_file=/no/such.jsonl", "no such file"),
     ("steps", "expected field=value"),
-    ("=3", "no such field"),
-    ("steps=", "steps"),
+    ("=3", "expected field=value"),
+    ("steps=", "steps='': expected a value of type int"),
+    ("qqq=3", "qqq in the overrides: no such field"),
+    ("speculation.draft_length=--3", "expected auto or a whole number"),
+    ("trainer.optimizer.lr=inf", "expected a finite number"),
+    ("trainer.optimizer.lr=30", "expected more than 0 and at most 1"),
+    ("trainer.optimizer.beta2=1", "below 1"),
+    ("seed=-1", "seed=-1: expected at least 0"),
+    ("deployment.stall_timeout_s=0", "more than 0"),
+    ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=184"),
+    ("model.path=asset:tiny/eagle3", "expected 'qwen3'"),
+    ("speculation.draft_path=asset:tiny/draft_model", "nearest valid choice: speculation.method=draft_model"),
 ])
 def test_wrong_overrides_are_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:
         load("tiny", [override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override,expected", [
+    ("data.reward=nomodule:f", "data.reward='nomodule:f': No module named"),
+    ("data.reward=json:nothing", "expected module:function"),
+    ("engine.max_prompt_tokens=10", "has 64 tokens; nearest valid choice: engine.max_prompt_tokens=64"),
+    ("data.train_file=bad.jsonl", "data.train_file='bad.jsonl': line 2: expected an object"),
+    ("data.train_file=empty.jsonl", "data.train_file='empty.jsonl': the file is empty"),
+])
+def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_path, monkeypatch):
+    from asyncspec.launch.preflight import check_inputs
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(load("tiny", [override]))
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_draft_of_another_policy_is_refused(tmp_path):
+    config = json.loads((resolve_path("asset:tiny/eagle3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    with pytest.raises(ConfigError, match="made for hidden_size=128; expected 64"):
+        load("tiny", [f"speculation.draft_path={tmp_path}"])
+
+
+@pytest.mark.parametrize("args,expected", [
+    (["train", "steps=3", "--seed", "2", "polcy_lag=1"], "nearest valid choice: policy_lag"),
+    (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
+    (["train", "--stesp", "3"], "--stesp: no such flag; nearest: --steps"),
+    (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
+    (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
+])
+def test_wrong_command_lines_are_one_clear_line(args, expected, capsys):
+    from asyncspec.cli import main
+
+    try:
+        code = main(args)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2 and expected in error and error.count("\n") == 1
 
 
 def test_an_unknown_config_names_the_known_ones():

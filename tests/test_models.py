@@ -1,6 +1,7 @@
 """Checkpoints: the same logits as transformers on the same files, and clear refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,11 +131,12 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
         torch.testing.assert_close(drafted[j], trained[j][:, n - 2 + j], atol=1e-4, rtol=1e-4)
 
 
-def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_policy, contrary_mtp):
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_policy, contrary_mtp, tied):
     from asyncspec.models import mtp
 
     mtp.save(contrary_mtp, tmp_path)
-    loaded = mtp.load(tmp_path, small_shape, small_policy.lm_head.weight)
+    loaded = mtp.load(tmp_path, replace(small_shape, tied=tied), small_policy.lm_head.weight)
     for name, tensor in contrary_mtp.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
     broken = {k: v for k, v in policy.read_tensors(tmp_path).items() if k != "mtp.fc.weight"}

@@ -186,6 +186,21 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
     assert not any(open_tickets.values())  # what was under way is reported dropped
 
 
+@pytest.mark.parametrize("after", [0.5, 3.0])
+def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
+    process = subprocess.Popen([sys.executable, SCRIPT, "--run-dir", str(tmp_path / "run"), *SMALL], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "config.yaml").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(after)
+    everyone = [process.pid, *descendants(process.pid)]
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "stopped early: interrupted" in output, output
+    assert not gone_within(everyone, 5)
+
+
 def pid_of(run_dir, actor):
     return int(re.search(r"pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text()).group(1))
 

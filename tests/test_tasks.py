@@ -35,14 +35,14 @@ def test_problems_are_a_function_of_the_seed_and_long_tailed():
 def test_data_files_name_the_line_that_is_wrong(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2=", "answer": "3"}\n')
-    assert tasks.load_jsonl(path) == [tasks.Problem("1+1=", "2"), tasks.Problem("1+2=", "3")]
+    assert tasks.load_jsonl("data.train_file", str(path)) == [tasks.Problem("1+1=", "2"), tasks.Problem("1+2=", "3")]
     for bad in ("{", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', '[1]', '{"prompt": "", "answer": "1"}'):
         path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + bad + "\n")
         with pytest.raises(ValueError, match="line 2: expected"):
-            tasks.load_jsonl(path)
+            tasks.load_jsonl("data.train_file", str(path))
     path.write_text("")
-    with pytest.raises(ValueError, match="no problems"):
-        tasks.load_jsonl(path)
+    with pytest.raises(ValueError, match="is empty"):
+        tasks.load_jsonl("data.train_file", str(path))
 
 
 def test_rewards_by_import_path():

@@ -72,6 +72,7 @@ class Controller:
         self.gone: set[str] = set()
         self.stop_reason = ""
         self.failure = ""
+        self.started = False  # all actors are up: there may be something to save
 
     def run(self) -> int:
         """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted."""
@@ -103,27 +104,13 @@ class Controller:
     def _load_data(self) -> None:
         from asyncspec.models import tokenizer
 
-        d = self.config.data
         try:
-            if d.train_file:
-                self.problems = tasks.load_jsonl(d.train_file)
-                self.held_out = tasks.load_jsonl(d.eval_file) if d.eval_file else []
-            else:
-                held_out = tasks.sums(self.config.seed + 1_000_003, d.eval_prompts)
-                seen = {p.prompt for p in held_out}
-                self.held_out = held_out
-                self.problems = [p for p in tasks.sums(self.config.seed, d.train_prompts) if p.prompt not in seen]
             self.tokenizer = tokenizer.load(resolve_path(self.config.model.path))
+            self.problems, self.held_out = tasks.load_problems(self.config, self.tokenizer)
         except ValueError as error:
             raise RunFailed(str(error)) from None
-        limit = self.config.engine.max_prompt_tokens
-        for problem in [*self.problems, *self.held_out]:
-            count = len(self.tokenizer.encode(problem.prompt).ids)
-            if not 0 < count <= limit:
-                raise RunFailed(f"engine.max_prompt_tokens={limit}: the prompt {problem.prompt[:40]!r} has {count} tokens; "
-                                f"expected 1 to {limit}; nearest valid choice: engine.max_prompt_tokens={count}")
-        if not self.problems:
-            raise RunFailed(f"data.train_prompts={d.train_prompts}: no prompt is left that is not held out; expected more")
+        if warning := tasks.lost_characters([*self.problems, *self.held_out], self.tokenizer):
+            self.console.line(f"warning: {warning}")
         # The order of prompts is a function of the seed alone.
         rng = np.random.default_rng([self.config.seed, 0x7072])
         needed = self.config.steps * self.config.rl.groups_per_step
@@ -160,7 +147,7 @@ class Controller:
             return
         self.console.line(f"{len(self.names) + 1} actors ready: controller, {', '.join(self.names)}")
         self._evaluate(0)
-        self.moved = time.monotonic()
+        self.moved, self.started = time.monotonic(), True
 
     def _listen_until(self, done, into: dict, what: str) -> None:
         deadline = time.monotonic() + self.config.deployment.start_timeout_s
@@ -193,14 +180,14 @@ class Controller:
     def _stop_all(self) -> None:
         deployment = self.config.deployment
         # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
-        limit = deployment.stall_timeout_s if self.stop_reason == "finished" else deployment.stop_timeout_s
+        limit = deployment.stall_timeout_s if self.stop_reason == "finished" else deployment.stop_timeout_s if self.started else 0.5
         deadline = time.monotonic() + limit
         while self.gone != set(self.names) and time.monotonic() < deadline:
             for name in set(self.names) - self.gone:  # again and again: one that is still starting connects later
                 self.server.send(name, m.Stop(self.stop_reason))
             self._listen_for(0.2)
         missing = sorted(set(self.names) - self.gone)
-        if missing and not self.failure:
+        if missing and self.started and not self.failure:
             self.failure = f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
         for ticket, generator, _ in self.outstanding.values():
             self.ledger.write("dropped", ticket, reason=self.stop_reason, generator=generator)

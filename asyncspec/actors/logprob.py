@@ -53,6 +53,8 @@ class Logprob(Actor):
         self.outboxes.append(self.to_trainer)
         self.to_adapter = None
         if self.config.adapting:
+            self.counters["draft/groups_dropped"] = 0
+        if self.config.adapting:
             self.to_adapter = transport.Outbox(welcome.addresses["draft_adapter"])
             self.outboxes.append(self.to_adapter)
         self._received: deque[int] = deque()
@@ -128,7 +130,7 @@ class Logprob(Actor):
             return False
         self.to_adapter.flush()
         if not self.to_adapter.credits:
-            self.counters["draft/groups_dropped"] = self.counters.get("draft/groups_dropped", 0) + 1
+            self.counters["draft/groups_dropped"] += 1
             return False
         return True
 

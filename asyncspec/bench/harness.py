@@ -26,7 +26,8 @@ from rich.table import Table
 
 from asyncspec.config import ConfigError
 
-NAMES = {"async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation"}
+NAMES = {name: f"asyncspec.bench.{module}" for name, module in
+         (("async", "asynchrony"), ("engine", "generation"), ("speculation", "speculation"))}
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
@@ -63,7 +64,12 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
         nearest = difflib.get_close_matches(name, NAMES, 1, 0.0)[0]
         raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}; nearest: {nearest}")
     directory = Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {variant: [] for variant in benchmark.variants}

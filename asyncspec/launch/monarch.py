@@ -54,17 +54,40 @@ def launch(config: Config) -> int:
     actors = {spec.name: meshes[spec.name].spawn("host", _Host) for spec in specs}
     controller = specs[0]
     prepared = {"controller": actors["controller"].prepare.call_one(msgspec.structs.asdict(controller))}
-    _, address = prepared["controller"].get(timeout=config.deployment.start_timeout_s)
+    try:
+        _, address = _prepared(prepared["controller"], config, interrupt)
+    except KeyboardInterrupt:
+        print("stopped early: interrupted; nothing was trained yet", flush=True)
+        _stop_all(meshes)
+        return 130
     results = {"controller": actors["controller"].run.call_one()}
     for spec in specs[1:]:
         spec = msgspec.structs.replace(spec, control_address=address)
         prepared[spec.name] = actors[spec.name].prepare.call_one(msgspec.structs.asdict(spec))
         results[spec.name] = actors[spec.name].run.call_one()
     code = _watch(config, prepared, results, address, interrupt)
+    _stop_all(meshes)
+    return code
+
+
+def _prepared(future, config: Config, interrupt: InterruptFlag) -> tuple[int, str]:
+    """The controller's process id and address; KeyboardInterrupt if somebody does not want to wait for it."""
+    deadline = time.monotonic() + config.deployment.start_timeout_s
+    while (outcome := _outcome(future)) is None:
+        if interrupt.count:
+            raise KeyboardInterrupt
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the controller's process did not start within {config.deployment.start_timeout_s:.0f} s")
+        time.sleep(POLL_S)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _stop_all(meshes: dict) -> None:
     # A mesh takes a second to stop, so all at once.
     with ThreadPoolExecutor(len(meshes)) as pool:
         pool.map(_stop, meshes.values())
-    return code
 
 
 def _stop(mesh) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 
 from asyncspec import config as configuration
 from asyncspec.actors.base import ActorSpec
+from asyncspec.launch.preflight import check_inputs
 
 CLASSES = {
     "controller": ("asyncspec.actors.controller", "Controller"),
@@ -51,13 +53,15 @@ def devices(wanted: str, count: int) -> list[str]:
 
 
 def prepare_run_dir(config: configuration.Config) -> None:
-    """Choose and make the run directory, and write config.yaml into it.
+    """Check what the run will read, choose and make the run directory, and write config.yaml into it.
 
     Raises:
-        ConfigError: the directory holds a run already, or cannot be written; or GPUs are wanted and there are none.
+        ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or GPUs are wanted
+            and there are none.
     """
     devices(config.deployment.device, 1)
-    config.run_dir = str(Path(config.run_dir or configuration.default_run_dir()).absolute())
+    check_inputs(config)
+    config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
     run_dir = Path(config.run_dir)
     if (run_dir / "metrics.jsonl").exists():
         raise configuration.ConfigError(f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory")

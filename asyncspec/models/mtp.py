@@ -39,7 +39,7 @@ class MTP(nn.Module):
         self.aux_layers = (shape.n_layers,)  # the trunk's output
         self.hidden_norm, self.embed_norm, self.norm = (nn.RMSNorm(shape.dim, eps=shape.norm_eps) for _ in range(3))
         self.fc = nn.Linear(2 * shape.dim, shape.dim, bias=False)
-        trunk = build(replace(shape, n_layers=1, vocab_size=8))
+        trunk = build(replace(shape, n_layers=1, vocab_size=8, tied=False))
         trunk.init_states()
         self._config, self.block = trunk.config, trunk.layers["0"]
 

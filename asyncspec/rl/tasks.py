@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Callable
 
 import numpy as np
+
+from asyncspec.config import Config
 
 MAX_TERMS = 32
 Reward = Callable[[str, str, str], float]
@@ -67,14 +70,51 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     return float(bool(mark) and tail.strip() == answer)
 
 
-def load_jsonl(path: str | Path) -> list[Problem]:
+def load_problems(config: Config, tokenizer) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on and the held-out ones.
+
+    Raises:
+        ValueError: there are none, a line of a file is malformed, or a prompt does not fit; one line that names the field.
+    """
+    data, limit = config.data, config.engine.max_prompt_tokens
+    if data.train_file:
+        problems = load_jsonl("data.train_file", data.train_file)
+        held_out = load_jsonl("data.eval_file", data.eval_file) if data.eval_file else []
+    else:
+        held_out = sums(config.seed + 1_000_003, data.eval_prompts)
+        seen = {p.prompt for p in held_out}
+        problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
+    if not problems:
+        raise ValueError(f"data.train_prompts={data.train_prompts}: no prompt is left that is not held out; expected more")
+    longest = max([*problems, *held_out], key=lambda p: len(tokenizer.encode(p.prompt).ids)).prompt
+    if (count := len(tokenizer.encode(longest).ids)) > limit:
+        raise ValueError(f"engine.max_prompt_tokens={limit}: the longest prompt, {longest[:40]!r}, has {count} tokens; "
+                         f"nearest valid choice: engine.max_prompt_tokens={count}")
+    if empty := [p.prompt for p in [*problems, *held_out] if not tokenizer.encode(p.prompt).ids]:
+        raise ValueError(f"prompt {empty[0][:40]!r}: has no token the policy knows; expected at least one")
+    return problems, held_out
+
+
+def lost_characters(problems: list[Problem], tokenizer) -> str:
+    """One line about prompts with characters that the tokenizer drops; empty if there are none."""
+    lossy = [p.prompt for p in problems if set(p.prompt) - set(tokenizer.decode(tokenizer.encode(p.prompt).ids))]
+    if not lossy:
+        return ""
+    kept = tokenizer.decode(tokenizer.encode(lossy[0]).ids)
+    return f"{len(lossy)} prompts have characters that the tokenizer does not know: {lossy[0][:40]!r} is read as {kept[:40]!r}"
+
+
+def load_jsonl(field: str, path: str) -> list[Problem]:
     """Problems from JSONL.
+
+    Args:
+        field: the configuration's field that named the file, for messages.
 
     Raises:
         ValueError: a line is not an object with string "prompt" and "answer"; names the line.
     """
     problems = []
-    with open(path) as lines:
+    with open(path, errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -84,11 +124,11 @@ def load_jsonl(path: str | Path) -> list[Problem]:
                 if not (isinstance(problem.prompt, str) and isinstance(problem.answer, str) and problem.prompt):
                     raise TypeError
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {number}: expected an object with the strings prompt and answer, "
+                raise ValueError(f"{field}={path!r}: line {number}: expected an object with the strings prompt and answer, "
                                  f"got {line.strip()[:60]!r}") from None
             problems.append(problem)
     if not problems:
-        raise ValueError(f"{path}: no problems in the file")
+        raise ValueError(f"{field}={path!r}: the file is empty; expected JSONL with prompt and answer on each line")
     return problems
 
 
@@ -99,10 +139,12 @@ def load_reward(path: str) -> Reward:
         ValueError: the path has another form, or names nothing that can be called.
     """
     module_name, colon, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # where the user is; installed commands do not have it
+        sys.path.append(os.getcwd())
     try:
         reward = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"data.reward={path!r}: {error}; expected module:function, "
+    except Exception as error:  # whatever the user's module raises when it is imported
+        raise ValueError(f"data.reward={path!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected module:function, "
                          "for example asyncspec.rl.tasks:exact_match") from None
     if not colon or not callable(reward):
         raise ValueError(f"data.reward={path!r}: expected module:function that can be called")

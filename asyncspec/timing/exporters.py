@@ -121,6 +121,7 @@ class TraceFile:
         self._first = False
 
 
+RESULTS = ("metrics.jsonl", "tb/", "trace.json", "ledger.jsonl", "logs/", "checkpoint/")
 TABLE_ROWS = (
     ("data", "time/data"), ("prepare (weight sync)", "time/prepare"), ("exposed generation", "time/exposed_generation"),
     ("exposed logprob", "time/exposed_logprob"), ("train", "time/train"), ("other", "time/other"), ("step", "time/step"),
@@ -157,7 +158,7 @@ class Console:
         left = (time.monotonic() - self._started) / done * (self.config.steps - done)
         self.line(
             f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
-            f"tokens {row['tokens/response_mean']:.0f}  accepted {row['spec/acceptance_length']:.2f}  "
+            f"tokens {row['tokens/response_mean']:.0f}  acceptance {row['spec/acceptance_length']:.2f}  "
             f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
             f"{row['time/exposed_generation']:.2f})  left {int(left) // 60}:{int(left) % 60:02d}")
 
@@ -181,5 +182,6 @@ class Console:
         if failure:
             self.line(f"failed: {failure}")
         elif reason != "finished":
-            self.line(f"stopped early: {reason}; the checkpoint holds what was trained")
-        self.line(f"results in {self.run_dir}: metrics.jsonl, tb/, trace.json, ledger.jsonl, logs/, checkpoint/")
+            self.line(f"stopped early: {reason}; " + ("the checkpoint holds what was trained" if rows else "nothing was trained yet"))
+        left = [name for name in RESULTS if (self.run_dir / name).exists()]
+        self.line(f"results in {self.run_dir}: {', '.join(left)}")
