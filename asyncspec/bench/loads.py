@@ -33,27 +33,32 @@ class Watched:
         self.reset()
 
     def reset(self) -> None:
-        self.rows = self.emitted = self.chosen = 0
-        # Of proposals at each position whose predecessors were all accepted: how many there were, how many were accepted.
-        self.tried, self.kept = np.zeros(LONGEST, dtype=np.int64), np.zeros(LONGEST, dtype=np.int64)
+        self.steps: list[tuple] = []  # live, draft length, kept_B, proposed: evaluated afterwards, so that watching costs nothing
 
     def choose(self, live: int) -> int:
         return self.inner.choose(live)
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B, proposed=None, usual=True) -> None:
         self.inner.observe(live, draft_length, seconds, kept_B, proposed, usual)
-        self.rows += live
-        self.chosen += live * draft_length
-        self.emitted += live + int(kept_B.sum())
-        count_B = np.full(live, draft_length) if proposed is None else proposed[0]
-        for position in range(draft_length):
-            self.tried[position] += int(((kept_B >= position) & (count_B > position)).sum())
-            self.kept[position] += int((kept_B > position).sum())
+        self.steps.append((live, draft_length, kept_B, proposed))
 
     def summary(self) -> dict[str, float]:
-        result = {"acceptance_length": self.emitted / self.rows, "draft_length": self.chosen / self.rows} if self.rows else {}
-        rates = self.kept / self.tried.clip(1)
-        return result | {f"acceptance_{i + 1}": float(rates[i]) for i in range(LONGEST) if self.tried[i]}
+        """Acceptance length and draft length over rows; acceptance of each position, given that those before were accepted."""
+        rows = sum(live for live, *_ in self.steps)
+        if not rows:
+            return {}
+        result = {"acceptance_length": 1 + sum(int(kept_B.sum()) for *_, kept_B, _ in self.steps) / rows,
+                  "draft_length": sum(live * k for live, k, *_ in self.steps) / rows}
+        for position in range(LONGEST):
+            tried = kept = 0
+            for live, k, kept_B, proposed in self.steps:
+                if k > position:
+                    count_B = k if proposed is None else proposed[0]
+                    tried += int(((kept_B >= position) & (count_B > position)).sum())
+                    kept += int((kept_B > position).sum())
+            if tried:
+                result[f"acceptance_{position + 1}"] = kept / tried
+        return result
 
 
 class Loads:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping, NamedTuple
+from typing import Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 PREFILL_CHUNK = 512  # positions read in one pass
 PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
-READ_AHEAD_TOKENS = 512  # prompts are read together up to here, padding included
+READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
+PASS_TOKENS = 48  # a further pass over prompts costs what so many tokens cost
 CALIBRATION_S = 2.0
 
 
@@ -188,36 +189,46 @@ class TorchEngine:
         return done
 
     def _read_prompts(self) -> int:
-        """Read the prompts that are next in the queue, in one pass into rows of their own; returns the tokens read.
+        """Read the prompts that are next in the queue into rows of their own, those of like length together.
 
         All samples of a prompt start from what was read once, also those that get a slot later.
+
+        Returns:
+            How many tokens were read.
         """
-        requests: dict[int, Request] = {}
-        longest = 0
+        ahead: dict[int, Request] = {}
+        total = 0
         for sequence in self._queue:
             request = sequence.request
-            if id(request) in requests:
-                continue
-            longest = max(longest, len(request.prompt))
-            if requests and (len(requests) == PROMPT_ROWS or longest * (len(requests) + 1) > READ_AHEAD_TOKENS):
-                break
-            requests[id(request)] = request
-        prompts = [request.prompt for request in requests.values()]
-        longest, first, tokens = max(map(len, prompts)), self.slots + 1, self.tokens
-        rows = slice(first, first + len(prompts))
+            if id(request) not in ahead:
+                total += len(request.prompt)
+                if ahead and (len(ahead) == PROMPT_ROWS or total > READ_AHEAD_TOKENS):
+                    break
+                ahead[id(request)] = request
+        requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
+        first, logits, read = self.slots + 1, [], 0
+        for count in passes([len(request.prompt) for request in requests]):
+            prompts = [request.prompt for request in requests[read : read + count]]
+            logits.append(self._read_alike(first + read, prompts))
+            read += count
+        p_UV = sampling_distribution(torch.cat(logits), *self.settings)
+        self._prompts = _Prompts({id(request): i for i, request in enumerate(requests)}, tuple(requests), p_UV)
+        return total
+
+    def _read_alike(self, first_row: int, prompts: list) -> torch.Tensor:
+        """Read prompts in one pass, the longest first; returns the logits after each, [U, V]."""
+        tokens, rows, longest = self.tokens, slice(first_row, first_row + len(prompts)), len(prompts[0])
         token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
         length_U = torch.tensor([len(p) for p in prompts], device=self.device)
         tokens.token_SP[rows, :longest] = token_UL
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_U
         tokens.refresh(rows.stop)
         if self.drafter is not None:
-            self.drafter.enter(first, len(prompts))
-        logits_UV = self._read(first, token_UL, length_U - 1)
+            self.drafter.enter(first_row, len(prompts))
+        logits_UV = self._read(first_row, token_UL, length_U - 1)
         if self._drafting:
-            self.drafter.prefill(first, len(prompts))
-        p_UV = sampling_distribution(logits_UV, *self.settings)
-        self._prompts = _Prompts(dict(zip(requests, range(len(requests)))), tuple(requests.values()), p_UV)
-        return token_UL.numel()
+            self.drafter.prefill(first_row, len(prompts))
+        return logits_UV
 
     def _enter(self, new: list[_Sequence]) -> list[Completion]:
         """Put sequences whose prompts were read into the next free rows and sample their first tokens."""
@@ -301,8 +312,8 @@ class TorchEngine:
         self._lap("draft")
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
-        hidden_BJD, features_BJE = self.decode.hidden_states(
-            0, token_B1, position_BJ - 1, tokens.spans(0, B, K), self.aux_layers)
+        read_BJ = position_BJ - 1
+        hidden_BJD, features_BJE = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers)
         logits_BJV = self.model.lm_head(hidden_BJD)
         self._lap("target")
         p_BJV = sampling_distribution(logits_BJV, *self.settings)
@@ -315,7 +326,7 @@ class TorchEngine:
         finished_B = self._commit(0, token_BJ, p_BJV, count_B).cpu().numpy()
         tokens.refresh(B)
         if self.drafter is not None:
-            self.drafter.observe(0, features_BJE, position_BJ - 1)
+            self.drafter.observe(0, features_BJE, read_BJ)
         kept_B, counter_B3 = np.zeros(B, dtype=np.int64), self.counter_S3[:B]
         counter_B3[:, 0] += 1
         if K:
@@ -427,3 +438,17 @@ class TorchEngine:
                 times.append(best)
             table.append(np.interp(range(LONGEST + 1), lengths, times))
         return AutoLength(lives, np.array(table))
+
+
+def passes(lengths: Sequence[int]) -> list[int]:
+    """How many rows to read in each pass, given their lengths, longest first: padding against the cost of another pass."""
+    least, last = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        cost, start = min((least[start] + PASS_TOKENS + (end - start) * lengths[start], start) for start in range(end))
+        least.append(cost)
+        last.append(start)
+    counts, end = [], len(lengths)
+    while end:
+        counts.append(end - last[end])
+        end = last[end]
+    return counts[::-1]

@@ -6,7 +6,7 @@ B sequences are live; a_j is the share of rows whose j-th proposal is accepted w
 sliding window; seconds are measured (a calibration fills the table, every step corrects it). Both look only at what is past,
 never at the proposals of the step to come, so the choice cannot bend the distribution.
 
-Trying a length that is not held for the best is paid from a budget of a two-hundredth of the engine's time, so a draft that has
+Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, so a draft that has
 become good again is found out, and a useless one costs next to nothing.
 
 Shape suffixes: B live rows.
@@ -21,11 +21,12 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-EXPLORE_SHARE = 0.005
+EXPLORE_SHARE = 0.003
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 WINDOW = 4096  # row verifications over which acceptance is remembered
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 KINDS = 16
+HOLD = 4  # steps that a choice holds while as many sequences are live: choosing costs what a dozen operations cost
 
 
 class FixedLength:
@@ -89,13 +90,19 @@ class AutoLength:
         self.acceptance = Acceptance()
         self.by_kind = [Acceptance() for _ in range(KINDS)]
         self.budget_s, self._turn, self._exploring = 0.0, 0, False
+        self._best, self._live, self._held = 0, 0, 0
         self._best_rate = 0.0  # tokens a second for each row, expected of the best length in the step to come
 
     def choose(self, live: int) -> int:
+        if self._held and live == self._live:
+            self._held -= 1
+            self._exploring = False
+            return self._best
+        self._live, self._held = live, HOLD - 1
         seconds, emitted = self._seconds(live), self.acceptance.emitted()
         rates = [e / s for e, s in zip(emitted, seconds)]
         self._best_rate = max(rates)
-        best = rates.index(self._best_rate)
+        self._best = best = rates.index(self._best_rate)
         # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone.
         self._turn += 1
         other = best + (1, -1, 2)[self._turn % 3]
@@ -143,22 +150,23 @@ class AutoLength:
         self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
         if usual:
             # Most of what changes (longer sequences, a busy machine) changes all lengths alike; the rest is this length's own.
-            ratio = min(2.0, max(0.5, seconds / self._seconds(live)[draft_length]))
-            bucket = _bucket(live)
-            self._drift[bucket] *= ratio**0.1
+            bucket = self._bucket(live)
+            row, drift = self._table[bucket], self._drift[bucket]
+            ratio = min(2.0, max(0.5, seconds / (row[draft_length] * drift)))
+            self._drift[bucket] = drift * ratio**0.1
             # Lengths tried seldom learn more from each step.
-            self._table[bucket][draft_length] *= ratio ** (0.15 if self._exploring else 0.03)
+            row[draft_length] *= ratio ** (0.15 if self._exploring else 0.03)
 
     def _seconds(self, live: int) -> list[float]:
-        bucket = _bucket(live)
+        bucket = self._bucket(live)
+        drift = self._drift[bucket]
+        return [s * drift for s in self._table[bucket]]
+
+    def _bucket(self, live: int) -> int:
+        """Half powers of two: live sequences that cost about the same."""
+        bucket = round(2 * math.log2(live))
         if bucket not in self._table:
             at = math.log2(live)
             self._table[bucket] = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
             self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
-        drift = self._drift[bucket]
-        return [s * drift for s in self._table[bucket]]
-
-
-def _bucket(live: int) -> int:
-    """Half powers of two: live sequences that cost about the same."""
-    return round(2 * math.log2(live))
+        return bucket

@@ -17,6 +17,8 @@ from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
 
+UNSTORED = 16
+
 
 class FeatureDrafter:
     remembers = False
@@ -35,6 +37,7 @@ class FeatureDrafter:
         self.feature_SPE = torch.zeros(size, device=slots.device)
         self._feature_TE = self.feature_SPE.view(-1, size[-1])
         self._start_S1 = torch.arange(size[0], device=slots.device).unsqueeze(1) * slots.positions
+        self._unstored: list[tuple[torch.Tensor, torch.Tensor]] = []  # of single positions, from row 0
         self.read = np.zeros(size[0], dtype=np.int64)  # positions below are in the KV cache
         self.reload()
 
@@ -45,6 +48,23 @@ class FeatureDrafter:
         self.read[first_row : first_row + count] = 0
 
     def observe(self, first_row: int, features_BLE, position_BL) -> None:
+        if first_row or position_BL.shape[1] > 1:
+            self._store()
+            self._write(first_row, features_BLE, position_BL)
+            return
+        # While nothing is proposed, one write serves many steps: it costs as much as a hundredth of a step.
+        if self._unstored and (len(self._unstored) == UNSTORED or len(position_BL) != len(self._unstored[0][1])):
+            self._store()
+        self._unstored.append((features_BLE, position_BL))
+
+    def _store(self) -> None:
+        """Write what `observe` has put off."""
+        if self._unstored:
+            features, positions = zip(*self._unstored)
+            self._unstored.clear()
+            self._write(0, torch.cat(features, 1), torch.cat(positions, 1))
+
+    def _write(self, first_row: int, features_BLE, position_BL) -> None:
         index_BL = self._start_S1[first_row : first_row + len(position_BL)] + position_BL
         self._feature_TE.index_copy_(0, index_BL.flatten(), features_BLE.flatten(0, 1))
 
@@ -75,6 +95,7 @@ class FeatureDrafter:
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
     def copy(self, sources: Sequence[int], first_row: int) -> None:
+        self._store()
         length = int(self.slots.length[sources].max())
         self.decode.cache.copy(sources, first_row, length)
         for source, rows in runs(sources, first_row):
@@ -86,6 +107,7 @@ class FeatureDrafter:
 
     def _read(self, first_row: int, count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the `width` positions before each row's last token; what was read before is read again alike."""
+        self._store()
         rows, slots = slice(first_row, first_row + count), self.slots
         position_BW = (slots.length_S[rows].unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
         features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
