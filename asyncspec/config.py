@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shutil
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,7 @@ class EngineConfig:
     slots: int = 64  # sequences in flight in one generator
     max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
+    compile: bool = False  # torch.compile for steps over few tokens: faster, after half a minute at the first start
     kv_at_swap: str = "keep"  # keep: go on with the KV cache of older weights; recompute: prefill again under the new
 
 
@@ -254,6 +256,8 @@ def check(config: Config) -> None:
     need(config.sampling.temperature >= 1e-3, "sampling.temperature", "at least 0.001 (rollouts are sampled)", 1.0)
     need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
     at_least("sampling.top_k", 0)
+    need(not config.engine.compile or config.deployment.device == "cuda" or cxx_compiler() is not None, "engine.compile",
+         "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
     choice("engine.kv_at_swap", ("keep", "recompute"))
     choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))
@@ -283,6 +287,11 @@ def check(config: Config) -> None:
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use on a CPU."""
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
 
 
 def _check_models(config: Config) -> None:

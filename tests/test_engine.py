@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from asyncspec.config import cxx_compiler
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
@@ -90,6 +91,19 @@ def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small
         logits = small_policy.lm_head(hidden_states(small_policy, tokens)[0])[0] / 0.8
         expected = logits.log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not cxx_compiler(), reason="torch.compile needs a C++ compiler: install g++")
+def test_compiled_layers_give_the_same_logprobs(small_shape, small_policy, contrary_draft):
+    engine = make(small_shape, small_policy, contrary_draft, slots=5, compile_layers=True)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
+    for (index, _), completion in run(engine, prompts, samples=6).items():  # down to one live row
+        tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
+        logprobs = small_policy.lm_head(hidden_states(small_policy, tokens)[0])[0].log_softmax(-1)
+        expected = logprobs[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
+        torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
+    assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # all was compiled beforehand
 
 
 @pytest.mark.parametrize("drafting", [False, True])

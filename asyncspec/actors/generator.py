@@ -61,7 +61,7 @@ class Generator(Actor):
             max_prompt_tokens=c.engine.max_prompt_tokens,
             max_response_tokens=c.sampling.max_response_tokens, draft_length=c.speculation.draft_length,
             temperature=c.sampling.temperature, top_p=c.sampling.top_p, top_k=c.sampling.top_k,
-            kv_at_swap=c.engine.kv_at_swap, device=self.device,
+            kv_at_swap=c.engine.kv_at_swap, compile_layers=c.engine.compile, device=self.device,
         )
         self.engine.load_policy(dict(model.named_parameters()), 0)
         self.engine.draft_version = 0

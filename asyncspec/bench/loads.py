@@ -79,7 +79,7 @@ class Loads:
             self._engines[key] = engine = TorchEngine(
                 self.shape, self._maker(method), slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
                 max_response_tokens=c.sampling.max_response_tokens, draft_length="auto", temperature=c.sampling.temperature,
-                top_p=c.sampling.top_p, top_k=c.sampling.top_k)
+                top_p=c.sampling.top_p, top_k=c.sampling.top_k, compile_layers=c.engine.compile)
             engine.load_policy(dict(self.model.named_parameters()), 0)
             engine.poll()
             self._auto[key] = engine.lengths

@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.models.policy import PolicyShape
 
 # Multiply-adds from which on oneDNN's faster kernels make up for their dearer call.
 PACKED_FROM = 1_000_000
+COMPILED_TOKENS = 96  # up to which compiled layers are faster than eager ones with oneDNN's matrices
 
 
 class Unit:
@@ -154,12 +156,20 @@ class DecodeModel:
         self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
         self.norm = RMSNorm(model.norm)
         self.layers = [DecodeLayer(layer, index, cache) for index, layer in enumerate(model.layers.values())]
+        self.compiled: CompiledLayers | None = None
+        self._compiled_tokens = COMPILED_TOKENS if packs(str(device)) else slots * positions
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
         self.norm.reload()
         for layer in self.layers:
             layer.reload()
+        self._weights = [layer.weights for layer in self.layers]
+
+    def compile(self, shape: PolicyShape) -> None:
+        """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is live."""
+        self.compiled = CompiledLayers(shape, self.cache.positions)
+        self.compiled.prepare(self._weights, self.cache.flat)
 
     def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=()):
         """Read tokens into the cache at rows from `first_row`.
@@ -175,10 +185,16 @@ class DecodeModel:
         B, L = token_BL.shape
         x_TD = self.embedding(token_BL).flatten(0, 1)
         where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
-        for index, layer in enumerate(self.layers):
-            if index in aux_layers:
-                kept.append(x_TD)
-            x_TD = layer(x_TD, where, rotation)
+        if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
+            pairs = torch.view_as_real(rotation).flatten(0, 1)
+            outputs = self.compiled(x_TD, self._weights, self.cache.flat, where.index, where.groups[0].mask, pairs)
+            inputs = [x_TD, *outputs]
+            kept, x_TD = [inputs[index] for index in aux_layers if index < len(self.layers)], outputs[-1]
+        else:
+            for index, layer in enumerate(self.layers):
+                if index in aux_layers:
+                    kept.append(x_TD)
+                x_TD = layer(x_TD, where, rotation)
         x_TD = self.norm(x_TD)
         if len(self.layers) in aux_layers:
             kept.append(x_TD)
@@ -212,6 +228,8 @@ class DecodeLayer:
         heads_RH = torch.cat([scale(attention.q_norm).expand(self.queries, -1), scale(attention.k_norm)[None]])
         self.head_scale_RH = interleaved(heads_RH, 1)
         self.mlp.reload()
+        self.weights = LayerWeights(
+            self.wqkv.weight, self.head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
 
     def __call__(self, x_TD: torch.Tensor, where: Place, rotation: torch.Tensor) -> torch.Tensor:
         B, L = where.shape

@@ -79,7 +79,7 @@ class KVCache:
         self.kv = torch.zeros(layers, slots, kv_heads, positions, 2 * head_dim, device=device)
         self.groups, self.queries, self.head_dim, self.scale = kv_heads, queries, head_dim, head_dim**-0.5
         self.positions = positions
-        self._flat = [kv.view(-1, 2 * head_dim) for kv in self.kv]
+        self.flat = [kv.view(-1, 2 * head_dim) for kv in self.kv]
         self._index_P = torch.arange(positions, device=device)
         self._start_SG = torch.arange(slots * kv_heads, device=device).view(slots, 1, kv_heads) * positions
         self._views = lru_cache(maxsize=256)(self._make_views)
@@ -119,7 +119,7 @@ class KVCache:
             [B * L, G * queries * H]
         """
         (B, L), G, H = place.shape, self.groups, self.head_dim
-        self._flat[layer].index_copy_(0, place.index, qkv_BLGRH[..., self.queries :, :].reshape(-1, 2 * H))
+        self.flat[layer].index_copy_(0, place.index, qkv_BLGRH[..., self.queries :, :].reshape(-1, 2 * H))
         q = qkv_BLGRH[..., : self.queries, :]
         q = (q if L == 1 else q.transpose(1, 2)).reshape(B * G, L * self.queries, H)
         if len(place.groups) == 1:

@@ -57,7 +57,7 @@ class TorchEngine:
     def __init__(
         self, shape: PolicyShape, make_drafter: Callable[..., Drafter] | None = None, *, slots: int, max_prompt_tokens: int,
         max_response_tokens: int, draft_length: int | str = "auto", temperature: float = 1.0, top_p: float = 1.0,
-        top_k: int = 0, kv_at_swap: str = "keep", device: str = "cpu",
+        top_k: int = 0, kv_at_swap: str = "keep", compile_layers: bool = False, device: str = "cpu",
     ) -> None:
         """
         Args:
@@ -65,10 +65,11 @@ class TorchEngine:
             draft_length: k, tokens proposed per verification, or "auto": chosen for each step, see speculation/draft_length.py.
             kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
                 "recompute" fills it again under the new weights.
+            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights.
         """
         self.slots, self.shape = slots, shape
         self.settings = (temperature, top_p, top_k)
-        self.kv_at_swap, self.device = kv_at_swap, device
+        self.kv_at_swap, self.device, self._compile = kv_at_swap, device, compile_layers
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.version = self.draft_version = -1
         longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
@@ -151,6 +152,8 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self.decode.reload()
+        if self._compile and self.decode.compiled is None:
+            self.decode.compile(self.shape)
         if self.drafter is not None:
             self.drafter.reload()
         self.version, self._prompts = version, _NO_PROMPTS
