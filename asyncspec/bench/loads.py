@@ -22,14 +22,14 @@ from asyncspec.speculation.make import drafter_maker
 
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
-WARM_UP_ROLLOUTS = 32
+WARM_UP_ROLLOUTS = 8  # for each slot
 
 
 class Watched:
     """A draft length controller that counts what it decides and what comes of it."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.longest, self.trim = inner, inner.longest, inner.trim
+        self.inner, self.longest, self.trim = inner, inner.longest, getattr(inner, "trim", None)
         self.reset()
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class Loads:
             engine.load_policy(dict(self.model.named_parameters()), 0)
             engine.poll()
             self._auto[key] = engine.lengths
-            self.steady(engine, len(self.prompts) // 2, WARM_UP_ROLLOUTS)
+            self.steady(engine, len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1))
         engine = self._engines[key]
         engine.lengths = Watched(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
         return engine

@@ -24,7 +24,7 @@ from asyncspec.engine.decode import DecodeModel
 from asyncspec.models.policy import PolicyShape, build
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.base import Drafter, Slots
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
@@ -290,7 +290,7 @@ class TorchEngine:
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
         start = time.perf_counter()
-        kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim)
+        kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim if self.drafter.looks_up else None)
         seconds = time.perf_counter() - start
         self.lengths.observe(B, K, seconds, kept_B, proposed, usual)
         return self._retired(finished_B)
@@ -414,13 +414,13 @@ class TorchEngine:
             self._sequences[front], self._sequences[back] = self._sequences[back], self._sequences[front]
         tokens.parted = best
 
-    def _calibrated(self) -> AutoLength:
+    def _calibrated(self) -> AutoLength | LookupLength:
         """Time steps of several sizes on rows without sequences, before there are any.
 
         Slow engines are measured less: what is beyond CALIBRATION_S is extrapolated, and every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
-        lengths, table, began = (0, 1, 3, LONGEST), [], time.perf_counter()
+        lengths, table, began = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter()
         start = self.max_prompt_tokens // 2 + 1
         for live in lives:
             if time.perf_counter() - began > CALIBRATION_S:
@@ -431,7 +431,7 @@ class TorchEngine:
                 self.drafter.enter(0, live)
                 self.limit_S[:live] = self.tokens.positions
                 best = float("inf")
-                for repetition in range(4):
+                for repetition in range(6):
                     self.tokens.length_S[:live] = min(start + repetition, self.tokens.positions - LONGEST - 1)
                     self.tokens.refresh(live)
                     tick = time.perf_counter()
@@ -440,7 +440,7 @@ class TorchEngine:
                         best = min(best, time.perf_counter() - tick)
                 times.append(best)
             table.append(np.interp(range(LONGEST + 1), lengths, times))
-        return AutoLength(lives, np.array(table))
+        return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))
 
 
 def passes(lengths: Sequence[int]) -> list[int]:

@@ -59,6 +59,7 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
     remembers: bool  # proposes what other sequences sampled
+    looks_up: bool  # may have found fewer proposals than asked for, or none
 
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts."""

@@ -3,8 +3,8 @@
     rate(B, k) = B * (1 + a_1 + a_1 a_2 + ... + a_1..a_k) / seconds(B, k)
 
 B sequences are live; a_j is the share of rows whose j-th proposal is accepted when all before it were, learned online over a
-sliding window; seconds are measured (a calibration fills the table, every step corrects it). Both look only at what is past,
-never at the proposals of the step to come, so the choice cannot bend the distribution.
+sliding window; seconds are measured (a calibration fills the table, every step corrects it). Both look only at what is past, or
+at how many proposals a lookup has found, which the tokens before them decide: so the choice cannot bend the distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, so a draft that has
 become good again is found out, and a useless one costs next to nothing.
@@ -75,7 +75,9 @@ class Acceptance:
         return result
 
 
-class AutoLength:
+class _Learning:
+    """What both controllers learn from: a step's time for each length, by bucket of live sequences; and the budget for trying."""
+
     longest = LONGEST
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
@@ -85,13 +87,11 @@ class AutoLength:
             seconds: float [len(lives), LONGEST + 1], a step's time at each of them for each draft length.
         """
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), np.asarray(seconds, dtype=float)
-        self._table: dict[int, list[float]] = {}  # expected seconds for each k, by bucket of live sequences
+        self._table: dict[int, list[float]] = {}
         self._drift: dict[int, float] = {}
-        self.acceptance = Acceptance()
-        self.by_kind = [Acceptance() for _ in range(KINDS)]
+        self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._turn, self._exploring = 0.0, 0, False
         self._best, self._live, self._held = 0, 0, 0
-        self._best_rate = 0.0  # tokens a second for each row, expected of the best length in the step to come
 
     def choose(self, live: int) -> int:
         if self._held and live == self._live:
@@ -99,28 +99,55 @@ class AutoLength:
             self._exploring = False
             return self._best
         self._live, self._held = live, HOLD - 1
-        seconds, emitted = self._seconds(live), self.acceptance.emitted()
-        rates = [e / s for e, s in zip(emitted, seconds)]
+        return self._chosen(live)
+
+    def _spent(self, seconds: float, tokens: float) -> None:
+        """Keep the budget: a step emitted so many tokens for each row."""
+        if self._exploring:
+            self.budget_s -= max(0.0, seconds - tokens / self._best_rate)
+        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
+
+    def _took(self, live: int, entry: int, seconds: float) -> None:
+        """Learn a step's time. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
+        bucket = self._bucket(live)
+        row, drift = self._table[bucket], self._drift[bucket]
+        ratio = min(2.0, max(0.5, seconds / (row[entry] * drift)))
+        self._drift[bucket] = drift * ratio**0.1
+        # What is tried seldom learns more from each step.
+        row[entry] *= ratio ** (0.15 if self._exploring else 0.03)
+
+    def _seconds(self, live: int) -> list[float]:
+        bucket = self._bucket(live)
+        drift = self._drift[bucket]
+        return [s * drift for s in self._table[bucket]]
+
+    def _bucket(self, live: int) -> int:
+        """Half powers of two: live sequences that cost about the same."""
+        bucket = round(2 * math.log2(live))
+        if bucket not in self._table:
+            at = math.log2(live)
+            row = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
+            self._table[bucket] = [*row, row[0]]  # the last: nothing verified though proposals were looked up
+            self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
+        return bucket
+
+
+class AutoLength(_Learning):
+    """For drafters that always have proposals: the k whose expected tokens and time promise most."""
+
+    def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
+        super().__init__(lives, seconds)
+        self.acceptance = Acceptance()
+
+    def _chosen(self, live: int) -> int:
+        rates = [e / s for e, s in zip(self.acceptance.emitted(), self._seconds(live))]
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
         # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone.
         self._turn += 1
         other = best + (1, -1, 2)[self._turn % 3]
-        self._exploring = 0 <= other <= LONGEST and self.budget_s > seconds[other] * (1 - rates[other] / self._best_rate)
+        self._exploring = 0 <= other <= LONGEST and self.budget_s > self._seconds(live)[other] * (1 - rates[other] / self._best_rate)
         return other if self._exploring else best
-
-    def trim(self, live: int, count_B: np.ndarray, kind_B: np.ndarray) -> int:
-        """The draft length to verify, given what a lookup has found: how many proposals each row has, and of what kind."""
-        longest = int(count_B.max())
-        if self._exploring or not longest:
-            return longest
-        tokens = np.full(longest + 1, float(len(count_B)))
-        for kind in np.unique(kind_B):
-            of_kind = count_B[kind_B == kind]
-            gain = np.diff(self.by_kind[min(kind, KINDS - 1)].emitted())[:longest]
-            has = (of_kind[:, None] > np.arange(longest)).sum(0)
-            tokens[1:] += np.cumsum(gain * has)
-        return int((tokens / self._seconds(live)[: longest + 1]).argmax())
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
                 usual: bool = True) -> None:
@@ -136,37 +163,80 @@ class AutoLength:
         kept = 0
         if draft_length:
             kept = int(kept_B.sum())
-            # A row for which a lookup had nothing counts as a rejection: `choose` decides before that is known.
             self.acceptance.add(kept_B, draft_length)
+        self._spent(seconds, 1 + kept / live)
+        if usual:
+            self._took(live, draft_length, seconds)
+
+
+class LookupLength(_Learning):
+    """For lookups, which may have found nothing: whether to look at all, and then how much of what was found to verify.
+
+    The first is decided by the rate that looking has had; the second by the acceptance of each kind of proposal.
+    """
+
+    WINDOW = 64  # steps over which the rate of looking is remembered
+
+    def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
+        super().__init__(lives, seconds)
+        self.by_kind = [Acceptance() for _ in range(KINDS)]
+        self._looked: dict[int, list[float]] = {}  # by bucket: tokens of a row, seconds, and steps; forgotten over a window
+
+    def _chosen(self, live: int) -> int:
+        tokens, spent, steps = self._record(live)
+        plain, looking = 1 / self._seconds(live)[0], tokens / spent
+        self._best_rate = max(plain, looking)
+        self._best = LONGEST if looking >= plain else 0
+        self._exploring = not self._best and self.budget_s > spent / steps * (1 - looking / plain)
+        return LONGEST if self._exploring else self._best
+
+    def trim(self, live: int, count_B: np.ndarray, kind_B: np.ndarray) -> int:
+        """The draft length to verify, given what was found: how many proposals each row has, and of what kind."""
+        longest = int(count_B.max())
+        if not longest:
+            return 0
+        tokens = np.full(longest + 1, float(len(count_B)))
+        for kind in np.unique(kind_B):
+            of_kind = count_B[kind_B == kind]
+            gain = np.diff(self.by_kind[min(kind, KINDS - 1)].emitted())[:longest]
+            has = (of_kind[:, None] > np.arange(longest)).sum(0)
+            tokens[1:] += np.cumsum(gain * has)
+        seconds = self._seconds(live)
+        seconds = np.array([seconds[-1], *seconds[1 : longest + 1]])
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        self._turn += 1
+        other = longest if self._turn % 2 else min(best + 1, longest)
+        if other != best and self.budget_s > seconds[other] * (1 - rates[other] / rates[best]):
+            self._exploring = True
+            return other
+        return best
+
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
+                usual: bool = True) -> None:
+        """As `AutoLength.observe`."""
+        tokens, entry = 1.0, 0
+        if draft_length:
+            tokens += int(kept_B.sum()) / live
+            entry = LONGEST + 1
             if proposed is not None:
                 count_B, kind_B = proposed
+                entry = int(count_B.max()) or entry
                 for kind in np.unique(kind_B):
                     mine = kind_B == kind
                     for count in np.unique(count_B[mine]):
                         if count:
                             self.by_kind[min(kind, KINDS - 1)].add(kept_B[mine & (count_B == count)], int(count))
-        if self._exploring:
-            self.budget_s -= max(0.0, seconds - (1 + kept / live) / self._best_rate)
-        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
+            record = self._record(live)
+            for i, value in enumerate((tokens, seconds, 1.0)):
+                record[i] = record[i] * (1 - 1 / self.WINDOW) + value
+        self._spent(seconds, tokens)
         if usual:
-            # Most of what changes (longer sequences, a busy machine) changes all lengths alike; the rest is this length's own.
-            bucket = self._bucket(live)
-            row, drift = self._table[bucket], self._drift[bucket]
-            ratio = min(2.0, max(0.5, seconds / (row[draft_length] * drift)))
-            self._drift[bucket] = drift * ratio**0.1
-            # Lengths tried seldom learn more from each step.
-            row[draft_length] *= ratio ** (0.15 if self._exploring else 0.03)
+            self._took(live, entry, seconds)
 
-    def _seconds(self, live: int) -> list[float]:
+    def _record(self, live: int) -> list[float]:
         bucket = self._bucket(live)
-        drift = self._drift[bucket]
-        return [s * drift for s in self._table[bucket]]
-
-    def _bucket(self, live: int) -> int:
-        """Half powers of two: live sequences that cost about the same."""
-        bucket = round(2 * math.log2(live))
-        if bucket not in self._table:
-            at = math.log2(live)
-            self._table[bucket] = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
-            self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
-        return bucket
+        if bucket not in self._looked:
+            # As good as plain generation and a little better, so that it is tried.
+            self._looked[bucket] = [8 * 1.1, 8 * self._seconds(live)[0], 8.0]
+        return self._looked[bucket]

@@ -15,7 +15,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution
 
 class DraftModelDrafter:
     aux_layers: tuple[int, ...] = ()
-    remembers = False
+    remembers = looks_up = False
 
     def __init__(self, model, shape: PolicyShape, slots: Slots, settings: tuple[float, float, int]) -> None:
         """

@@ -21,7 +21,7 @@ UNSTORED = 16
 
 
 class FeatureDrafter:
-    remembers = False
+    remembers = looks_up = False
 
     def __init__(self, draft, decode, embed, slots: Slots, settings: tuple[float, float, int]) -> None:
         """

@@ -20,7 +20,7 @@ from asyncspec.speculation.base import Proposal, Slots
 
 class _Lookup:
     aux_layers: tuple[int, ...] = ()
-    remembers = False
+    remembers, looks_up = False, True
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
