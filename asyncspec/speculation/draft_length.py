@@ -15,6 +15,7 @@ Shape suffixes: B live rows.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Sequence
 
 import numpy as np
@@ -26,7 +27,9 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 WINDOW = 4096  # row verifications over which acceptance is remembered
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 KINDS = 16
-HOLD = 4  # steps that a choice holds while as many sequences are live: choosing costs what a dozen operations cost
+# A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
+# cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
+HOLD, HOLD_LONG, NEAR = 4, 32, 0.9
 
 
 class FixedLength:
@@ -63,6 +66,13 @@ class Acceptance:
             self.tried[j] = self.tried[j] * forget + at_least
             at_least -= count
             self.kept[j] = self.kept[j] * forget + at_least
+
+    def add_alike(self, kept: int, count: int, rows: int) -> None:
+        """So many rows that kept `kept` of `count` proposals each."""
+        forget = max(0.5, 1 - rows / WINDOW)
+        for j in range(min(kept + 1, count)):
+            self.tried[j] = self.tried[j] * forget + rows
+            self.kept[j] = self.kept[j] * forget + rows * (j < kept)
 
     def emitted(self) -> list[float]:
         """Expected tokens of one verification for k = 0..LONGEST."""
@@ -101,11 +111,20 @@ class _Learning:
         self._live, self._held = live, HOLD - 1
         return self._chosen(live)
 
+    def _rest(self, other_rate: float) -> None:
+        """No speculation is the best choice, and this the rate of the next best."""
+        if other_rate < NEAR * self._best_rate:
+            self._held = HOLD_LONG - 1
+
+    def _passes_over(self, draft_length: int) -> bool:
+        return not draft_length and not self._exploring and self._held % HOLD > 0
+
     def _spent(self, seconds: float, tokens: float) -> None:
         """Keep the budget: a step emitted so many tokens for each row."""
         if self._exploring:
             self.budget_s -= max(0.0, seconds - tokens / self._best_rate)
-        self.budget_s = min(self.budget_s + EXPLORE_SHARE * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
+        stands_for = 1 if self._best else HOLD  # steps
+        self.budget_s = min(self.budget_s + EXPLORE_SHARE * stands_for * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
 
     def _took(self, live: int, entry: int, seconds: float) -> None:
         """Learn a step's time. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
@@ -147,7 +166,11 @@ class AutoLength(_Learning):
         self._turn += 1
         other = best + (1, -1, 2)[self._turn % 3]
         self._exploring = 0 <= other <= LONGEST and self.budget_s > self._seconds(live)[other] * (1 - rates[other] / self._best_rate)
-        return other if self._exploring else best
+        if self._exploring:
+            return other
+        if not best:
+            self._rest(max(rates[1:]))
+        return best
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
                 usual: bool = True) -> None:
@@ -160,6 +183,8 @@ class AutoLength(_Learning):
             proposed: count_B and kind_B of a lookup's proposals that were verified.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
         """
+        if self._passes_over(draft_length):
+            return
         kept = 0
         if draft_length:
             kept = int(kept_B.sum())
@@ -188,6 +213,8 @@ class LookupLength(_Learning):
         self._best_rate = max(plain, looking)
         self._best = LONGEST if looking >= plain else 0
         self._exploring = not self._best and self.budget_s > spent / steps * (1 - looking / plain)
+        if not self._best and not self._exploring:
+            self._rest(looking)
         return LONGEST if self._exploring else self._best
 
     def trim(self, live: int, count_B: np.ndarray, kind_B: np.ndarray) -> int:
@@ -195,16 +222,18 @@ class LookupLength(_Learning):
         longest = int(count_B.max())
         if not longest:
             return 0
-        tokens = np.full(longest + 1, float(len(count_B)))
-        for kind in np.unique(kind_B):
-            of_kind = count_B[kind_B == kind]
-            gain = np.diff(self.by_kind[min(kind, KINDS - 1)].emitted())[:longest]
-            has = (of_kind[:, None] > np.arange(longest)).sum(0)
-            tokens[1:] += np.cumsum(gain * has)
+        # tokens[k]: expected of all rows if up to k proposals of each are verified.
+        tokens, expected = [0.0] * (longest + 1), {}
+        for (kind, count), rows in Counter(zip(kind_B.tolist(), count_B.tolist())).items():
+            if kind not in expected:
+                expected[kind] = self.by_kind[min(kind, KINDS - 1)].emitted()
+            emitted = expected[kind]
+            for k in range(longest + 1):
+                tokens[k] += rows * emitted[min(k, count)]
         seconds = self._seconds(live)
-        seconds = np.array([seconds[-1], *seconds[1 : longest + 1]])
-        rates = tokens / seconds
-        best = int(rates.argmax())
+        seconds[0] = seconds[-1]
+        rates = [t / s for t, s in zip(tokens, seconds)]
+        best = rates.index(max(rates))
         self._turn += 1
         other = longest if self._turn % 2 else min(best + 1, longest)
         if other != best and self.budget_s > seconds[other] * (1 - rates[other] / rates[best]):
@@ -215,6 +244,8 @@ class LookupLength(_Learning):
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
                 usual: bool = True) -> None:
         """As `AutoLength.observe`."""
+        if self._passes_over(draft_length):
+            return
         tokens, entry = 1.0, 0
         if draft_length:
             tokens += int(kept_B.sum()) / live
@@ -222,11 +253,8 @@ class LookupLength(_Learning):
             if proposed is not None:
                 count_B, kind_B = proposed
                 entry = int(count_B.max()) or entry
-                for kind in np.unique(kind_B):
-                    mine = kind_B == kind
-                    for count in np.unique(count_B[mine]):
-                        if count:
-                            self.by_kind[min(kind, KINDS - 1)].add(kept_B[mine & (count_B == count)], int(count))
+                for (kind, count, kept), rows in Counter(zip(kind_B.tolist(), count_B.tolist(), kept_B.tolist())).items():
+                    self.by_kind[min(kind, KINDS - 1)].add_alike(kept, count, rows)
             record = self._record(live)
             for i, value in enumerate((tokens, seconds, 1.0)):
                 record[i] = record[i] * (1 - 1 / self.WINDOW) + value
