@@ -22,7 +22,7 @@ from asyncspec.speculation.make import drafter_maker
 
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
-WARM_UP_ROLLOUTS = 8  # for each slot
+WARM_UP_ROLLOUTS = 24  # for each slot
 
 
 class Watched:

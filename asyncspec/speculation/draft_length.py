@@ -185,11 +185,10 @@ class AutoLength(_Learning):
         """
         if self._passes_over(draft_length):
             return
-        kept = 0
         if draft_length:
-            kept = int(kept_B.sum())
             self.acceptance.add(kept_B, draft_length)
-        self._spent(seconds, 1 + kept / live)
+        # The tokens to be expected: those that came are mostly chance, and only losses are charged.
+        self._spent(seconds, self.acceptance.emitted()[draft_length] if self._exploring else 1.0)
         if usual:
             self._took(live, draft_length, seconds)
 
