@@ -67,7 +67,7 @@ class CompiledLayers:
             index = torch.arange(T * G, device=device)
             mask = torch.zeros(rows * G, length * self.shape.n_heads // G, span, device=device)
             x_TD, rotation = torch.zeros(T, D, device=device), torch.zeros(T, 1, 1, H // 2, 2, device=device)
-            for tensor, sides in ((x_TD, (0,)), (index, (0,)), (mask, (0, 1, 2)), (rotation, (0,)), *((c, (0,)) for c in caches)):
+            for tensor, sides in ((x_TD, (0,)), (index, (0,)), (mask, (0, 1, 2)), (rotation, (0,))):
                 for side in sides:
                     torch._dynamo.maybe_mark_dynamic(tensor, side)
             self(x_TD, weights, caches, index, mask, rotation)
