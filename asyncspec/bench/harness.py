@@ -16,6 +16,7 @@ import platform
 import shlex
 import statistics
 import sys
+from abc import ABC, abstractmethod
 from importlib.metadata import version
 from pathlib import Path
 from typing import Sequence
@@ -26,14 +27,15 @@ from rich.table import Table
 
 from asyncspec.config import ConfigError
 
-NAMES = {name: f"asyncspec.bench.{module}" for name, module in
-         (("async", "asynchrony"), ("engine", "generation"), ("speculation", "speculation"))}
+NAMES = {
+    "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
+}
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
 
 
-class Benchmark:
+class Benchmark(ABC):
     """What a benchmark's module gives: `make(overrides, out) -> Benchmark`."""
 
     name: str
@@ -41,14 +43,17 @@ class Benchmark:
     variants: Sequence[str]
     columns: Sequence[str]  # the measurements that progress lines show, and the table
 
+    @abstractmethod
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        raise NotImplementedError
+        """One measurement of a variant."""
 
+    @abstractmethod
     def headline(self, samples: Samples) -> dict[str, float]:
-        raise NotImplementedError
+        """The numbers to quote."""
 
+    @abstractmethod
     def plot(self, axes, samples: Samples) -> None:
-        raise NotImplementedError
+        """Draw into matplotlib axes."""
 
     def tables(self, samples: Samples) -> list[Table]:
         """What is printed at the end: all variants by all columns, unless a benchmark has a better picture."""
