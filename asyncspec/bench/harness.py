@@ -47,6 +47,10 @@ class Benchmark(ABC):
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         """One measurement of a variant."""
 
+    def again(self, samples: Samples) -> tuple[int, Sequence[str]]:
+        """How often to measure which variants once more when all are measured; kept under the name "again VARIANT"."""
+        return 0, ()
+
     @abstractmethod
     def headline(self, samples: Samples) -> dict[str, float]:
         """The numbers to quote."""
@@ -77,18 +81,24 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
         raise ConfigError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    samples: Samples = {variant: [] for variant in benchmark.variants}
+    samples: Samples = {}
     repeats = repeats or benchmark.repeats
     try:
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-            bar = progress.add_task(name, total=repeats * len(benchmark.variants))
-            for repetition in range(repeats):
-                for variant in benchmark.variants:
-                    measured = benchmark.measure(variant, repetition)
-                    samples[variant].append(measured)
-                    shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
-                    progress.console.print(f"[{repetition + 1}/{repeats}] {variant}: {shown}", markup=False, soft_wrap=True)
-                    progress.update(bar, advance=1)
+            def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
+                bar = progress.add_task(prefix + name, total=rounds * len(variants))
+                for repetition in range(rounds):
+                    for variant in variants:
+                        measured = benchmark.measure(variant, first + repetition)
+                        samples.setdefault(prefix + variant, []).append(measured)
+                        shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
+                        progress.console.print(f"[{repetition + 1}/{rounds}] {prefix}{variant}: {shown}", markup=False, soft_wrap=True)
+                        progress.update(bar, advance=1)
+
+            measure(repeats, benchmark.variants)
+            rounds, variants = benchmark.again(samples)
+            if rounds:
+                measure(rounds, variants, repeats, "again ")
     finally:
         benchmark.close()
     headline = benchmark.headline(samples)

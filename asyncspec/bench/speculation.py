@@ -22,11 +22,12 @@ LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
 FIXED = (1, 2, 3, 5, 7)
 ROLLOUTS = 32  # of a measurement, besides those that are still live when it ends
+AGAIN = 4  # times as many repetitions of auto and the best fixed length, once it is known which is best
 
 
 class SpeculationBenchmark(Benchmark):
     name = "speculation"
-    repeats = 7
+    repeats = 5
     columns = ("tokens_per_s", "acceptance_length", "draft_length", "step_ms")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
@@ -51,27 +52,42 @@ class SpeculationBenchmark(Benchmark):
             return ratio(samples, "tokens_per_s", above, below)
 
         over_none = {(live, method): speedup(f"{live} {method} auto", f"{live} {method} none") for live in LIVE for method in METHODS}
+        eagle3 = {live: speedup(f"again {live} eagle3 auto", f"again {live} eagle3 none") for live in LIVE}
         cells = {(live, method): self._against_best(samples, live, method) for live in LIVE for method in METHODS}
         worst = min(cells, key=lambda cell: cells[cell][1])
         _, middle, low, high = cells[worst]
         return {
-            "generation_speedup_auto": speedup("job auto", "job none"), "generation_speedup_few": min(over_none[live, "eagle3"] for live in FEW),
+            "generation_speedup_auto": speedup("again job auto", "again job none"),
+            "generation_speedup_few": min(eagle3[live] for live in FEW),
             "never_loses_min": middle, "never_loses_min_first_quartile": low, "never_loses_min_third_quartile": high,
             "never_loses_min_live": worst[0], "never_loses_median": statistics.median(cell[1] for cell in cells.values()),
             "never_loses_against_none_min": min(over_none.values()),
             **{f"generation_speedup_k{k}": speedup(f"job {k}", "job none") for k in JOB_LENGTHS if k != "auto"},
-            **{f"generation_speedup_{live}_live": over_none[live, "eagle3"] for live in LIVE},
+            **{f"generation_speedup_{live}_live": value for live, value in eagle3.items()},
             **{f"generation_speedup_16_live_k{k}": speedup(f"16 eagle3 {k}", "16 eagle3 none") for k in FIXED},
             "acceptance_length_k3": median(samples, "job 3", "acceptance_length"),
             "tokens_per_s_none": median(samples, "job none", "tokens_per_s"),
             "tokens_per_s_auto": median(samples, "job auto", "tokens_per_s"),
         }
 
+    def again(self, samples: Samples) -> tuple[int, list[str]]:
+        """What the headline rests on, oftener. Chosen as the best of several noisy ones, the best is by then the luckiest, too."""
+        variants = {"job auto": None, "job none": None}  # in order, each once
+        for live in LIVE:
+            for method in METHODS:
+                none = [f"{live} {method} none"] if method == "eagle3" else []
+                variants |= dict.fromkeys([f"{live} {method} auto", self._best(samples, live, method), *none])
+        return AGAIN * len(samples["job auto"]), list(variants)
+
+    def _best(self, samples: Samples, live: int, method: str) -> str:
+        """The better of no speculation and the best fixed k."""
+        return max((f"{live} {method} {k}" for k in (*FIXED, "none")), key=lambda v: median(samples, v, "tokens_per_s"))
+
     def _against_best(self, samples: Samples, live: int, method: str) -> tuple[str, float, float, float]:
-        """The better of no speculation and the best fixed k, and auto over it: median and quartiles of paired ratios."""
-        auto = f"{live} {method} auto"
-        best = max((f"{live} {method} {k}" for k in (*FIXED, "none")), key=lambda v: median(samples, v, "tokens_per_s"))
-        low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[auto], samples[best])])
+        """The best, and auto over it when both were measured again: median and quartiles of paired ratios."""
+        best = self._best(samples, live, method)
+        pairs = zip(samples[f"again {live} {method} auto"], samples[f"again {best}"])
+        low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs])
         return best.split()[-1], middle, low, high
 
     def tables(self, samples: Samples) -> list[Table]:

@@ -1,11 +1,11 @@
 """The embedded engine: continuous batching over a slot KV cache, autoregressive or speculative, in plain torch.
 
-One `poll` is one engine step: admit waiting sequences into free slots (prefill, one pass per distinct prompt), choose a draft
+One `poll` is one engine step: admit waiting sequences into free slots (prefill, see prompts.py), choose a draft
 length, propose, verify, commit, hand out what finished. Live sequences occupy slots 0..live-1; the last one moves into a freed
 slot. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves, and the host waits
 for the device once a step.
 
-Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, U distinct prompts, V vocabulary, E draft features.
+Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, E draft features.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import Callable, Mapping
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from asyncspec.engine import kv_cache
 from asyncspec.engine.base import Completion, Request
 from asyncspec.engine.decode import DecodeModel
+from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
 from asyncspec.models.policy import PolicyShape, build
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.base import Drafter, Slots
@@ -28,10 +29,6 @@ from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength,
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
-PREFILL_CHUNK = 512  # positions read in one pass
-PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
-READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
-PASS_TOKENS = 48  # a further pass over prompts costs what so many tokens cost
 CALIBRATION_S = 2.0
 
 
@@ -40,17 +37,6 @@ class _Sequence:
     request: Request
     sample: int
     started_at: float = 0.0
-
-
-class _Prompts(NamedTuple):
-    """Prompts that were read together, before all their samples have a slot."""
-
-    index: dict[int, int]  # id of a request -> its U; it lies in row slots + 1 + U
-    requests: tuple[Request, ...]  # kept alive, so that their ids stay theirs
-    p_UV: torch.Tensor  # the distribution of the first token
-
-
-_NO_PROMPTS = _Prompts({}, (), None)
 
 
 class TorchEngine:
@@ -82,6 +68,7 @@ class TorchEngine:
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
+        self._prompts = PromptReader(self.decode, self.model.lm_head, self.tokens, self.drafter, self.settings, slots + 1)
         self._drafting = longest > 0
 
         def state(*size, dtype=torch.int64):
@@ -96,7 +83,6 @@ class TorchEngine:
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
-        self._prompts = _NO_PROMPTS
         self._entered = 0
         self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
 
@@ -132,7 +118,7 @@ class TorchEngine:
         """Forget all sequences, waiting and live; nothing comes of them."""
         self._queue.clear()
         self._sequences.clear()
-        self._prompts = _NO_PROMPTS
+        self._prompts.forget()
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
@@ -156,10 +142,11 @@ class TorchEngine:
             self.decode.compile(self.shape)
         if self.drafter is not None:
             self.drafter.reload()
-        self.version, self._prompts = version, _NO_PROMPTS
+        self.version = version
+        self._prompts.forget()
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
-            self._read(0, self.tokens.token_SP[: self.live, : longest - 1])
+            self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1])
 
     @torch.no_grad()
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
@@ -183,67 +170,25 @@ class TorchEngine:
         """Give free slots to waiting sequences."""
         done, budget = [], PREFILL_TOKENS
         while self._queue and self.live < self.slots and budget > 0:
-            if id(self._queue[0].request) not in self._prompts.index:
-                budget -= self._read_prompts()
-            new, index = [], self._prompts.index
-            while self._queue and self.live + len(new) < self.slots and id(self._queue[0].request) in index:
+            if not self._prompts.has(self._queue[0].request):
+                budget -= self._prompts.read((s.request for s in self._queue), self._drafting)
+            new = []
+            while self._queue and self.live + len(new) < self.slots and self._prompts.has(self._queue[0].request):
                 new.append(self._queue.popleft())
             done += self._enter(new)
         return done
-
-    def _read_prompts(self) -> int:
-        """Read the prompts that are next in the queue into rows of their own, those of like length together.
-
-        All samples of a prompt start from what was read once, also those that get a slot later.
-
-        Returns:
-            How many tokens were read.
-        """
-        ahead: dict[int, Request] = {}
-        total = 0
-        for sequence in self._queue:
-            request = sequence.request
-            if id(request) not in ahead:
-                total += len(request.prompt)
-                if ahead and (len(ahead) == PROMPT_ROWS or total > READ_AHEAD_TOKENS):
-                    break
-                ahead[id(request)] = request
-        requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
-        first, logits, read = self.slots + 1, [], 0
-        for count in passes([len(request.prompt) for request in requests]):
-            prompts = [request.prompt for request in requests[read : read + count]]
-            logits.append(self._read_alike(first + read, prompts))
-            read += count
-        p_UV = sampling_distribution(torch.cat(logits), *self.settings)
-        self._prompts = _Prompts({id(request): i for i, request in enumerate(requests)}, tuple(requests), p_UV)
-        return total
-
-    def _read_alike(self, first_row: int, prompts: list) -> torch.Tensor:
-        """Read prompts in one pass, the longest first; returns the logits after each, [U, V]."""
-        tokens, rows, longest = self.tokens, slice(first_row, first_row + len(prompts)), len(prompts[0])
-        token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
-        length_U = torch.tensor([len(p) for p in prompts], device=self.device)
-        tokens.token_SP[rows, :longest] = token_UL
-        tokens.length_S[rows] = tokens.prompt_S[rows] = length_U
-        tokens.refresh(rows.stop)
-        if self.drafter is not None:
-            self.drafter.enter(first_row, len(prompts))
-        logits_UV = self._read(first_row, token_UL, length_U - 1)
-        if self._drafting:
-            self.drafter.prefill(first_row, len(prompts))
-        return logits_UV
 
     def _enter(self, new: list[_Sequence]) -> list[Completion]:
         """Put sequences whose prompts were read into the next free rows and sample their first tokens."""
         prompts, tokens, first = self._prompts, self.tokens, self.live
         rows, now = slice(first, first + len(new)), time.monotonic()
-        sources = [self.slots + 1 + prompts.index[id(s.request)] for s in new]
+        sources = [prompts.row(s.request) for s in new]
         longest, source_B = int(tokens.length[sources].max()), torch.tensor(sources, device=self.device)
         self.decode.cache.copy(sources, first, longest)
         if self.drafter is not None:
             self.drafter.copy(sources, first)
         self._sequences += [replace(s, started_at=now) for s in new]
-        length_B, p_BV = tokens.length_S[source_B], prompts.p_UV[source_B - (self.slots + 1)]
+        length_B, p_BV = tokens.length_S[source_B], prompts.first_token_distribution(source_B)
         tokens.token_SP[rows, :longest] = tokens.token_SP[source_B, :longest]
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
         self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
@@ -261,23 +206,6 @@ class TorchEngine:
         tokens.refresh(self.live)
         self._lap("admit")
         return self._retired(finished_B.cpu().numpy(), first)
-
-    def _read(self, first_row: int, token_UL, last_U=None) -> torch.Tensor | None:
-        """Fill the cache from position 0, in chunks; logits after position last_U of each row."""
-        hidden_UD = None
-        for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
-            chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
-            end = start + chunk_UL.shape[1]
-            position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
-            spans = [(len(chunk_UL), end)]
-            hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
-            if self.drafter is not None:
-                self.drafter.observe(first_row, features_ULE, position_UL)
-            if last_U is not None:
-                at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
-                here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)
-                hidden_UD = here_UD if hidden_UD is None else torch.where((last_U >= start).unsqueeze(1), here_UD, hidden_UD)
-        return None if last_U is None else self.model.lm_head(hidden_UD)
 
     def _step(self) -> list[Completion]:
         B = self.live
@@ -432,7 +360,9 @@ class TorchEngine:
                 self.limit_S[:live] = self.tokens.positions
                 best = float("inf")
                 for repetition in range(6):
-                    self.tokens.length_S[:live] = min(start + repetition, self.tokens.positions - LONGEST - 1)
+                    # As far on as when all is accepted, so that the drafter has as much to catch up with.
+                    length = start + (repetition - 3) * (K + 1)
+                    self.tokens.length_S[:live] = min(max(1, length), self.tokens.positions - LONGEST - 1)
                     self.tokens.refresh(live)
                     tick = time.perf_counter()
                     self._advance(live, K)
@@ -441,17 +371,3 @@ class TorchEngine:
                 times.append(best)
             table.append(np.interp(range(LONGEST + 1), lengths, times))
         return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))
-
-
-def passes(lengths: Sequence[int]) -> list[int]:
-    """How many rows to read in each pass, given their lengths, longest first: padding against the cost of another pass."""
-    least, last = [0], [0]
-    for end in range(1, len(lengths) + 1):
-        cost, start = min((least[start] + PASS_TOKENS + (end - start) * lengths[start], start) for start in range(end))
-        least.append(cost)
-        last.append(start)
-    counts, end = [], len(lengths)
-    while end:
-        counts.append(end - last[end])
-        end = last[end]
-    return counts[::-1]

@@ -24,7 +24,9 @@ from asyncspec.config import LONGEST_DRAFT as LONGEST
 
 EXPLORE_SHARE = 0.003
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
+FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
+RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 KINDS = 16
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
@@ -56,9 +58,9 @@ class Acceptance:
     def __init__(self) -> None:
         self.tried, self.kept = [PRIOR_ROWS] * LONGEST, [PRIOR_ROWS * PRIOR_RATE] * LONGEST
 
-    def add(self, kept_B: np.ndarray, draft_length: int) -> None:
+    def add(self, kept_B: np.ndarray, draft_length: int, window: int) -> None:
         """Rows that kept so many of `draft_length` proposals."""
-        forget = max(0.5, 1 - len(kept_B) / WINDOW)
+        forget = max(0.5, 1 - len(kept_B) / window)
         at_least = len(kept_B)
         for j, count in enumerate(np.bincount(kept_B, minlength=draft_length).tolist()[:draft_length]):
             if not at_least:  # no row got here: nothing learned, nothing forgotten
@@ -100,7 +102,7 @@ class _Learning:
         self._table: dict[int, list[float]] = {}
         self._drift: dict[int, float] = {}
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
-        self.budget_s, self._turn, self._exploring = 0.0, 0, False
+        self.budget_s, self._turn, self._exploring = FIRST_BUDGET_S, 0, False
         self._best, self._live, self._held = 0, 0, 0
 
     def choose(self, live: int) -> int:
@@ -186,7 +188,7 @@ class AutoLength(_Learning):
         if self._passes_over(draft_length):
             return
         if draft_length:
-            self.acceptance.add(kept_B, draft_length)
+            self.acceptance.add(kept_B, draft_length, WINDOW if self._best else RESTING_WINDOW)
         # The tokens to be expected: those that came are mostly chance, and only losses are charged.
         self._spent(seconds, self.acceptance.emitted()[draft_length] if self._exploring else 1.0)
         if usual:

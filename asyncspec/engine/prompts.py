@@ -1,0 +1,125 @@
+"""Reading prompts: each once, for all its samples, ahead of the slots they will get.
+
+Prompts are read into rows of the cache of their own; a sample that gets a slot copies from there.
+
+Shape suffixes: U distinct prompts, L positions of a pass, V vocabulary, D model dimension, E draft features.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, Sequence
+
+import torch
+
+from asyncspec.engine.base import Request
+from asyncspec.engine.decode import DecodeModel
+from asyncspec.speculation.base import Drafter, Slots
+from asyncspec.speculation.verify import sampling_distribution
+
+PREFILL_CHUNK = 512  # positions read in one pass
+PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
+READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
+PASS_TOKENS = 48  # a further pass over prompts costs what so many tokens cost
+
+
+class PromptReader:
+    def __init__(self, decode: DecodeModel, lm_head, tokens: Slots, drafter: Drafter | None, settings, first_row: int) -> None:
+        """
+        Args:
+            settings: temperature, top_p, top_k.
+            first_row: of the `PROMPT_ROWS` rows for prompts.
+        """
+        self.decode, self.lm_head, self.tokens, self.drafter, self.settings = decode, lm_head, tokens, drafter, settings
+        self.first_row, self.aux_layers = first_row, () if drafter is None else drafter.aux_layers
+        self.forget()
+
+    def forget(self) -> None:
+        """What was read is of no use any more."""
+        self._index: dict[int, int] = {}  # id of a request -> its U
+        self._requests: tuple[Request, ...] = ()  # kept alive, so that their ids stay theirs
+        self._p_UV = None  # the distribution of the first token
+
+    def has(self, request: Request) -> bool:
+        return id(request) in self._index
+
+    def row(self, request: Request) -> int:
+        """Where a prompt that was read lies."""
+        return self.first_row + self._index[id(request)]
+
+    def first_token_distribution(self, row_B: torch.Tensor) -> torch.Tensor:
+        """[B, V], for prompts in these rows."""
+        return self._p_UV[row_B - self.first_row]
+
+    def read(self, waiting: Iterable[Request], drafting: bool) -> int:
+        """Read the prompts that are next, those of like length together.
+
+        Args:
+            waiting: a prompt for each of its samples.
+            drafting: whether the drafter is to read them, too, in a pass of its own.
+
+        Returns:
+            How many tokens were read.
+        """
+        ahead: dict[int, Request] = {}
+        total = 0
+        for request in waiting:
+            if id(request) not in ahead:
+                total += len(request.prompt)
+                if ahead and (len(ahead) == PROMPT_ROWS or total > READ_AHEAD_TOKENS):
+                    break
+                ahead[id(request)] = request
+        requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
+        logits, read = [], 0
+        for count in passes([len(request.prompt) for request in requests]):
+            prompts = [request.prompt for request in requests[read : read + count]]
+            logits.append(self._read_alike(self.first_row + read, prompts, drafting))
+            read += count
+        self._p_UV = sampling_distribution(torch.cat(logits), *self.settings)
+        self._index, self._requests = {id(request): i for i, request in enumerate(requests)}, tuple(requests)
+        return total
+
+    def _read_alike(self, first_row: int, prompts: list, drafting: bool) -> torch.Tensor:
+        """Read prompts in one pass, the longest first; returns the logits after each, [U, V]."""
+        tokens, rows, longest = self.tokens, slice(first_row, first_row + len(prompts)), len(prompts[0])
+        token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=tokens.device)
+        length_U = torch.tensor([len(p) for p in prompts], device=tokens.device)
+        tokens.token_SP[rows, :longest] = token_UL
+        tokens.length_S[rows] = tokens.prompt_S[rows] = length_U
+        tokens.refresh(rows.stop)
+        if self.drafter is not None:
+            self.drafter.enter(first_row, len(prompts))
+        logits_UV = self.fill(first_row, token_UL, length_U - 1)
+        if drafting:
+            self.drafter.prefill(first_row, len(prompts))
+        return logits_UV
+
+    def fill(self, first_row: int, token_UL, last_U=None) -> torch.Tensor | None:
+        """Fill the cache from position 0, in chunks; logits after position last_U of each row."""
+        hidden_UD = None
+        for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
+            chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
+            end = start + chunk_UL.shape[1]
+            position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
+            spans = [(len(chunk_UL), end)]
+            hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
+            if self.drafter is not None:
+                self.drafter.observe(first_row, features_ULE, position_UL)
+            if last_U is not None:
+                at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
+                here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)
+                hidden_UD = here_UD if hidden_UD is None else torch.where((last_U >= start).unsqueeze(1), here_UD, hidden_UD)
+        return None if last_U is None else self.lm_head(hidden_UD)
+
+
+def passes(lengths: Sequence[int]) -> list[int]:
+    """How many rows to read in each pass, given their lengths, longest first: padding against the cost of another pass."""
+    least, last = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        cost, start = min((least[start] + PASS_TOKENS + (end - start) * lengths[start], start) for start in range(end))
+        least.append(cost)
+        last.append(start)
+    counts, end = [], len(lengths)
+    while end:
+        counts.append(end - last[end])
+        end = last[end]
+    return counts[::-1]
