@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train` and `asyncspec bench`."""
+"""The command line: `asyncspec train`, `asyncspec draft train` and `asyncspec bench`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. Wrong input is one line on standard error and exit code 2."""
     parser = _Parser(
         prog="asyncspec", description="Asynchronous, speculative RL post-training.", formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec bench speculation --repeats 3")
+        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench speculation --repeats 3")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
+    _add_draft(commands)
     _add_bench(commands)
     # Overrides may stand between flags; argparse takes only those that stand together.
     args, rest = parser.parse_known_args(argv)
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags = [flag for action in args.parser._actions for flag in action.option_strings]
             nearest = difflib.get_close_matches(item.split("=")[0], flags, 1, 0.0)[0]
             args.parser.error(f"{item}: no such flag; nearest: {nearest}")
-    args.overrides += rest
+    if rest and not hasattr(args, "overrides"):
+        args.parser.error(f"{rest[0]!r}: expected flags only")
+    if rest:
+        args.overrides += rest
     try:
         return args.run(args)
     except configuration.ConfigError as error:
@@ -74,6 +78,56 @@ def _train(args) -> int:
     from asyncspec.launch import monarch
 
     return monarch.launch(config)
+
+
+DRAFT_FLAGS = {  # of `asyncspec draft train`: fields of drafts/offline.py's Training
+    "method": ("METHOD", "eagle3, mtp or draft_model (default: eagle3)"),
+    "policy": ("DIR", "Hugging Face directory of the policy (default: the shipped one)"),
+    "out": ("DIR", "where the draft goes (default: draft)"),
+    "prompts": ("FILE", "JSONL with prompt on each line; the policy samples its answers (default: the built-in task)"),
+    "rollouts": ("FILE", "JSONL with prompt and response on each line; nothing is sampled"),
+    "init": ("DIR", "a draft to go on from (default: a new one)"),
+    "minutes": ("N", "time to train; 0: until --steps are done (default: 4)"),
+    "steps": ("N", "optimizer steps; 0: until --minutes are over (default: 0)"),
+    "batch": ("N", "rollouts of a step (default: 32)"),
+    "unroll": ("N", "positions eagle3 and mtp are unrolled over in training (default: 5)"),
+    "lr": ("LR", "AdamW's learning rate, annealed to zero (default: 2e-3 at width 64, falling with its root)"),
+    "temperature": ("T", "of the policy's samples (default: 1)"),
+    "max_prompt_tokens": ("N", "longer prompts are left out (default: 96)"),
+    "max_response_tokens": ("N", "rollouts are cut off here (default: 320)"),
+    "draft_vocab": ("N", "let eagle3 propose only the N most frequent tokens: a smaller head; 0: all (default: 0)"),
+    "draft_length": ("K", "k at which the result is measured (default: 3)"),
+    "held_out": ("N", "prompts held out to measure it on, a tenth at most (default: 256)"),
+    "seed": ("N", "of initialisation, prompts and samples (default: 0)"),
+    "threads": ("N", "CPU threads (default: 2)"),
+}
+
+
+def _add_draft(commands) -> None:
+    draft = commands.add_parser("draft", help="make a draft for a policy", description="Make a draft for a policy.")
+    train = draft.add_subparsers(dest="draft_command", required=True, metavar="COMMAND", parser_class=_Parser).add_parser(
+        "train", help="train a draft on what a policy samples",
+        description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes files that the engine and\n"
+                    "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (metavar, text) in DRAFT_FLAGS.items():
+        train.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text,
+                           **({"choices": ("eagle3", "mtp", "draft_model")} if name == "method" else {}))
+    train.set_defaults(run=_draft_train, parser=train)
+
+
+def _draft_train(args) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from asyncspec.drafts import offline
+
+    settings = offline.Training()
+    for name in DRAFT_FLAGS:
+        if (text := getattr(args, name)) is not None:
+            try:
+                setattr(settings, name, type(getattr(settings, name))(text))
+            except ValueError:
+                args.parser.error(f"--{name.replace('_', '-')} {text}: expected a number")
+    return offline.run(settings)
 
 
 def _add_bench(commands) -> None:

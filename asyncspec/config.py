@@ -106,9 +106,12 @@ class TrainerConfig:
 
 @dataclass
 class DraftConfig:
-    adapt: bool = True  # train the draft on the policy's rollouts while it runs
+    adapt: bool = True  # train the draft on the policy's rollouts while it runs: mtp in the trainer, others in the draft adapter
     lr: float = 3e-4  # learning rate of the draft's AdamW
-    groups_per_step: int = 4  # at most this many groups a step are sent to the draft adapter; others are not
+    groups_per_step: int = 4  # at most this many groups a step are learned from; others are not
+    bytes_per_step: int = 64_000_000  # at most so much goes to the draft adapter a step, and waits for it; then the oldest is dropped
+    top_tokens: int = 512  # tokens kept of each target distribution, the rest of its mass as one; a smaller vocabulary is kept whole
+    window: int = 0  # positions of a rollout that are sent, a stretch at random, for long contexts; 0: all
     publish_every: int = 4  # optimizer steps of the draft between two published draft versions
     unroll: int = 3  # positions the draft is unrolled over in training (training-time test)
 
@@ -152,7 +155,15 @@ class Config:
 
     @property
     def adapting(self) -> bool:
-        return self.speculation.method == "eagle3" and self.draft.adapt
+        """Whether there is a draft adapter."""
+        return self.draft_trainer == "draft_adapter"
+
+    @property
+    def draft_trainer(self) -> str:
+        """Who trains the draft while the policy moves: draft_adapter, the trainer (mtp, the policy's own), or nobody ("")."""
+        if not self.draft.adapt:
+            return ""
+        return {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}.get(self.speculation.method, "")
 
     @property
     def draft_directory(self) -> str:
@@ -242,10 +253,10 @@ def check(config: Config) -> None:
         value = _value(config, name)
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", _default(name))
     for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
-                 "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll",
+                 "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
                  "sampling.max_response_tokens", "data.train_prompts"):
         at_least(name, 1)
-    for name in ("policy_lag", "seed", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
+    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
         at_least(name, 0)
     for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
                  "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):

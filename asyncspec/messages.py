@@ -84,8 +84,7 @@ class Group(Message, frozen=True):
 
 
 class Supervision(Message, frozen=True):
-    """What the draft learns from, one group. Arrays: features float16 [G, L, E], embeds float16 [G, L, D],
-    target_logprobs float16 [G, L, V], mask bool [G, L]."""
+    """What the draft learns from, one group. Arrays: see `drafts.supervision.pack`."""
 
     ticket_id: int
     policy_version: int
@@ -117,7 +116,7 @@ class Welcome(Message, frozen=True):
 
 
 class Membership(Message, frozen=True):
-    """A broadcast group of one epoch. The first member sends; the others receive."""
+    """A broadcast group of one epoch. The first member sends; the others receive. Without members: it is no more."""
 
     kind: str  # policy or draft
     epoch: int

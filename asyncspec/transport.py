@@ -45,6 +45,10 @@ def wait(sockets: Iterable["Inbox | Outbox | ControlServer | ControlClient"], ti
     poller.poll(max(0, int(timeout_s * 1000)))
 
 
+def _bytes(frames: list) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
 def _receive(socket: zmq.Socket) -> list | None:
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
@@ -136,13 +140,18 @@ class Outbox:
         self._backlog.append(encode(body, arrays))
         self.flush()
 
-    def offer(self, body: Message, arrays: Arrays | None = None) -> bool:
-        """Send if there is credit now; otherwise drop the message and return False."""
-        self.flush()
-        if self._backlog or not self.credits:
-            return False
+    def offer(self, body: Message, arrays: Arrays | None, most_bytes: int) -> int:
+        """Send, now or when credit comes back; of what waits for credit the oldest is dropped to keep within most_bytes.
+
+        Returns:
+            How many messages were dropped.
+        """
         self.put(body, arrays)
-        return True
+        waiting, dropped = sum(_bytes(frames) for frames in self._backlog), 0
+        while waiting > most_bytes:
+            waiting -= _bytes(self._backlog.popleft())
+            dropped += 1
+        return dropped
 
     def flush(self) -> None:
         """Take returned credits and send what they allow. Call it in the actor's loop."""

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,20 +23,15 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from asyncspec.engine.base import Request
-from asyncspec.engine.torch_engine import TorchEngine
-from asyncspec.models import eagle3, mtp, policy, tokenizer as tokenizers
-from asyncspec.models.draft_training import DraftTrainer, distillation_loss, supervise
+from asyncspec.drafts import draft as drafts
+from asyncspec.drafts.offline import Sampler, Training, acceptance_length, sampled, train_draft
+from asyncspec.models import policy, tokenizer as tokenizers
 from asyncspec.rl import tasks
-from asyncspec.speculation.make import drafter_maker
 
 SHAPE = policy.PolicyShape(
     vocab_size=64, dim=64, n_layers=24, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=192, max_positions=512,
     rope_theta=1e4, norm_eps=1e-6, tied=True, eos_token_id=1, pad_token_id=0,
 )
-SMALL_SHAPE = replace(SHAPE, n_layers=2)  # of the separate draft model
-METHODS = ("eagle3", "mtp", "draft_model")
-
 TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
 
 
@@ -95,65 +88,10 @@ def warm_up(args, tokenizer):
     return model
 
 
-def rollouts(tokenizer, model, problems, samples, seed, make_drafter=None, draft_length=0):
-    """Sample at temperature 1: [(problem, completion)]."""
-    engine = TorchEngine(
-        SHAPE, make_drafter, slots=64, max_prompt_tokens=96, max_response_tokens=320,
-        draft_length=draft_length)
-    engine.load_policy(dict(model.named_parameters()), 0)
-    for i, problem in enumerate(problems):
-        engine.submit(Request(i, tokenizer.encode(problem.prompt).ids, [seed + i * samples + j for j in range(samples)], 320))
-    done = []
-    while engine.live or engine.waiting:
-        done += [(problems[c.request_id], c) for c in engine.poll()]
-    return done
-
-
-def accuracy(tokenizer, done):
+def accuracy(tokenizer, problems, done):
     return float(np.mean([
-        tasks.exact_match(p.prompt, tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True), p.answer)
-        for p, c in done]))
-
-
-def supervision(args, tokenizer, model, stream):
-    """Endless batches (tokens_BL, mask_BL of response tokens) of fresh rollouts, each seen twice."""
-    round_ = 0
-    while True:
-        done = rollouts(tokenizer, model, tasks.sums(1000 * stream + round_, 256), 1, 10**6 * (1000 * stream + round_ + 1))
-        done.sort(key=lambda item: len(item[1].tokens))
-        order = np.random.default_rng([args.seed, stream, round_]).permutation(len(done) // 32)
-        for i in [*order, *order]:
-            sequences = [(tokenizer.encode(p.prompt).ids, c.tokens.tolist()) for p, c in done[i * 32 : (i + 1) * 32]]
-            longest = max(len(a) + len(b) for a, b in sequences)
-            tokens_BL = torch.tensor([a + b + [0] * (longest - len(a) - len(b)) for a, b in sequences])
-            yield tokens_BL, torch.tensor([[len(a) <= i < len(a) + len(b) for i in range(longest)] for a, b in sequences])
-        round_ += 1
-
-
-def train_draft(args, tokenizer, model, method):
-    """Returns the draft and a function that writes it to a directory."""
-    torch.manual_seed(args.seed + 1)
-    if method == "draft_model":
-        draft, loss = policy.build(SMALL_SHAPE), partial(distillation_loss, temperature=1.0)
-        draft.init_states()
-        save = partial(policy.save, draft, SMALL_SHAPE)
-    else:
-        draft = mtp.MTP(SHAPE, model.lm_head.weight) if method == "mtp" else eagle3.Eagle3(eagle3.DraftShape.for_policy(SHAPE))
-        loss, save = partial(eagle3.draft_loss, unroll=args.unroll), partial({"mtp": mtp, "eagle3": eagle3}[method].save, draft)
-    trainer = DraftTrainer(draft, loss, args.draft_lr, args.draft_steps)
-    aux_layers = getattr(draft, "aux_layers", ())
-    with Progress() as progress:
-        bar = progress.add_task(method, total=args.draft_steps)
-        for tokens_BL, mask_BL in supervision(args, tokenizer, model, 1 + METHODS.index(method)):
-            features_BLE, embeds_BLD, target_BLV, _ = supervise(model, aux_layers, tokens_BL, mask_BL, 1.0)
-            inputs = (tokens_BL,) if method == "draft_model" else (features_BLE, embeds_BLD)
-            value, rates = trainer.step(*inputs, target_BLV, mask_BL)
-            progress.update(bar, advance=1, description=f"{method}, acceptance {rates[0]:.3f}")
-            if trainer.steps % 250 == 0:
-                progress.console.print(f"{method} step {trainer.steps}: loss {value:.3f}, acceptance by position "
-                                       + " ".join(f"{r:.3f}" for r in rates))
-            if trainer.steps >= args.draft_steps:
-                return save
+        tasks.exact_match(problems[i].prompt, tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True), problems[i].answer)
+        for i, c in done]))
 
 
 def main():
@@ -164,11 +102,11 @@ def main():
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--guess", type=float, default=0.4, help="share of demonstrations that guess the answer")
     parser.add_argument("--slip", type=float, default=0.15, help="share of working steps that hold a slip")
-    parser.add_argument("--draft-steps", type=int, default=4000, help="steps of 32 rollouts, for each draft")
-    parser.add_argument("--unroll", type=int, default=5, help="positions eagle3 and mtp are unrolled over in training")
+    parser.add_argument("--draft-steps", type=int, default=8000, help="steps of 32 rollouts, for each draft")
+    parser.add_argument("--unroll", type=int, default=7, help="positions eagle3 and mtp are unrolled over in training")
     parser.add_argument("--draft-lr", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=["policy", *METHODS], help="make just one; the policy is then read from --out")
+    parser.add_argument("--only", choices=["policy", *drafts.METHODS], help="make just one; the policy is then read from --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.monotonic()
@@ -178,18 +116,37 @@ def main():
         policy.save(model, SHAPE, args.out / "policy")
         tokenizers.save(tokenizer, args.out / "policy")
     model, _ = policy.load(args.out / "policy")
-    done = rollouts(tokenizer, model, tasks.sums(7, 512), 2, 1)
+    model.requires_grad_(False)
+    settings = Training(minutes=0, steps=args.draft_steps, unroll=args.unroll, lr=args.draft_lr, seed=args.seed)
+
+    def encoded(problems):
+        return [tokenizer.encode(p.prompt).ids for p in problems]
+
+    problems = tasks.sums(7, 512)
+    done = Sampler(model, SHAPE, settings)(encoded(problems), 1, samples=2)
     lengths = [len(c.tokens) for _, c in done]
-    print(f"policy: held-out accuracy {accuracy(tokenizer, done):.3f} at temperature 1; response tokens mean "
+    print(f"policy: held-out accuracy {accuracy(tokenizer, problems, done):.3f} at temperature 1; response tokens mean "
           f"{np.mean(lengths):.1f}, median {np.median(lengths):.0f}, 99% {np.quantile(lengths, 0.99):.0f}, max {max(lengths)}; "
           f"{time.monotonic() - started:.0f} s")
-    for method in METHODS if args.only in (None, *METHODS) else ():
-        if args.only in (None, method):
-            train_draft(args, tokenizer, model, method)(args.out / method)
-            done = rollouts(tokenizer, model, tasks.sums(8, 256), 1, 5, drafter_maker(method, args.out / method, SHAPE), 3)
-            emitted = sum(len(c.tokens) - 1 for _, c in done)
-            print(f"{method}: acceptance length {emitted / sum(c.verifications for _, c in done):.3f} at k=3 on held-out prompts; "
-                  f"accuracy with speculation {accuracy(tokenizer, done):.3f}; {time.monotonic() - started:.0f} s in all")
+    for method in drafts.METHODS if args.only in (None, *drafts.METHODS) else ():
+        if args.only not in (None, method):
+            continue
+        torch.manual_seed(args.seed + 1)
+        draft, problems = drafts.new(method, SHAPE, model), tasks.sums(8, 256)
+        with Progress() as progress:
+            bar = progress.add_task(method, total=args.draft_steps)
+
+            def shown(trainer, _, loss, rates):
+                progress.update(bar, advance=1, description=f"{method}, acceptance {rates[0]:.3f}")
+                if trainer.steps % 250 == 0:
+                    progress.console.print(f"{method} step {trainer.steps}: loss {loss:.3f}, acceptance by position "
+                                           + " ".join(f"{r:.3f}" for r in rates), soft_wrap=True)
+
+            train_draft(draft, model, sampled(model, SHAPE, encoded(tasks.sums(1000, 1 << 16)), settings), settings, shown)
+        draft.save(args.out / method, args.out / "policy")
+        done = Sampler(model, SHAPE, settings, draft, 3)(encoded(problems), 5)
+        print(f"{method}: acceptance length {acceptance_length(done):.3f} at k=3 on held-out prompts; "
+              f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

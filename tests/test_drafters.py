@@ -13,12 +13,13 @@ from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.drafts import draft as drafts
 from asyncspec.speculation.draft_model import DraftModelDrafter
 from asyncspec.speculation.eagle3 import eagle3_drafter
 from asyncspec.speculation.lookup import NGramDrafter, SuffixDrafter
 from asyncspec.speculation.mtp import mtp_drafter
 
-METHODS = ["eagle3", "mtp", "draft_model", "ngram", "suffix"]
+METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suffix"]
 
 
 class RandomLength(FixedLength):
@@ -41,8 +42,10 @@ def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
         other.init_states()
         return DraftModelDrafter(other.requires_grad_(False), small_shape, slots, settings)
 
+    torch.manual_seed(6)
+    few = drafts.new("eagle3", small_shape, small_policy, torch.tensor([1, 3, 4])).module
     return {
-        "eagle3": partial(eagle3_drafter, contrary_draft), "mtp": partial(mtp_drafter, contrary_mtp), "draft_model": other_policy,
+        "eagle3": partial(eagle3_drafter, contrary_draft), "eagle3 of few tokens": partial(eagle3_drafter, few), "mtp": partial(mtp_drafter, contrary_mtp), "draft_model": other_policy,
         "ngram": lambda model, slots, settings: NGramDrafter(slots), "suffix": lambda model, slots, settings: SuffixDrafter(slots)}
 
 

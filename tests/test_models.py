@@ -98,15 +98,16 @@ def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_dra
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft, contrary_mtp, kind):
     """Pass j of training must see what the drafter's KV cache holds when it drafts its (j+1)-th token."""
-    from asyncspec.models.draft_training import supervise
-    from asyncspec.models.eagle3 import _UnrolledAttention
+    from asyncspec.drafts.supervision import supervise
+    from asyncspec.drafts.training import _UnrolledAttention
     from asyncspec.speculation.base import Slots
     from asyncspec.speculation.eagle3 import eagle3_drafter
     from asyncspec.speculation.mtp import mtp_drafter
 
     draft, make = (contrary_draft, eagle3_drafter) if kind == "eagle3" else (contrary_mtp, mtp_drafter)
     tokens = torch.randint(2, 6, (1, 12), generator=torch.Generator().manual_seed(1))
-    features, embeds, _, _ = supervise(small_policy, draft.aux_layers, tokens, torch.ones(1, 12, dtype=torch.bool), 1.0)
+    made = supervise(small_policy, draft.aux_layers, tokens, torch.ones(1, 12, dtype=torch.bool), 1.0)
+    features, embeds = made.features_BLE, made.embeds_BLD
     T, unroll = 10, 3
     rope, attend = draft.rope(torch.arange(T).expand(1, T)), _UnrolledAttention(T, "cpu")
     hidden, trained = draft.fuse(features[:, :T]), []

@@ -25,8 +25,8 @@ spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_
 PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
 
 
-def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=180, **kwargs):
-    command = [*launcher, "--run-dir", str(run_dir), *args, *SMALL]
+def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=180, groups=4, **kwargs):
+    command = [*launcher, "--run-dir", str(run_dir), *SMALL, f"rl.groups_per_step={groups}", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent, **kwargs)
 
 
@@ -216,6 +216,31 @@ def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor):
     assert actor in output and "died" in output
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
     assert not gone_within(everyone, 5)
+
+
+@pytest.mark.parametrize("launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
+def test_a_run_goes_on_without_its_draft_adapter(tmp_path, launcher):
+    """Stopped, nobody waits for it; killed in the middle of whatever it does, it is named and the run finishes."""
+    run_dir = tmp_path / "run"
+    command = [*launcher, "--run-dir", str(run_dir), *SMALL, "--steps", "14", "draft.publish_every=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+
+    def wait_for(steps):
+        while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < steps:
+            assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+
+    wait_for(3)
+    adapter = pid_of(run_dir, "draft_adapter")
+    os.kill(adapter, signal.SIGSTOP)
+    wait_for(7)
+    os.kill(adapter, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "the draft adapter is gone" in output, output
+    metrics = rows(run_dir)
+    assert len(metrics) == 14 and metrics[-1]["draft/adapter_lost"] == 1
+    assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
 
 
 def test_no_actor_outlives_a_killed_launcher(tmp_path):

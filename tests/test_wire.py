@@ -100,14 +100,19 @@ def test_a_queue_never_holds_more_than_its_credits(queue):
     assert received == [str(i) for i in range(50)]
 
 
-def test_an_offer_without_credit_is_dropped(queue):
+def test_of_offers_without_credit_the_oldest_are_dropped(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
-    assert [outbox.offer(m.Ready("x")) for _ in range(6)] == [True] * 4 + [False] * 2
-    settle(inbox, until=lambda: len(inbox) == 4)
-    inbox.take()
-    settle(inbox, outbox, until=lambda: outbox.credits == 1)
-    assert outbox.offer(m.Ready("y"))
+    array = {"x": np.zeros(1000, dtype=np.uint8)}
+    dropped = [outbox.offer(m.Ready(str(i)), array, 2500) for i in range(9)]
+    assert dropped == [0] * 4 + [0, 0, 1, 1, 1]  # four are under way, two may wait
+    assert outbox.offer(m.Ready("large"), {"x": np.zeros(3000, dtype=np.uint8)}, 2500) == 3
+    assert outbox.offer(m.Ready("last"), array, 2500) == 0
+    names = []
+    while len(names) < 5:
+        settle(inbox, outbox, until=lambda: len(inbox) > 0)
+        names.append(inbox.take()[0].name)
+    assert names == ["0", "1", "2", "3", "last"]
 
 
 def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):

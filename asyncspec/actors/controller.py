@@ -133,8 +133,8 @@ class Controller:
         addresses = {name: hello.address for name, hello in hellos.items()}
         self.outboxes = {name: transport.Outbox(addresses[name]) for name in self.generators}
         self.members = {"policy": ["trainer", "logprob", *self.generators]}
-        if self.config.adapting:
-            self.members["draft"] = ["draft_adapter", *self.generators]
+        if self.config.draft_trainer:
+            self.members["draft"] = [self.config.draft_trainer, *self.generators]
         for name in self.names:
             self.server.send(name, m.Welcome(addresses, deployment.host, self.store.port))
         for kind, members in self.members.items():
@@ -272,18 +272,33 @@ class Controller:
             self.trace.write(message.actor, message.spans)
             self.counters |= message.counters
         elif isinstance(message, m.Failed):
-            if not self.failure:
+            if message.name == "draft_adapter" and self.started:
+                self._lost_adapter(message.error)
+            elif not self.failure:
                 self.failure = self.stop_reason = (
                     f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log")
         elif isinstance(message, m.Stopped):
             self.gone.add(message.name)
+        elif isinstance(message, m.Interrupt) and message.lost == "draft_adapter" and self.started:
+            self._lost_adapter(message.reason)
         elif isinstance(message, m.Interrupt):
             self.stop_reason = self.stop_reason or message.reason
             if message.lost:
                 self.gone.add(message.lost)
                 self.failure = self.failure or message.reason
 
+    def _lost_adapter(self, reason: str) -> None:
+        """The run goes on with the draft it has: nobody waits for the draft adapter."""
+        self.gone.add("draft_adapter")
+        if self.members.pop("draft", None) is not None and not self.stop_reason:
+            self.counters["draft/adapter_lost"] = 1
+            self.console.line(f"the draft adapter is gone ({reason}): the draft stays as it is")
+            for name in ("logprob", *self.generators):
+                self.server.send(name, m.Membership("draft", 2, [], ""))
+
     def _published(self, message: m.Publish) -> None:
+        if message.kind not in self.members:
+            return
         if message.kind == "draft":
             self.counters["draft/policy_version"] = message.policy_version
         else:

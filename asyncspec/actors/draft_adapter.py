@@ -8,10 +8,7 @@ learning; nobody waits for it.
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from asyncspec import messages as m
 from asyncspec.actors.base import Actor
@@ -28,24 +25,26 @@ class DraftAdapter(Actor):
         self.published = 0
 
     def inbox_credits(self) -> int:
-        return self.config.draft.groups_per_step
+        return 2  # what waits longer waits with the sender, who drops the oldest
 
     def load(self) -> None:
-        from asyncspec.models import eagle3, policy
-        from asyncspec.models.draft_training import DraftTrainer
+        from asyncspec.drafts import draft
+        from asyncspec.drafts.training import DraftTrainer
+        from asyncspec.models import policy
 
         os.nice(NICENESS)
         c = self.config
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
-        self.draft = eagle3.load(resolve_path(c.draft_directory), shape).to(self.device)
-        self.trainer = DraftTrainer(self.draft, partial(eagle3.draft_loss, unroll=c.draft.unroll), c.draft.lr)
+        self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape)
+        self.module, self.policy_version = self.draft.module.to(self.device), 0
+        self.trainer = DraftTrainer(self.module, self.draft.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
 
         self.publisher = Publisher(
             welcome.store_host, welcome.store_port, "draft", self.name, self.device,
-            Layout.of(dict(self.draft.named_parameters())))
+            Layout.of(dict(self.module.named_parameters())))
         self.workers = [self.publisher]
         return {"draft"}
 
@@ -54,23 +53,23 @@ class DraftAdapter(Actor):
             self.join(self.publisher, message)
 
     def turn(self) -> None:
+        from asyncspec.drafts.supervision import unpack
+
         self.publisher.check()
         item = self.inbox.take()
         if item is None:
             self.wait(0.05)
             return
         supervision, arrays, _ = item
-        tensors = [torch.from_numpy(arrays[k].astype("float32")).to(self.device) for k in ("features", "embeds", "target_logprobs")]
         with self.recorder.span("adapt", ticket=supervision.ticket_id, version=supervision.policy_version):
-            loss, rates = self.trainer.step(*tensors, torch.from_numpy(arrays["mask"].copy()).to(self.device))
+            loss, rates = self.trainer.step(unpack(arrays, self.device))
+        self.policy_version = supervision.policy_version
         self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.trainer.steps,
                           "draft/skipped": self.trainer.skipped}
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:
             self.published += 1
-            self.publisher.publish(self.published, dict(self.draft.named_parameters()), lambda: self.control.send(
-                m.Publish("draft", self.published, supervision.policy_version)))
+            self.publisher.publish(self.published, dict(self.module.named_parameters()), lambda: self.control.send(
+                m.Publish("draft", self.published, self.policy_version)))
 
     def finish(self) -> None:
-        from asyncspec.models import eagle3
-
-        eagle3.save(self.draft, Path(self.spec.run_dir) / "checkpoint" / "draft")
+        self.draft.save(Path(self.spec.run_dir) / "checkpoint" / "draft", resolve_path(self.config.model.path), self.policy_version)

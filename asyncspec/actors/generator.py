@@ -72,7 +72,7 @@ class Generator(Actor):
         self.to_logprob = transport.Outbox(welcome.addresses["logprob"])
         self.outboxes.append(self.to_logprob)
         parts = {"policy": self.engine.model}
-        if self.config.adapting:
+        if self.config.draft_trainer:
             parts["draft"] = self.engine.drafter.draft
         self.receivers = {}
         for kind, module in parts.items():
@@ -84,9 +84,11 @@ class Generator(Actor):
         return set(parts)
 
     def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership):
+        if isinstance(message, m.Membership) and not message.members:
+            self.receivers.pop(message.kind, None)
+        elif isinstance(message, m.Membership):
             self.join(self.receivers[message.kind], message)
-        elif isinstance(message, m.Receive):
+        elif isinstance(message, m.Receive) and message.kind in self.receivers:
             self.receivers[message.kind].expect(message.version, message.epoch)
 
     def turn(self) -> None:
@@ -104,11 +106,22 @@ class Generator(Actor):
             self.wait(IDLE_WAIT_S)
 
     def _swap_weights(self) -> None:
+        from asyncspec.weights import BroadcastError
+
         while self._received:
             kind, version = self._received.popleft()
             self.control.send(m.Received(self.name, kind, version))
-        for kind, receiver in self.receivers.items():
-            if (new := receiver.take()) is not None:
+        for kind, receiver in list(self.receivers.items()):
+            try:
+                new = receiver.take()
+            except BroadcastError as error:
+                if kind == "policy":
+                    raise
+                # Whoever trains the draft is gone; generation goes on with the draft it has.
+                self.log(f"no more drafts: {error}")
+                del self.receivers[kind]
+                continue
+            if new is not None:
                 self._end_busy_span()
                 version, tensors = new
                 with self.recorder.span(f"swap {kind}", version=version):

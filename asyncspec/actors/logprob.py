@@ -2,8 +2,8 @@
 
 It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
 term, reference logprobs; and from the same pass offers the draft adapter its supervision. It offers only when no other group
-waits here, after the group has left for the trainer, and an offer that finds no credit is dropped and counted: the trainer
-never waits for the draft.
+waits here, after the group has left for the trainer; where the adapter is behind, what has waited longest for it is dropped and
+counted: the trainer never waits for the draft.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ class Logprob(Actor):
         self.threads = self.config.trainer.logprob_threads
         self.version, self.swapped, self.looked = 0, 0.0, 0.0
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
-        self.offered: dict[int, int] = {}  # groups offered to the draft adapter, by step
+        self.offered: tuple[int, int, int] = (-1, 0, 0)  # the newest step of which groups were offered; how many, and bytes
 
     def inbox_credits(self) -> int:
         return self.config.rl.groups_per_step
 
     def load(self) -> None:
-        from asyncspec.models import eagle3, policy
+        from asyncspec.drafts import draft
+        from asyncspec.models import policy
 
         c = self.config
         self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
         self.model.requires_grad_(False)
         if c.adapting:
-            self.aux_layers = eagle3.read_shape(resolve_path(c.draft_directory), self.shape).aux_layers
+            self.aux_layers = draft.aux_layers(c.speculation.method, resolve_path(c.draft_directory), self.shape)
         self.reference = None
         if c.rl.kl_coef > 0:
             self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path), self.device)
@@ -53,8 +54,7 @@ class Logprob(Actor):
         self.outboxes.append(self.to_trainer)
         self.to_adapter = None
         if self.config.adapting:
-            self.counters["draft/groups_dropped"] = 0
-        if self.config.adapting:
+            self.counters |= {"draft/groups_dropped": 0, "draft/megabytes": 0.0}
             self.to_adapter = transport.Outbox(welcome.addresses["draft_adapter"])
             self.outboxes.append(self.to_adapter)
         self._received: deque[int] = deque()
@@ -65,7 +65,11 @@ class Logprob(Actor):
         return {"policy"}
 
     def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership):
+        if isinstance(message, m.Membership) and message.kind == "draft":  # the draft adapter is gone
+            self.outboxes.remove(self.to_adapter)
+            self.to_adapter.close()
+            self.to_adapter = None
+        elif isinstance(message, m.Membership):
             self.join(self.receiver, message)
         elif isinstance(message, m.Receive):
             self.receiver.expect(message.version, message.epoch)
@@ -97,6 +101,7 @@ class Logprob(Actor):
 
     @torch.inference_mode()
     def _process(self, group: m.Group, arrays: m.Arrays, arrived: float) -> None:
+        from asyncspec.drafts.supervision import from_pass
         from asyncspec.models.policy import hidden_states
         from asyncspec.rl.batch import padded, response_logprobs
 
@@ -123,27 +128,21 @@ class Logprob(Actor):
                     group.accepted, group.draft_version, phases, self.version), arrays)
         if supervising:
             with self.recorder.span("offer", ticket.step, ticket.ticket_id, self.version):
-                self._offer(ticket, features_GLE, tokens_GL, logits_GLV, mask_GL)
+                self._offer(ticket, from_pass(self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))
 
     def _wants_supervision(self, step: int) -> bool:
-        if self.to_adapter is None or self.waiting or self.offered.get(step, 0) >= self.config.draft.groups_per_step:
+        if self.to_adapter is None or self.waiting:
             return False
-        self.to_adapter.flush()
-        if not self.to_adapter.credits:
-            self.counters["draft/groups_dropped"] += 1
-            return False
-        return True
+        newest, groups, size = self.offered
+        return step > newest or (step == newest and groups < self.config.draft.groups_per_step and size < self.config.draft.bytes_per_step)
 
-    def _offer(self, ticket: m.Ticket, features_GLE, tokens_GL, logits_GLV, mask_GL) -> None:
-        self.offered = {step: n for step, n in self.offered.items() if step >= ticket.step - 8}
-        self.offered[ticket.step] = self.offered.get(ticket.step, 0) + 1
-        logprobs_GLV = (logits_GLV / self.config.sampling.temperature).log_softmax(-1)
-        embeds_GLD = self.model.tok_embeddings(tokens_GL)
-        self.to_adapter.offer(m.Supervision(ticket.ticket_id, self.version), {
-            "features": _half(features_GLE), "embeds": _half(embeds_GLD), "target_logprobs": _half(logprobs_GLV),
-            "mask": mask_GL.cpu().numpy()})
+    def _offer(self, ticket: m.Ticket, supervision) -> None:
+        from asyncspec.drafts.supervision import pack, size
 
-
-def _half(tensor: torch.Tensor) -> np.ndarray:
-    limit = torch.finfo(torch.float16).max
-    return tensor.clamp(-limit, limit).to(torch.float16).cpu().numpy()
+        d = self.config.draft
+        arrays = pack(supervision, d.top_tokens, d.window, np.random.default_rng([self.config.seed, ticket.ticket_id]))
+        newest, groups, offered = self.offered if self.offered[0] == ticket.step else (ticket.step, 0, 0)
+        self.offered = (newest, groups + 1, offered + size(arrays))
+        self.counters["draft/megabytes"] += size(arrays) / 1e6
+        self.counters["draft/groups_dropped"] += self.to_adapter.offer(
+            m.Supervision(ticket.ticket_id, self.version), arrays, d.bytes_per_step)

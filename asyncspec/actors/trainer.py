@@ -3,6 +3,8 @@
 - Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in.
 - A group outside the policy lag is refused with `LagError`, before it touches the gradient.
 - Losses are summed over tokens; gradients are divided once a step by the number of tokens.
+- With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states of the same forward pass: the
+  module's loss reaches no parameter of the policy.
 - Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
 """
 
@@ -43,8 +45,12 @@ class GradientAccumulator:
         self.optimizer.zero_grad()
         self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
 
-    def add(self, group: m.Group, arrays: m.Arrays) -> None:
-        """Forward and backward over one group."""
+    def add(self, group: m.Group, arrays: m.Arrays) -> tuple[torch.Tensor, ...] | None:
+        """Forward and backward over one group.
+
+        Returns:
+            tokens_GL, mask_GL, logits_GLV and hidden_GLD of the forward pass, detached; None if the group has no gradient.
+        """
         from asyncspec.models.policy import hidden_states
         from asyncspec.rl.batch import padded, response_logprobs
         from asyncspec.rl.grpo import group_advantages, policy_loss
@@ -54,12 +60,13 @@ class GradientAccumulator:
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
         if not advantage_G.any() and self.rl.kl_coef == 0:
-            return  # all samples alike: the gradient is exactly zero
+            return None  # all samples alike: the gradient is exactly zero
         self.tokens_with_signal += tokens
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
         tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays, device)
         proximal_T, behaviour_T = (torch.from_numpy(arrays[k].copy()).to(device) for k in ("proximal", "behaviour"))
-        logits_GLV = self.model.lm_head(hidden_states(self.model, tokens_GL)[0])
+        hidden_GLD, _ = hidden_states(self.model, tokens_GL)
+        logits_GLV = self.model.lm_head(hidden_GLD)
         logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
         reference_T = torch.from_numpy(arrays["reference"].copy()).to(device) if "reference" in arrays else None
         loss, stats = policy_loss(
@@ -67,6 +74,7 @@ class GradientAccumulator:
         loss.backward()
         for name, value in stats.items():
             self.sums[name] += float(value)
+        return tokens_GL, mask_GL, logits_GLV.detach(), hidden_GLD.detach()
 
     def step(self) -> dict[str, float]:
         """Divide once, clip, update; returns the gradient norm, and means over the tokens of groups with signal.
@@ -107,6 +115,13 @@ class Trainer(Actor):
         c: Config = self.config
         self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
         self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature)
+        self.mtp, self.mtp_due = None, c.draft.publish_every
+        if c.draft_trainer == "trainer":
+            from asyncspec.drafts import draft
+            from asyncspec.drafts.training import DraftTrainer
+
+            mtp = draft.load("mtp", resolve_path(c.draft_directory), self.shape, self.model)
+            self.mtp = DraftTrainer(mtp.module.to(self.device), mtp.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
@@ -114,12 +129,17 @@ class Trainer(Actor):
         self.publisher = Publisher(
             welcome.store_host, welcome.store_port, "policy", self.name, self.device,
             Layout.of(dict(self.model.named_parameters())))
-        self.workers = [self.publisher]
-        return {"policy"}
+        self.publishers = {"policy": self.publisher}
+        if self.mtp is not None:
+            self.publishers["draft"] = Publisher(
+                welcome.store_host, welcome.store_port, "draft", self.name, self.device,
+                Layout.of(dict(self.mtp.draft.named_parameters())))
+        self.workers = list(self.publishers.values())
+        return set(self.publishers)
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership):
-            self.join(self.publisher, message)
+            self.join(self.publishers[message.kind], message)
 
     def turn(self) -> None:
         """One optimizer step, waits included."""
@@ -128,6 +148,7 @@ class Trainer(Actor):
             self.wait(0.05)
             return
         step, start = self.step_index, self.step_start or now()
+        self.mtp_groups = 0
         self.waits, self.busy = [], {"data": 0.0, "train": 0.0, "prepare": 0.0}
         records, versions = [], []
         count = self.config.rl.groups_per_step
@@ -152,6 +173,10 @@ class Trainer(Actor):
         with self._part("prepare", step):
             self.publisher.publish(step + 1, dict(self.model.named_parameters()),
                                    lambda: self.control.send(m.Publish("policy", step + 1)))
+            if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.steps >= self.mtp_due:
+                self.mtp_due = self.mtp.steps + self.config.draft.publish_every
+                self.publishers["draft"].publish(step + 1, dict(self.mtp.draft.named_parameters()),
+                                                 lambda: self.control.send(m.Publish("draft", step + 1, step)))
         end = now()
         self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records))
         self.step_index, self.step_start = step + 1, end
@@ -161,17 +186,28 @@ class Trainer(Actor):
         from asyncspec.models import policy
 
         directory = Path(self.spec.run_dir) / "checkpoint" / "policy"
-        policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path))
+        policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path), self.mtp and self.mtp.draft)
         self.log(f"checkpoint of version {self.step_index} written to {directory}")
 
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
-        self.accumulator.add(group, arrays)
+        forward = self.accumulator.add(group, arrays)
+        if self.mtp is not None and forward is not None and self.mtp_groups < self.config.draft.groups_per_step:
+            self.mtp_groups += 1
+            self._train_mtp(*forward)
         return m.GroupRecord(
             group.ticket.ticket_id, group.generator, float(np.mean(group.rewards)), len(set(group.rewards)) > 1,
             arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,
             group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases)
+
+    def _train_mtp(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> None:
+        from asyncspec.drafts.supervision import from_pass
+
+        supervision = from_pass(self.model, tokens_GL, mask_GL, logits_GLV, hidden_GLD, self.config.sampling.temperature)
+        loss, rates = self.mtp.step(supervision)
+        self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.mtp.steps,
+                          "draft/skipped": self.mtp.skipped}
 
     def _next_group(self, ticket_id: int) -> tuple[m.Group, m.Arrays]:
         start = now()

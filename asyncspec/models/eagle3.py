@@ -6,7 +6,9 @@ target's. Embeddings are the target's and are not part of the draft.
 
 Parameter names and config.json are those vLLM reads (LlamaForCausalLMEagle3).
 
-Shape suffixes: B batch, L positions, D model dimension, E = A*D fused features, V vocabulary, N heads, H head size.
+The draft may propose fewer tokens than the policy has (`d2t`, `t2d` in its file): a smaller head where the policy's is large.
+
+Shape suffixes: B batch, L positions, D model dimension, E = A*D fused features, V vocabulary, U the draft's own, N heads, H head size.
 """
 
 from __future__ import annotations
@@ -35,21 +37,33 @@ class DraftShape:
     norm_eps: float
     aux_layers: tuple[int, int, int]
     max_positions: int
+    draft_vocab_size: int  # tokens it can propose
 
     @classmethod
-    def for_policy(cls, policy: PolicyShape) -> "DraftShape":
+    def for_policy(cls, policy: PolicyShape, draft_vocab_size: int = 0) -> "DraftShape":
         return cls(policy.vocab_size, policy.dim, policy.n_heads, policy.n_kv_heads, policy.head_dim,
-                   policy.hidden_dim, policy.rope_theta, policy.norm_eps, policy.aux_layers, policy.max_positions)
+                   policy.hidden_dim, policy.rope_theta, policy.norm_eps, policy.aux_layers, policy.max_positions,
+                   draft_vocab_size or policy.vocab_size)
 
 
 class Eagle3(nn.Module):
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, shape: DraftShape, tokens: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            tokens: int64 [draft_vocab_size], those it can propose, ascending; None: all of the policy's.
+        """
         super().__init__()
         self.shape, self.aux_layers = shape, shape.aux_layers
+        self.register_buffer("d2t_U", tokens, persistent=False)
+        t2d_V = None
+        if tokens is not None:
+            t2d_V = torch.full((shape.vocab_size,), -1)
+            t2d_V[tokens] = torch.arange(len(tokens))
+        self.register_buffer("t2d_V", t2d_V, persistent=False)  # -1: cannot be proposed
         self.fc = nn.Linear(3 * shape.dim, shape.dim, bias=False)
         self.midlayer = _DraftLayer(shape)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.lm_head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.lm_head = nn.Linear(shape.dim, shape.draft_vocab_size, bias=False)
         inv_freq = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         angles = torch.outer(torch.arange(shape.max_positions).float(), inv_freq).repeat(1, 2)
         self.register_buffer("cos_PH", angles.cos(), persistent=False)
@@ -73,7 +87,7 @@ class Eagle3(nn.Module):
             attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; owns the keys and values of earlier positions.
 
         Returns:
-            out_BLD, the hidden state to feed back, and logits_BLV for the token after the following one.
+            out_BLD, the hidden state to feed back, and logits_BLU for the token after the following one, over the draft's tokens.
         """
         out_BLD = self.midlayer(hidden_BLD, embeds_BLD, rope, attend)
         return out_BLD, self.lm_head(self.norm(out_BLD))
@@ -128,82 +142,6 @@ class _DraftMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
 
 
-def draft_loss(
-    draft: Eagle3, features_BLE, embeds_BLD, target_logprobs_BLV, mask_BL, unroll: int
-) -> tuple[torch.Tensor, list[float]]:
-    """Soft cross-entropy of the draft, unrolled over the positions it will really draft (training-time test).
-
-    Pass 0 reads the target's features everywhere; pass j reads at position t the output of pass j-1 at t-1, as it
-    does when drafting its (j+1)-th token. In pass j, position t attends to pass-0 keys up to t-j and to the key of
-    pass i at t-(j-i), for i = 1..j: just what the KV cache holds then.
-
-    Args:
-        features_BLE: float, the target's auxiliary hidden states of each position.
-        embeds_BLD: float, the target's embeddings of the tokens at each position.
-        target_logprobs_BLV: float, the target's log-distribution of the next token at each position.
-        mask_BL: bool, True where the token at that position was sampled by the policy (response tokens).
-        unroll: number of passes.
-
-    Returns:
-        The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q). Of sequences
-        shorter than three tokens there is nothing to learn: the loss is a constant.
-    """
-    B, L, _ = features_BLE.shape
-    T = L - 2  # position t needs the token at t+1 and the target's distribution of the token at t+2
-    if T < 1:
-        return features_BLE.new_zeros(()), [0.0] * unroll
-    rope = draft.rope(torch.arange(T, device=features_BLE.device).expand(B, T))
-    next_BTD = embeds_BLD[:, 1 : T + 1]
-    target_BTV = target_logprobs_BLV[:, 1 : T + 1]
-    mask_BT = mask_BL[:, 2:].to(features_BLE.dtype)
-    attend = _UnrolledAttention(T, features_BLE.device)
-    hidden_BTD = draft.fuse(features_BLE[:, :T])
-    loss, rates = features_BLE.new_zeros(()), []
-    for step in range(unroll):
-        # The first `step` positions have no pass before them to read from.
-        live_BT = mask_BT.clone()
-        live_BT[:, :step] = 0
-        count = live_BT.sum().clamp(min=1)
-        out_BTD, logits_BTV = draft(hidden_BTD, next_BTD, rope, attend)
-        logq_BTV = logits_BTV.log_softmax(-1)
-        loss = loss - ((target_BTV.exp() * logq_BTV).sum(-1) * live_BT).sum() / count
-        with torch.no_grad():
-            overlap_BT = torch.minimum(target_BTV.exp(), logq_BTV.exp()).sum(-1)
-            rates.append(float((overlap_BT * live_BT).sum() / count))
-        hidden_BTD = F.pad(out_BTD[:, :-1], (0, 0, 1, 0))
-    return loss / unroll, rates
-
-
-class _UnrolledAttention:
-    """Keys and values of the passes of `draft_loss`, attended to as the KV cache would hold them."""
-
-    def __init__(self, length: int, device) -> None:
-        index = torch.arange(length, device=device)
-        self.distance_TT = index[:, None] - index[None, :]
-        self.passes: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, q_BTNH, k_BTNH, v_BTNH):
-        repeat = q_BTNH.shape[2] // k_BTNH.shape[2]
-        q, k, v = (t.transpose(1, 2) for t in (q_BTNH, k_BTNH, v_BTNH))
-        self.passes.append((k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)))
-        step, scale = len(self.passes) - 1, q.shape[-1] ** -0.5
-        first_k, first_v = self.passes[0]
-        hidden = self.distance_TT < step  # pass-0 keys are seen up to t - step
-        scores = [(q @ first_k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))]
-        values = []
-        for i in range(1, step + 1):
-            back = step - i
-            k_i, v_i = (F.pad(t[:, :, : t.shape[2] - back], (0, 0, back, 0)) for t in self.passes[i])
-            scores.append((q * k_i).sum(-1, keepdim=True) * scale)
-            values.append(v_i)
-        weights = torch.cat(scores, dim=-1).softmax(-1)
-        T = self.distance_TT.shape[0]
-        out = weights[..., :T] @ first_v
-        for i, v_i in enumerate(values):
-            out = out + weights[..., T + i, None] * v_i
-        return out.transpose(1, 2)
-
-
 def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
     """Read a draft's config.json and check that it fits the policy.
 
@@ -225,7 +163,7 @@ def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
         return DraftShape(
             cfg["vocab_size"], cfg["hidden_size"], cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"],
             cfg["intermediate_size"], float(cfg.get("rope_theta") or rope["rope_theta"]), cfg["rms_norm_eps"],
-            tuple(cfg["eagle_aux_hidden_state_layer_ids"]), policy.max_positions,
+            tuple(cfg["eagle_aux_hidden_state_layer_ids"]), policy.max_positions, cfg.get("draft_vocab_size") or cfg["vocab_size"],
         )
     except KeyError as error:
         raise CheckpointError(f"{directory}/config.json: field {error} is missing") from None
@@ -237,8 +175,16 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
     Raises:
         CheckpointError: the files are missing or broken, or the draft was made for another policy's shape.
     """
-    draft = Eagle3(read_shape(directory, policy))
-    tensors = read_tensors(directory)
+    shape, tensors = read_shape(directory, policy), read_tensors(directory)
+    tokens = None
+    if shape.draft_vocab_size != shape.vocab_size:
+        offsets = tensors.get("d2t")
+        if offsets is None or offsets.shape != (shape.draft_vocab_size,):
+            raise CheckpointError(f"{directory}: tensor d2t is missing or has another shape: draft_vocab_size={shape.draft_vocab_size}")
+        tokens = offsets.to(torch.int64) + torch.arange(shape.draft_vocab_size)
+        if not (0 <= int(tokens.min()) and int(tokens.max()) < shape.vocab_size and len(tokens.unique()) == len(tokens)):
+            raise CheckpointError(f"{directory}: tensor d2t does not name {len(tokens)} different tokens of the policy's {shape.vocab_size}")
+    draft = Eagle3(shape, tokens)
     for name, tensor in draft.state_dict().items():
         if name not in tensors or tensors[name].shape != tensor.shape or not tensors[name].isfinite().all():
             raise CheckpointError(f"{directory}: tensor {name} is missing, has another shape or is not finite")
@@ -248,13 +194,15 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
 
 def save(draft: Eagle3, directory: Path) -> None:
     """Write the draft in the layout vLLM reads."""
-    shape = draft.shape
+    shape, tensors = draft.shape, draft.state_dict()
+    if draft.d2t_U is not None:
+        tensors |= {"d2t": draft.d2t_U - torch.arange(len(draft.d2t_U), device=draft.d2t_U.device), "t2d": draft.t2d_V >= 0}
     write_checkpoint(directory, {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.vocab_size, "hidden_size": shape.dim, "num_hidden_layers": 1,
+        "draft_vocab_size": shape.draft_vocab_size, "hidden_size": shape.dim, "num_hidden_layers": 1,
         "num_attention_heads": shape.n_heads, "num_key_value_heads": shape.n_kv_heads, "head_dim": shape.head_dim,
         "intermediate_size": shape.hidden_dim, "max_position_embeddings": shape.max_positions,
         "rope_theta": shape.rope_theta, "rms_norm_eps": shape.norm_eps, "hidden_act": "silu", "attention_bias": False,
         "tie_word_embeddings": False, "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
         "torch_dtype": "float32",
-    }, draft.state_dict())
+    }, tensors)

@@ -187,7 +187,8 @@ def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]
     shape = PolicyShape.from_hf(directory)
     model = build(shape)
     adapter = Qwen3StateDictAdapter(model.config, None)
-    state = adapter.from_hf(read_tensors(directory))
+    # The policy's own MTP module may lie in the same file, see models/mtp.py.
+    state = adapter.from_hf({k: v for k, v in read_tensors(directory).items() if not k.startswith("mtp.")})
     if shape.tied:
         state["tok_embeddings.weight"] = state["lm_head.weight"]
     expected = model.state_dict()
@@ -211,11 +212,16 @@ def lengthened(model: Qwen3Model, shape: PolicyShape, positions: int) -> Qwen3Mo
     return copy.requires_grad_(False)
 
 
-def save(model: Qwen3Model, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None) -> None:
-    """Write a Hugging Face directory: config.json, model.safetensors, and the tokenizer's files."""
+def save(model: Qwen3Model, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None, mtp=None) -> None:
+    """Write a Hugging Face directory: config.json, model.safetensors, and the tokenizer's files.
+
+    Args:
+        mtp: the policy's `MTP` module, written with it.
+    """
     adapter = Qwen3StateDictAdapter(model.config, None)
     state = adapter.to_hf({k: v.detach() for k, v in model.state_dict().items()})
-    write_checkpoint(directory, shape.to_hf(), state)
+    more = {} if mtp is None else {"num_nextn_predict_layers": 1}
+    write_checkpoint(directory, shape.to_hf() | more, state | ({} if mtp is None else mtp.state_hf()))
     if tokenizer_from is not None:
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (tokenizer_from / name).is_file():
@@ -242,6 +248,11 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors leaves it readable by its owner alone
     partial.replace(directory / "model.safetensors")
-    partial = directory / "config.json.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(directory / "config.json")
+    write_json(directory / "config.json", config)
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Replace a file as a whole."""
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(file)

@@ -38,7 +38,11 @@ class DecodeEagle3:
         return self.fc(features_TE)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.unit(hidden_BD))
+        logits_BU = self.lm_head(self.unit(hidden_BD))
+        if self.draft.d2t_U is None:
+            return logits_BU
+        logits_BV = logits_BU.new_full((len(logits_BU), self.shape.vocab_size), float("-inf"))
+        return logits_BV.index_copy_(1, self.draft.d2t_U, logits_BU)
 
     def __call__(self, hidden_TD, embeds_TD, place, rotation) -> torch.Tensor:
         B, L = place.shape

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Callable
 
-from asyncspec.models import CheckpointError
+from asyncspec.drafts.draft import Draft, load
+from asyncspec.models import policy as policies
 from asyncspec.models.policy import PolicyShape
 from asyncspec.speculation.base import Drafter
 
@@ -24,20 +24,22 @@ def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> Callable
 
         drafter = {"ngram": lookup.NGramDrafter, "suffix": lookup.SuffixDrafter}[method]
         return lambda model, slots, settings: drafter(slots)
-    if method == "eagle3":
-        from asyncspec.models import eagle3
+    if method == "mtp":  # its head is that of the engine's own policy
+        return lambda model, slots, settings: drafter_for(load(method, directory, policy, model))(model, slots, settings)
+    return drafter_for(load(method, directory, policy))
+
+
+def drafter_for(draft: Draft) -> Callable[..., Drafter]:
+    """The same for a draft at hand."""
+    if draft.method == "eagle3":
         from asyncspec.speculation.eagle3 import eagle3_drafter
 
-        return partial(eagle3_drafter, eagle3.load(directory, policy))
-    if method == "mtp":
-        from asyncspec.models import mtp
+        return lambda *engine: eagle3_drafter(draft.module, *engine)
+    if draft.method == "mtp":
         from asyncspec.speculation.mtp import mtp_drafter
 
-        return lambda model, slots, settings: mtp_drafter(mtp.load(directory, policy, model.lm_head.weight), model, slots, settings)
-    from asyncspec.models import policy as policies
+        return lambda *engine: mtp_drafter(draft.module, *engine)
     from asyncspec.speculation.draft_model import DraftModelDrafter
 
-    small, shape = policies.load(directory)
-    if shape.vocab_size != policy.vocab_size:
-        raise CheckpointError(f"{directory}/config.json: vocab_size={shape.vocab_size}: the policy has {policy.vocab_size}")
-    return lambda model, slots, settings: DraftModelDrafter(policies.lengthened(small, shape, slots.positions), shape, slots, settings)
+    return lambda model, slots, settings: DraftModelDrafter(
+        policies.lengthened(draft.module, draft.shape, slots.positions), draft.shape, slots, settings)

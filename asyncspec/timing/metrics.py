@@ -48,6 +48,8 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         "throughput/tokens_per_s": float(lengths.sum()) / seconds,
         **counters,
     }
+    if "draft/policy_version" in counters:
+        row["draft/lag"] = done.step - counters["draft/policy_version"]  # versions the draft's training is behind the step's policy
     return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
 
 

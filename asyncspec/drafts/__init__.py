@@ -1,0 +1,1 @@
+"""Drafts with weights: what they learn from, how they are trained, offline and while the policy moves."""

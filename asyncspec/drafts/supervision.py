@@ -1,0 +1,185 @@
+"""What a draft learns from, made by one pass of the policy: its hidden states, and the distributions it samples from.
+
+Nothing here can reach the policy: all tensors are detached where they are made. `pack` and `unpack` turn supervision into the
+arrays that travel to the draft adapter and back; `size` says how much that is.
+
+Shape suffixes: B rows, L positions, E auxiliary features, D model dimension, V vocabulary, M tokens kept of a distribution, N
+positions of all rows, T positions of all rows that predict a response token, U distinct tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from asyncspec.messages import Arrays
+from asyncspec.models.policy import hidden_states
+
+LEAST_REST = 1e-6  # mass that a draft is taken to leave outside the tokens kept, so that its logarithm is finite
+
+
+class Target(NamedTuple):
+    """Distributions of the next token at each position: over the whole vocabulary, or of the most probable tokens alone.
+
+    logprob_BLM: float, log-probabilities of the tokens kept.
+    token_BLM: int64, which they are; None: all, in order. What they leave of the mass counts as one further outcome.
+    """
+
+    logprob_BLM: torch.Tensor
+    token_BLM: torch.Tensor | None = None
+
+    def between(self, start: int, end: int) -> "Target":
+        return Target(*(None if t is None else t[:, start:end] for t in self))
+
+    def within(self, t2d_V: torch.Tensor | None, d2t_U: torch.Tensor | None) -> "Target":
+        """Over a draft's smaller vocabulary: tokens become the draft's, those it has not got lose their mass.
+
+        Args:
+            t2d_V: int64, the draft's number of each token, -1 for none; None: the draft knows all.
+            d2t_U: int64, the token of each of the draft's.
+        """
+        if t2d_V is None:
+            return self
+        if self.token_BLM is None:
+            return Target(self.logprob_BLM[..., d2t_U])
+        token_BLM = t2d_V[self.token_BLM]
+        return Target(self.logprob_BLM.masked_fill(token_BLM < 0, float("-inf")), token_BLM.clamp(min=0))
+
+    def compared(self, logq_BLV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy against a draft's log-distributions, and the share of its proposals that would be accepted, both [B, L].
+
+        The latter is sum over outcomes of min(p, q), a bound from above if not all tokens were kept.
+        """
+        p_BLM = self.logprob_BLM.exp()
+        if self.token_BLM is None:
+            return -(p_BLM * logq_BLV).sum(-1), torch.minimum(p_BLM, logq_BLV.detach().exp()).sum(-1)
+        logq_BLM = logq_BLV.gather(-1, self.token_BLM)
+        q_BLM = logq_BLM.exp()
+        rest_BL = (1 - p_BLM.sum(-1)).clamp(min=0)
+        q_rest_BL = (1 - q_BLM.sum(-1)).clamp(min=LEAST_REST)
+        entropy_BL = -(p_BLM * logq_BLM).sum(-1) - rest_BL * q_rest_BL.log()
+        return entropy_BL, (torch.minimum(p_BLM, q_BLM).sum(-1) + torch.minimum(rest_BL, q_rest_BL)).detach()
+
+
+class Supervision(NamedTuple):
+    """What drafts of every kind learn from; each takes what it reads.
+
+    tokens_BL: int64. mask_BL: bool, True at response tokens. target: of the token after each position.
+    features_BLE, embeds_BLD: the policy's auxiliary hidden states and its embeddings of the tokens; None for a draft that reads tokens only.
+    start_B: int64, the position of each row's first token; None: all start at 0.
+    """
+
+    tokens_BL: torch.Tensor
+    mask_BL: torch.Tensor
+    target: Target
+    features_BLE: torch.Tensor | None
+    embeds_BLD: torch.Tensor | None
+    start_B: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supervision:
+    """One pass of the policy over rollouts.
+
+    Args:
+        aux_layers: whose inputs the draft reads; () for a draft that reads tokens only.
+        temperature: of the sampling; the draft learns the distribution that is sampled from.
+    """
+    hidden_BLD, features_BLE = hidden_states(model, tokens_BL, None, aux_layers)
+    return from_pass(model, tokens_BL, mask_BL, model.lm_head(hidden_BLD), features_BLE, temperature)
+
+
+def from_pass(model, tokens_BL, mask_BL, logits_BLV, features_BLE, temperature: float) -> Supervision:
+    """The same from a pass that was made anyhow."""
+    target = Target((logits_BLV.detach() / temperature).log_softmax(-1))
+    embeds_BLD = None if features_BLE is None else model.tok_embeddings(tokens_BL).detach()
+    return Supervision(tokens_BL, mask_BL, target, None if features_BLE is None else features_BLE.detach(), embeds_BLD)
+
+
+def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random.Generator | None = None) -> Arrays:
+    """Arrays to send, without padding.
+
+    Args:
+        top: tokens kept of each distribution, the most probable; 0, or no fewer than there are: all.
+        window: positions kept of each row, a stretch chosen at random among those that hold response tokens; 0: all.
+
+    Returns:
+        tokens int32 [N]; start, length, response int32 [B]: each row's first position, its positions, and which of them holds
+        the first response token; target_logprobs float16 [T, M]; target_tokens int32 [T, M] unless all are kept; and for drafts
+        that read them features float16 [N, E], embeds float16 [U, D] and embedded int32 [U], the tokens they belong to.
+    """
+    tokens_BL, mask_BL, target, features_BLE, embeds_BLD, _ = supervision
+    B, L = tokens_BL.shape
+    index_L = torch.arange(L, device=tokens_BL.device)
+    end_B = torch.where(mask_BL, index_L + 1, 0).amax(1)
+    first_B = torch.where(mask_BL, index_L, L).amin(1).minimum(end_B)
+    start_B = torch.zeros_like(end_B)
+    if window:
+        # The first position kept lies before the last response token, the last one behind the first.
+        low_B, high_B = (first_B - 2).clamp(min=0), (end_B - window).clamp(min=0)
+        low_B = low_B.minimum(high_B)
+        uniform_B = torch.from_numpy((rng or np.random.default_rng()).random(B)).to(tokens_BL.device)
+        start_B = low_B + (uniform_B * (high_B - low_B + 1)).long()
+        end_B = end_B.minimum(start_B + window)
+    kept_BL = (index_L >= start_B.unsqueeze(1)) & (index_L < end_B.unsqueeze(1))
+    predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:] & kept_BL[:, 1:], (0, 1)) & kept_BL
+    logprob_TM = target.logprob_BLM[predicts_BL]
+    arrays = {
+        "tokens": tokens_BL[kept_BL].to(torch.int32), "start": start_B.to(torch.int32),
+        "length": (end_B - start_B).to(torch.int32), "response": (first_B - start_B).clamp(min=0).to(torch.int32)}
+    if 0 < top < logprob_TM.shape[-1]:
+        logprob_TM, token_TM = logprob_TM.topk(top)
+        arrays["target_tokens"] = token_TM.to(torch.int32)
+    arrays["target_logprobs"] = _half(logprob_TM)
+    if features_BLE is not None:
+        embedded, inverse = tokens_BL[kept_BL].unique(return_inverse=True)
+        embeds_ND = embeds_BLD[kept_BL]
+        embeds_UD = embeds_ND.new_zeros(len(embedded), embeds_ND.shape[-1])
+        embeds_UD[inverse] = embeds_ND  # equal where tokens are
+        arrays |= {"features": _half(features_BLE[kept_BL]), "embedded": embedded.to(torch.int32), "embeds": _half(embeds_UD)}
+    return {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
+
+
+def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
+    """Supervision from `pack`'s arrays, padded again.
+
+    Raises:
+        KeyError, ValueError, RuntimeError, IndexError: the arrays do not fit together.
+    """
+    def tensor(name: str) -> torch.Tensor:
+        array = arrays[name]
+        return torch.from_numpy(array.astype(np.float32 if array.dtype == np.float16 else np.int64)).to(device)
+
+    start_B, length_B, response_B = tensor("start"), tensor("length"), tensor("response")
+    B, L = len(length_B), int(length_B.max())
+    index_L = torch.arange(L, device=device)
+    kept_BL = index_L < length_B.unsqueeze(1)
+    mask_BL = kept_BL & (index_L >= response_B.unsqueeze(1))
+    # The first token kept of a window has nothing before it that could predict it.
+    predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:], (0, 1))
+
+    def spread(values: torch.Tensor, where_BL: torch.Tensor) -> torch.Tensor:
+        out = values.new_zeros(B, L, *values.shape[1:])
+        out[where_BL] = values
+        return out
+
+    tokens_N = tensor("tokens")
+    target = Target(spread(tensor("target_logprobs"), predicts_BL),
+                    spread(tensor("target_tokens"), predicts_BL) if "target_tokens" in arrays else None)
+    features_BLE = embeds_BLD = None
+    if "features" in arrays:
+        features_BLE = spread(tensor("features"), kept_BL)
+        embeds_BLD = spread(tensor("embeds")[torch.searchsorted(tensor("embedded"), tokens_N)], kept_BL)
+    return Supervision(spread(tokens_N, kept_BL), mask_BL, target, features_BLE, embeds_BLD, start_B)
+
+
+def size(arrays: Arrays) -> int:
+    """Bytes."""
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    limit = torch.finfo(torch.float16).max
+    return tensor.clamp(-limit, limit).to(torch.float16)
