@@ -181,7 +181,7 @@ def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(t
     done = train(tmp_path / "run", "--steps", "3", "speculation.method=mtp")
     assert done.returncode == 0, done.stdout + done.stderr
     last = rows(tmp_path / "run")[-1]
-    assert last["draft/updates"] > 0 and last["draft/lag"] <= 1 and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
+    assert last["draft/updates"] > 0 and last["draft/lag"] <= 2 and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
     checkpoint = tmp_path / "run" / "checkpoint" / "policy"
     before = policy.read_tensors(resolve_path("asset:tiny/mtp"))
     after = policy.read_tensors(checkpoint)

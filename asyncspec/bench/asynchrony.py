@@ -7,15 +7,12 @@ attributed from the groups' histories.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Sequence
 
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio
-from asyncspec.config import ConfigError
+from asyncspec.bench.jobs import run_job
 
 STEPS = 24
 SKIP = 2
@@ -35,13 +32,8 @@ class AsyncBenchmark(Benchmark):
         lag = variant.split()[1]
         run_dir = self.out / f"lag{lag}-{repetition}"
         # No evaluation and no draft adaptation between the steps: they take the same cores and blur the comparison.
-        command = [sys.executable, "-m", "asyncspec.cli", "train", "--policy-lag", lag, "--run-dir", str(run_dir), "--steps", str(STEPS),
-                   "eval.every=0", "data.eval_prompts=8", "draft.adapt=false", f"seed={repetition}", *self.overrides]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            lines = [line for line in done.stdout.splitlines() if line.startswith(("failed:", "asyncspec:"))] or [""]
-            raise ConfigError(f"bench async: the run {run_dir} ended with code {done.returncode}: {lines[-1]}")
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][SKIP:]
+        rows = run_job(run_dir, "--policy-lag", lag, "--steps", str(STEPS), "eval.every=0", "data.eval_prompts=8", "draft.adapt=false",
+                       f"seed={repetition}", *self.overrides)[SKIP:]
 
         def mean(key: str) -> float:
             return statistics.fmean(row[key] for row in rows)

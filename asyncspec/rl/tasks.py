@@ -4,6 +4,8 @@ The built-in task "sums" is made from a seed. A prompt is a sum of many small nu
 running total, "8+7=15,15+5=20,#20", and what follows '#' is the answer. The number of terms is 2 + a log-normal, so most
 responses are short and some have hundreds of tokens.
 
+`general_prompts` are of other tasks, for drafts that know the policy but not the task.
+
 Any other data comes as JSONL with "prompt" and "answer"; any other reward as `module:function`, called as
 `reward(prompt: str, response: str, answer: str) -> float`.
 """
@@ -44,6 +46,27 @@ def sums(seed: int, count: int) -> list[Problem]:
         terms = sum_terms(rng)
         problems.append(Problem("+".join(map(str, terms)) + "=", str(sum(terms))))
     return problems
+
+
+def general_prompts(seed: int, count: int) -> list[str]:
+    """Prompts of other tasks than sums, from a seed: what a draft of general purpose is trained on."""
+    rng = np.random.default_rng([seed, 0x6765])
+
+    def number(digits: int) -> str:
+        return str(rng.integers(10 ** (digits - 1), 10**digits))
+
+    def word() -> str:
+        return "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), int(rng.integers(2, 9))))
+
+    kinds = (
+        lambda: f"{number(int(rng.integers(1, 4)))}*{number(int(rng.integers(1, 3)))}=",
+        lambda: f"{number(int(rng.integers(1, 5)))}-{number(int(rng.integers(1, 5)))}=",
+        lambda: ",".join(number(int(rng.integers(1, 3))) for _ in range(rng.integers(2, 8))) + ";",
+        lambda: "_".join(word() for _ in range(rng.integers(2, 6))) + "?",
+        lambda: f"({number(1)}+{number(1)})*{number(1)}=",
+        lambda: f"{word()}:{word()}|",
+    )
+    return [kinds[rng.integers(len(kinds))]() for _ in range(count)]
 
 
 def worked_response(terms: list[int], rng: np.random.Generator, slip: float) -> str:

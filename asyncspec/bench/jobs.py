@@ -1,0 +1,48 @@
+"""Whole jobs and draft trainings, each in a process of its own, for benchmarks that measure those."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Callable
+
+from asyncspec.config import ConfigError
+
+
+def run_job(run_dir: Path, *arguments: str, beside: Callable[[subprocess.Popen], None] | None = None) -> list[dict]:
+    """Run `asyncspec train`; returns the rows of its metrics.
+
+    Args:
+        beside: called with the process while it runs.
+
+    Raises:
+        ConfigError: it did not finish; with its last line.
+    """
+    _run(["train", "--run-dir", str(run_dir), *arguments], f"the run {run_dir}", beside)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_draft(out: Path, *arguments: str) -> None:
+    """Run `asyncspec draft train`.
+
+    Raises:
+        ConfigError: it did not finish; with its last line.
+    """
+    _run(["draft", "train", "--out", str(out), *arguments], f"training the draft {out}")
+
+
+def _run(arguments: list[str], what: str, beside=None) -> None:
+    command = [sys.executable, "-m", "asyncspec.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            if beside is not None:
+                beside(process)
+            output = process.communicate()[0]
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
+        lines = [line for line in output.splitlines() if line.startswith(("failed:", "asyncspec:"))] or [""]
+        raise ConfigError(f"{what} ended with code {process.returncode}: {lines[-1]}")
