@@ -190,6 +190,7 @@ def run(settings: Training) -> int:
 
         rounds = iter([rollouts] * 10**6) if rollouts else sampled(model, shape, prompts, settings)
         trainer = train_draft(draft, model, rounds, settings, shown)
+        bars.update(bar, completed=1.0)
     draft.save(out, path)
     length = measured()
     writer.add_scalar("draft/acceptance_length", length, trainer.steps)
