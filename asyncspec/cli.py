@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train`, `asyncspec draft train` and `asyncspec bench`."""
+"""The command line: `asyncspec train`, `draft train`, `report` and `bench`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
     _add_draft(commands)
+    _add_report(commands)
     _add_bench(commands)
     # Overrides may stand between flags; argparse takes only those that stand together.
     args, rest = parser.parse_known_args(argv)
@@ -89,8 +90,8 @@ DRAFT_FLAGS = {  # of `asyncspec draft train`: fields of drafts/offline.py's Tra
     "init": ("DIR", "a draft to go on from (default: a new one)"),
     "minutes": ("N", "time to train; 0: until --steps are done (default: 4)"),
     "steps": ("N", "optimizer steps; 0: until --minutes are over (default: 0)"),
-    "batch": ("N", "rollouts of a step (default: 32)"),
-    "unroll": ("N", "positions eagle3 and mtp are unrolled over in training (default: 5)"),
+    "batch": ("N", "rollouts of a step (default: 16)"),
+    "unroll": ("N", "positions eagle3 and mtp are unrolled over in training (default: 3)"),
     "lr": ("LR", "AdamW's learning rate, annealed to zero (default: 2e-3 at width 64, falling with its root)"),
     "temperature": ("T", "of the policy's samples (default: 1)"),
     "max_prompt_tokens": ("N", "longer prompts are left out (default: 96)"),
@@ -128,6 +129,25 @@ def _draft_train(args) -> int:
             except ValueError:
                 args.parser.error(f"--{name.replace('_', '-')} {text}: expected a number")
     return offline.run(settings)
+
+
+def _add_report(commands) -> None:
+    report = commands.add_parser(
+        "report", help="what a run was like, as one HTML file or as text", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Where the time of a run's steps went, what the slowest waited for, what would make them faster, and how it learned.\n"
+                    "Writes RUN/report.html, which needs no network. Two runs are put side by side.")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run; a second one to compare with")
+    report.add_argument("--out", default="", metavar="FILE", help="where the page goes (default: report.html in the first run)")
+    report.add_argument("--text", action="store_true", help="print to the terminal instead")
+    report.set_defaults(run=_report, parser=report)
+
+
+def _report(args) -> int:
+    if len(args.runs) > 2:
+        args.parser.error(f"{len(args.runs)} runs: expected one or two")
+    from asyncspec.report import write
+
+    return write.report(args.runs, args.out, args.text)
 
 
 def _add_bench(commands) -> None:

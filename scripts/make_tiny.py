@@ -117,7 +117,7 @@ def main():
         tokenizers.save(tokenizer, args.out / "policy")
     model, _ = policy.load(args.out / "policy")
     model.requires_grad_(False)
-    settings = Training(minutes=0, steps=args.draft_steps, unroll=args.unroll, lr=args.draft_lr, seed=args.seed)
+    settings = Training(minutes=0, steps=args.draft_steps, batch=32, unroll=args.unroll, lr=args.draft_lr, seed=args.seed)
 
     def encoded(problems):
         return [tokenizer.encode(p.prompt).ids for p in problems]

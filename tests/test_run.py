@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from asyncspec.config import resolve_path
+from asyncspec.timing.attribution import PARTS
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
@@ -22,7 +23,6 @@ SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data
 KEYS = """step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
 time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
 spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
-PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
 
 
 def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=180, groups=4, **kwargs):

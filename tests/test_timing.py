@@ -37,10 +37,10 @@ def test_generation_is_charged_exactly_where_the_group_was_generating(phases, a,
 
 @pytest.mark.parametrize("start,end,expected", [
     (3.0, 5.0, {"exposed_generation": 2.0}),
-    (7.2, 8.5, {"exposed_logprob": 0.8, "data": 0.5}),
-    (6.2, 6.5, {"data": 0.3}),  # on its way from generator to logprob
-    (0.0, 3.0, {"prepare": 2.0, "exposed_generation": 1.0}),  # before its ticket was issued, and for its weights
-    (5.0, 8.0, {"exposed_generation": 1.2, "data": 0.3, "prepare": 0.2, "exposed_logprob": 1.3}),
+    (7.2, 8.5, {"exposed_logprob": 0.8, "transport": 0.5}),
+    (6.2, 6.5, {"transport": 0.3}),  # on its way from generator to logprob
+    (0.0, 3.0, {"admission": 1.0, "prepare": 1.0, "exposed_generation": 1.0}),  # before its ticket was issued, and for its weights
+    (5.0, 8.0, {"exposed_generation": 1.0, "exposed_reward": 0.2, "transport": 0.3, "prepare": 0.2, "exposed_logprob": 1.3}),
 ])
 def test_a_wait_is_charged_to_what_its_group_was_doing(start, end, expected):
     charged = attribute(Wait(0, start, end), PHASES)

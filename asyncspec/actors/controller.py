@@ -26,6 +26,7 @@ from asyncspec.lag import PolicyClock
 from asyncspec.rl import tasks
 from asyncspec.timing.exporters import Console, Ledger, RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row
+from asyncspec.timing.timeline import TimelineFile
 
 EVALUATION_IDS = 1 << 40  # ticket ids from here on are evaluations
 
@@ -78,7 +79,7 @@ class Controller:
         """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted."""
         self.console = Console(self.config, self.run_dir)
         self.ledger, self.trace = Ledger(self.run_dir), TraceFile(self.run_dir)
-        self.metrics = RunMetrics(self.run_dir)
+        self.metrics, self.timeline = RunMetrics(self.run_dir), TimelineFile(self.run_dir)
         try:
             self._load_data()
             self._start()
@@ -97,6 +98,7 @@ class Controller:
         self.metrics.close()
         self.ledger.close()
         self.trace.close()
+        self.timeline.close()
         self.console.end(self.failure, self.stop_reason, self.metrics.rows)
         return 1 if self.failure else 0 if self.stop_reason == "finished" else 130
 
@@ -339,6 +341,7 @@ class Controller:
             self.ledger.write("trained", ticket, generator=generator, version_min=record.version_min,
                               version_max=record.version_max, trained_in=message.step)
             self.trace.write_group(ticket.step, record)
+        self.timeline.write(message)
         row = step_row(message, self.counters, self.accuracy)
         self.metrics.write(row, final=message.step + 1 == self.config.steps and bool(self.held_out))
         self.console.step(row)

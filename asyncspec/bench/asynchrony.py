@@ -13,10 +13,10 @@ from typing import Sequence
 
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio
 from asyncspec.bench.jobs import run_job
+from asyncspec.timing.attribution import PARTS
 
 STEPS = 24
 SKIP = 2
-PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
 
 
 class AsyncBenchmark(Benchmark):

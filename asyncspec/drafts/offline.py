@@ -30,7 +30,7 @@ from asyncspec.rl import tasks
 from asyncspec.speculation.make import drafter_for
 
 ROUND = 256  # rollouts sampled before each stretch of training
-SEEN = 2  # times a sampled rollout is learned from
+SEEN = 4  # times a rollout is learned from, once the policy has read it
 POOL = 4  # batches sorted by length together, so that rows of a batch are about as long
 LINE_EVERY_S = 15.0
 
@@ -47,8 +47,8 @@ class Training:
     init: str = ""
     minutes: float = 4.0
     steps: int = 0
-    batch: int = 32
-    unroll: int = 5
+    batch: int = 16
+    unroll: int = 3
     lr: float = 0.0
     temperature: float = 1.0
     max_prompt_tokens: int = 96
@@ -127,14 +127,16 @@ def train_draft(draft: Draft, model, rounds: Iterator[list[Rollout]], settings: 
     rng, began = np.random.default_rng([settings.seed, 2]), time.monotonic()
     try:
         for rollouts in rounds:
-            for _ in range(SEEN):
-                for tokens_BL, mask_BL in batches(rollouts, settings.batch, rng):
+            for part in range(0, len(rollouts), ROUND):
+                made = [supervise(model, draft.aux_layers, *batch, settings.temperature)
+                        for batch in batches(rollouts[part : part + ROUND], settings.batch, rng)]
+                for index in (i for _ in range(SEEN) for i in rng.permutation(len(made))):
                     progress = max(trainer.steps / settings.steps if settings.steps else 0.0,
                                    (time.monotonic() - began) / (60 * settings.minutes) if settings.minutes else 0.0)
                     if progress >= 1:
                         return trainer
                     trainer.anneal(progress)
-                    shown(trainer, progress, *trainer.step(supervise(model, draft.aux_layers, tokens_BL, mask_BL, settings.temperature)))
+                    shown(trainer, progress, *trainer.step(made[index]))
     except KeyboardInterrupt:
         pass
     return trainer

@@ -2,53 +2,124 @@
 
 Each group carries its phases (what it was doing, from when to when). The trainer notes each wait: for which ticket, from
 when to when. Every instant of a wait is charged to the phase its group was in at that instant; an instant between two
-phases is charged to moving data, one before the first phase to weight synchronisation, since a ticket is issued as soon as
-its version is published. The charges sum to the wait.
+phases to transport, one before the first phase to admission, since a ticket is issued as soon as the policy lag admits it. The
+charges sum to the wait.
 
     group   |queued |weights|queued|   generate    |reward|~~~|logprob_queue|logprob|~~~|
     wait                                 |--------------------------------------------------|
-    charged                              generation         data    logprob          data
+    charged                              generation reward transp.  logprob       transport
+
+What the trainer did, and for its waits what the awaited groups did, one after the other, is the critical path of the step: had a
+piece of it been shorter, the step would have been.
 """
 
 from __future__ import annotations
 
-from typing import Iterable, Mapping, Sequence
+from typing import Iterable, Iterator, Mapping, NamedTuple, Sequence
 
-from asyncspec.messages import Phase, Wait
+from asyncspec.messages import GroupRecord, Phase, StepDone, Wait
 
 # What each phase of a group is charged to when the trainer waits for it.
 CAUSES = {
     "queued": "exposed_generation",  # issued, for a generator with room; and in the generator, for a free slot
     "weights": "prepare",  # in the generator, for the version the ticket asks for
     "generate": "exposed_generation",
-    "reward": "exposed_generation",
+    "reward": "exposed_reward",
     "logprob_weights": "prepare",
     "logprob_queue": "exposed_logprob",
     "logprob": "exposed_logprob",
 }
-PARTS = ("data", "prepare", "exposed_generation", "exposed_logprob", "train", "other")
+BETWEEN, BEFORE = "transport", "admission"
+WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob")
+PARTS = ("data", *WAITED, "train", "other")
 
 
-def attribute(wait: Wait, phases: Sequence[Phase]) -> dict[str, float]:
-    """Seconds of one wait by cause; they sum to the wait.
+class Segment(NamedTuple):
+    """A stretch of a critical path: what went on, for which ticket (-1: the trainer's own work), and the part it is charged to."""
+
+    start: float
+    end: float
+    what: str
+    ticket_id: int
+    part: str
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def tile(wait: Wait, phases: Sequence[Phase]) -> Iterator[Segment]:
+    """A wait, cut without gaps into what its group was doing.
 
     Args:
         phases: the group's history, in order of time and not overlapping.
     """
-    charged = dict.fromkeys(("data", "prepare", "exposed_generation", "exposed_logprob"), 0.0)
-    at = wait.start
+    at, ticket = wait.start, wait.ticket_id
     if phases and at < phases[0].start:
         until = min(wait.end, phases[0].start)
-        charged["prepare"] += until - at
+        yield Segment(at, until, BEFORE, ticket, BEFORE)
         at = until
     for phase in phases:
         start, end = max(at, phase.start), min(wait.end, phase.end)
         if end > start:
-            charged["data"] += start - at
-            charged[CAUSES[phase.name]] += end - start
+            if start > at:
+                yield Segment(at, start, BETWEEN, ticket, BETWEEN)
+            yield Segment(start, end, phase.name, ticket, CAUSES[phase.name])
             at = end
-    charged["data"] += wait.end - at
+    if wait.end > at:
+        yield Segment(at, wait.end, BETWEEN, ticket, BETWEEN)
+
+
+def attribute(wait: Wait, phases: Sequence[Phase]) -> dict[str, float]:
+    """Seconds of one wait by part; they sum to the wait. Arguments as of `tile`."""
+    charged = dict.fromkeys(WAITED, 0.0)
+    for segment in tile(wait, phases):
+        charged[segment.part] += segment.seconds
     return charged
+
+
+def critical_path(step: StepDone) -> list[Segment]:
+    """The step's wall time, cut without gaps: the trainer's own work, and what it waited for."""
+    phases = {g.ticket_id: g.phases for g in step.groups}
+    path, at = [], step.start
+    for wait in step.waits:
+        if wait.start > at:
+            path.append(Segment(at, wait.start, "train", -1, "train"))
+        path += tile(wait, phases.get(wait.ticket_id, ()))
+        at = max(at, wait.end)
+    if step.end > at:
+        path.append(Segment(at, step.end, "train", -1, "train"))
+    return path
+
+
+def explain(step: StepDone, longest: int = 3) -> list[str]:
+    """What held the step up, the longest first, for a person to read."""
+    groups = {g.ticket_id: g for g in step.groups}
+    total = step.end - step.start
+    seconds: dict[tuple[int, str], float] = {}
+    for segment in critical_path(step):
+        if segment.ticket_id >= 0:
+            key = (segment.ticket_id, segment.what)
+            seconds[key] = seconds.get(key, 0.0) + segment.seconds
+    found = sorted(seconds.items(), key=lambda item: -item[1])[:longest]
+    return [f"step {step.step}: {value:.2f} s of {total:.2f} s waited for ticket {ticket}, {_doing(what, groups.get(ticket))}"
+            for (ticket, what), value in found if value > 0.01 * total] or [f"step {step.step}: {total:.2f} s, all of it training"]
+
+
+_DOING = {"queued": "waiting for a slot of", "weights": "waiting for weights at", "generate": "generating on", "reward": "being rewarded at"}
+_AT_LOGPROB = {"logprob_weights": "waiting for weights at logprob", "logprob_queue": "behind others at logprob", "logprob": "in logprob"}
+
+
+def _doing(what: str, group: GroupRecord | None) -> str:
+    if what == BEFORE:
+        return "not yet admitted by the policy lag"
+    if what == BETWEEN or group is None:
+        return "on its way between actors"
+    if what in _AT_LOGPROB:
+        return _AT_LOGPROB[what]
+    versions = group.version_max - group.version_min + 1
+    return (f"{_DOING[what]} {group.generator} ({max(group.response_tokens)} tokens the longest, "
+            f"{versions} version{'s' if versions > 1 else ''})")
 
 
 def break_down(start: float, end: float, waits: Iterable[Wait], busy: Mapping[str, float],

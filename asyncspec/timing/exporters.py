@@ -121,9 +121,10 @@ class TraceFile:
         self._first = False
 
 
-RESULTS = ("metrics.jsonl", "tb/", "trace.json", "ledger.jsonl", "logs/", "checkpoint/")
+RESULTS = ("metrics.jsonl", "timeline.jsonl", "tb/", "trace.json", "ledger.jsonl", "logs/", "checkpoint/")
 TABLE_ROWS = (
-    ("data", "time/data"), ("prepare (weight sync)", "time/prepare"), ("exposed generation", "time/exposed_generation"),
+    ("data", "time/data"), ("transport", "time/transport"), ("prepare (weight sync)", "time/prepare"),
+    ("admission by lag", "time/admission"), ("exposed generation", "time/exposed_generation"), ("exposed reward", "time/exposed_reward"),
     ("exposed logprob", "time/exposed_logprob"), ("train", "time/train"), ("other", "time/other"), ("step", "time/step"),
     ("generation, hidden or not", "time/generation"), ("logprob, hidden or not", "time/logprob"),
 )

@@ -1,0 +1,101 @@
+"""What a run left behind, read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from asyncspec.config import Config, ConfigError, from_yaml
+from asyncspec.messages import StepDone
+from asyncspec.timing import timeline
+from asyncspec.timing.attribution import PARTS
+
+COLORS = {  # of the parts of a step, everywhere
+    "data": "#8c8c8c", "transport": "#b5b5b5", "prepare": "#e6a532", "admission": "#f2d37f", "exposed_generation": "#c9362b",
+    "exposed_reward": "#e88fb0", "exposed_logprob": "#7a4fa3", "train": "#2f6db5", "other": "#dddddd"}
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    config: Config
+    rows: list[dict]  # of metrics.jsonl
+    steps: list[StepDone]  # of timeline.jsonl, as many as there are
+    failures: list[str]  # tickets that were dropped, by reason
+
+    @classmethod
+    def read(cls, directory: Path) -> "Run":
+        """Raises:
+            ConfigError: the directory holds no run, or one without a finished step.
+        """
+        for name in ("config.yaml", "metrics.jsonl"):
+            if not (directory / name).is_file():
+                raise ConfigError(f"report {directory}: no {name} in it; expected the directory of a run, for example runs/20261121-120000")
+        rows = []
+        for line in (directory / "metrics.jsonl").read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # cut short by a crash
+                break
+        if not rows:
+            raise ConfigError(f"report {directory}: no step was finished; {directory}/logs says what happened")
+        steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
+        return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, _dropped(directory / "ledger.jsonl"))
+
+    def series(self, key: str) -> np.ndarray:
+        """A metric over the steps, NaN where it is missing."""
+        return np.array([np.nan if row.get(key) is None else row[key] for row in self.rows], dtype=float)
+
+    @property
+    def steady(self) -> slice:
+        """Steps after those that fill the pipeline."""
+        return slice(min(self.config.policy_lag + 1, len(self.rows) - 1), None)
+
+    def parts(self) -> dict[str, float]:
+        """Mean seconds of a steady step by part."""
+        return {part: float(np.nan_to_num(self.series(f"time/{part}")[self.steady]).mean()) for part in PARTS}
+
+    def step_seconds(self) -> float:
+        return float(self.series("time/step")[self.steady].mean())
+
+    @property
+    def label(self) -> str:
+        c = self.config
+        drafting = f"{c.speculation.method}, k={c.speculation.draft_length}" if c.drafting else "no speculation"
+        return f"{self.name}: lag {c.policy_lag}, {drafting}"
+
+    def summary(self) -> list[tuple[str, str]]:
+        """The numbers a person asks for first."""
+        seconds, steady = self.step_seconds(), self.steady
+        accuracy = self.series("eval/accuracy")
+        known = accuracy[~np.isnan(accuracy)]
+        lag = self.series("lag/max")
+        rows = [
+            ("steps", f"{len(self.rows)} of {self.config.steps}"),
+            ("step", f"{seconds:.3f} s (median {np.median(self.series('time/step')[steady]):.3f} s)"),
+            ("exposed generation", f"{self.parts()['exposed_generation']:.3f} s a step, {self.parts()['exposed_generation'] / seconds:.1%}"),
+            ("throughput", f"{np.nanmean(self.series('throughput/tokens_per_s')[steady]):.0f} tokens/s"),
+            ("acceptance length", f"{np.nanmean(self.series('spec/acceptance_length')[steady]):.2f} at a mean draft length of "
+                                  f"{np.nanmean(self.series('spec/draft_length')[steady]):.1f}"),
+            ("largest lag", f"{int(np.nanmax(lag))} of {self.config.policy_lag} allowed"),
+            ("reward", f"{np.nanmean(self.series('reward/mean')[:5]):.3f} in the first five steps, "
+                       f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} in the last")]
+        if len(known):
+            rows.append(("held-out accuracy", f"{known[0]:.1%} to {known[-1]:.1%}"))
+        return rows + [("dropped tickets", ", ".join(self.failures) or "none")]
+
+
+def _dropped(path: Path) -> list[str]:
+    counts: dict[str, int] = {}
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if event.get("event") == "dropped":
+                counts[event.get("reason", "?")] = counts.get(event.get("reason", "?"), 0) + 1
+    return [f"{count} ({reason})" for reason, count in counts.items()]

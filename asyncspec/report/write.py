@@ -1,0 +1,123 @@
+"""The report itself: one HTML file that needs no network, or text for a terminal. Two runs are put side by side."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from asyncspec.config import to_yaml
+from asyncspec.report.run import COLORS, Run
+from asyncspec.timing import whatif
+from asyncspec.timing.attribution import PARTS, explain
+
+SLOWEST = 5
+CHANGES = (
+    ("generation twice as fast", whatif.Change(generation=2)), ("logprob twice as fast", whatif.Change(logprob=2)),
+    ("training twice as fast", whatif.Change(train=2)), ("one more generator", whatif.Change(generators=1)),
+    ("policy lag one more", whatif.Change(lag=1)))
+
+
+def slowest(run: Run, count: int = SLOWEST) -> list[str]:
+    """A line for each of the slowest steps, the pipeline's filling left out."""
+    steps = sorted(run.steps[run.steady], key=lambda s: s.start - s.end)[:count]
+    return [explain(step, 1)[0] for step in steps]
+
+
+def what_ifs(runs: Sequence[Run]) -> list[SimpleNamespace]:
+    if not all(len(run.steps) > whatif.SKIP + 1 for run in runs):
+        return []
+    result = []
+    for change_name, change in CHANGES:
+        values = []
+        for run in runs:
+            seconds = whatif.predicted(run.steps, run.config.policy_lag, change)
+            now = float(np.mean([s.end - s.start for s in run.steps[whatif.SKIP :]]))
+            values.append((seconds, seconds / now))
+        result.append(SimpleNamespace(change=change_name, values=values))
+    return result
+
+
+def html(runs: Sequence[Run]) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    from asyncspec.report import figures
+
+    def svg(figure) -> Markup:
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg")
+        text = buffer.getvalue()
+        return Markup(text[text.index("<svg") :])
+
+    def worst(run: Run) -> int:
+        steady = range(len(run.steps))[run.steady]
+        middle = max(steady, key=lambda i: run.steps[i].end - run.steps[i].start)
+        return max(0, min(middle - figures.GANTT_STEPS // 2, len(run.steps) - figures.GANTT_STEPS))
+
+    summaries = [run.summary() for run in runs]
+    names = list(dict.fromkeys(name for summary in summaries for name, _ in summary))
+    parts = [SimpleNamespace(name=part.replace("_", " "), color=COLORS[part],
+                             values=[(run.parts()[part], run.parts()[part] / run.step_seconds()) for run in runs]) for part in PARTS]
+    pictures = [
+        ("reward and held-out accuracy", figures.lines(runs, {"reward/mean": "reward", "eval/accuracy": "held-out accuracy"}, "")),
+        ("exposed generation", figures.lines(runs, {"time/exposed_generation": "exposed", "time/generation": "hidden or not"}, "seconds a step")),
+        ("acceptance and draft length", figures.lines(
+            runs, {"spec/acceptance_length": "acceptance length", "spec/draft_length": "draft length"}, "tokens")),
+        ("tokens a second", figures.lines(runs, {"throughput/tokens_per_s": "tokens/s"}, "")),
+        ("lag", figures.lags(runs)), ("response lengths", figures.lengths(runs))]
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    return environment.get_template("page.html").render(
+        title=" and ".join(run.name for run in runs), runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
+        summary=[(name, *(dict(summary).get(name, "") for summary in summaries)) for name in names], parts=parts,
+        breakdown=svg(figures.breakdown(runs)), slowest=[(run, slowest(run)) for run in runs], whatif=what_ifs(runs),
+        gantt=[svg(figures.gantt(run.steps[worst(run) : worst(run) + figures.GANTT_STEPS])) for run in runs if run.steps],
+        pictures=[(caption, svg(figure)) for caption, figure in pictures])
+
+
+def text(runs: Sequence[Run], console: Console) -> None:
+    summary = Table(title=" and ".join(run.name for run in runs), title_justify="left", show_header=len(runs) > 1)
+    summary.add_column("")
+    for run in runs:
+        summary.add_column(run.label)
+    summaries = [dict(run.summary()) for run in runs]
+    for name in dict.fromkeys(name for found in summaries for name in found):
+        summary.add_row(name, *(found.get(name, "") for found in summaries))
+    console.print(summary)
+    table = Table(title="seconds of a step", title_justify="left")
+    table.add_column("part")
+    for _ in runs:
+        table.add_column("seconds", justify="right")
+        table.add_column("share", justify="right")
+    for part in PARTS:
+        cells = [(run.parts()[part], run.parts()[part] / run.step_seconds()) for run in runs]
+        table.add_row(part.replace("_", " "), *(cell for seconds, share in cells for cell in (f"{seconds:.3f}", f"{share:.1%}")))
+    console.print(table)
+    for run in runs:
+        console.print(f"the slowest steps of {run.name}:", markup=False)
+        for line in slowest(run) or ["no timeline was kept"]:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+    for row in what_ifs(runs):
+        console.print(f"{row.change}: " + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f}x" for seconds, ratio in row.values), soft_wrap=True)
+
+
+def report(directories: Sequence[str], out: str, as_text: bool) -> int:
+    """Write the report of one run or two; returns the exit code.
+
+    Raises:
+        ConfigError: a directory holds no run.
+    """
+    runs = [Run.read(Path(directory)) for directory in directories]
+    console = Console(highlight=False)
+    if as_text:
+        text(runs, console)
+        return 0
+    path = Path(out) if out else Path(directories[0]) / "report.html"
+    path.write_text(html(runs))
+    console.print(f"written: {path}", soft_wrap=True)
+    return 0

@@ -1,0 +1,38 @@
+"""timeline.jsonl: every step as the trainer reported it, with the history of each group: what reports and what-if answers are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Iterator
+
+import msgspec
+
+from asyncspec.messages import StepDone
+
+FILE = "timeline.jsonl"
+
+
+class TimelineFile:
+    def __init__(self, run_dir: Path) -> None:
+        self._file = open(run_dir / FILE, "ab", buffering=0)
+
+    def write(self, step: StepDone) -> None:
+        self._file.write(msgspec.json.encode(step) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(run_dir: Path) -> Iterator[StepDone]:
+    """The steps of a run, in order; a line cut short by a crash ends it.
+
+    Raises:
+        FileNotFoundError: the run has none.
+    """
+    decoder = msgspec.json.Decoder(StepDone)
+    with open(run_dir / FILE, "rb") as lines:
+        for line in lines:
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError:
+                return

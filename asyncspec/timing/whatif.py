@@ -1,0 +1,87 @@
+"""What-if: how long a step would take if generation were faster, there were another generator, or the lag were larger.
+
+The run is played again from its timeline. Each group keeps how long its stages took; when they could begin follows from the rules of
+the pipeline: a ticket is issued when the version that the lag asks for is published; generators share a step's tickets; logprob
+takes one group after the other; the trainer takes them in ticket order. Time that a group queued in front of a busy actor is not kept
+but comes of these rules.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Sequence
+
+from asyncspec.messages import GroupRecord, StepDone
+
+SKIP = 2  # steps that fill the pipeline
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is changed; the defaults change nothing."""
+
+    generation: float = 1.0  # times as fast
+    logprob: float = 1.0
+    train: float = 1.0
+    generators: int = 0  # more of them
+    lag: int = 0  # more of it
+
+
+def _length(group: GroupRecord, *names: str) -> float:
+    return sum(p.end - p.start for p in group.phases if p.name in names)
+
+
+def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change()) -> list[float]:
+    """Seconds of each step under a change.
+
+    Args:
+        steps: consecutive steps of a run, with all groups of each.
+        lag: the policy lag that it ran with.
+    """
+    generators = len({g.generator for s in steps for g in s.groups})
+    faster = change.generation * (generators + change.generators) / generators
+    published = [steps[0].start]  # of each version, counted from that of the first step
+    logprob_free = trainer_free = generator_free = steps[0].start
+    ends = []
+    for index, step in enumerate(steps):
+        groups = sorted(step.groups, key=lambda g: g.ticket_id)
+        issued = published[max(0, index - lag - change.lag)] if index > lag + change.lag else steps[0].start
+        # All tickets of a step are generated together; what the engine needs from one group's end to the next one's is kept.
+        order = sorted(groups, key=lambda g: _end(g, "generate"))
+        begun = min(_start(g, "generate") for g in groups)
+        at = max(issued, generator_free)
+        ready: dict[int, float] = {}
+        for group in order:
+            left = at + (_end(group, "generate") - begun) / faster + _length(group, "reward")
+            travel = _gap(group, "reward", "logprob_weights")
+            logprob_free = max(logprob_free, left + travel) + _length(group, "logprob") / change.logprob
+            ready[group.ticket_id] = logprob_free
+        generator_free = at + (_end(order[-1], "generate") - begun) / faster
+        waits = sum(w.end - w.start for w in step.waits)
+        work = (step.end - step.start - waits) / len(groups) / change.train
+        for group in groups:
+            trainer_free = max(trainer_free, ready[group.ticket_id]) + work
+        ends.append(trainer_free)
+        published.append(trainer_free)
+    return [b - a for a, b in zip([steps[0].start, *ends], ends)]
+
+
+def predicted(steps: Sequence[StepDone], lag: int, change: Change) -> float:
+    """The mean step's seconds under a change: what was measured, times what the replay says the change makes of it."""
+    def mean(change: Change) -> float:
+        return statistics.fmean(step_times(steps, lag, change)[SKIP:])
+
+    return statistics.fmean([s.end - s.start for s in steps][SKIP:]) * mean(change) / mean(Change())
+
+
+def _start(group: GroupRecord, name: str) -> float:
+    return next(p.start for p in group.phases if p.name == name)
+
+
+def _end(group: GroupRecord, name: str) -> float:
+    return next(p.end for p in group.phases if p.name == name)
+
+
+def _gap(group: GroupRecord, before: str, after: str) -> float:
+    return max(0.0, _start(group, after) - _end(group, before))
