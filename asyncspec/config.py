@@ -5,7 +5,7 @@ Every knob of the system is a field here, with its unit and its default; `asyncs
 of the wrong type or an impossible combination raises `ConfigError`, one line that names the field, the value, what was
 expected and the nearest valid choice.
 
-This module imports no other module of ours and no torch: reading a configuration must be instant.
+This module imports no torch, and of ours only what has no imports itself: reading a configuration must be instant.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from asyncspec.timing.delays import parse as parse_delays
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
@@ -130,6 +132,8 @@ class DeploymentConfig:
     start_timeout_s: float = 120.0  # until every actor has joined
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
     stop_timeout_s: float = 4.0  # from an interrupt to the end of every process
+    record: bool = True  # what the actors do from when to when, for trace.json
+    delays: str = ""  # for tests of the measurement: place=seconds,...; places: generate, reward, queue, logprob, broadcast, train
 
 
 @dataclass
@@ -269,6 +273,10 @@ def check(config: Config) -> None:
     at_least("sampling.top_k", 0)
     need(not config.engine.compile or config.deployment.device == "cuda" or cxx_compiler() is not None, "engine.compile",
          "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
+    try:
+        parse_delays(config.deployment.delays)
+    except ValueError as error:
+        raise ConfigError(f"deployment.delays={config.deployment.delays!r}: {error}; expected for example generate=0.01,train=0.1") from None
     choice("engine.kv_at_swap", ("keep", "recompute"))
     choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))

@@ -120,7 +120,12 @@ class Inbox:
 class Outbox:
     """A producing end of a queue."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, delay_s: float = 0.0) -> None:
+        """
+        Args:
+            delay_s: how long each message is held back, to test what that is charged to.
+        """
+        self.delay_s, self._due = delay_s, deque()
         self.socket = context().socket(zmq.DEALER)
         self.socket.linger = 1000
         self.socket.rcvhwm = self.socket.sndhwm = 0
@@ -138,6 +143,8 @@ class Outbox:
     def put(self, body: Message, arrays: Arrays | None = None) -> None:
         """Send, now or when credit comes back (see `flush`)."""
         self._backlog.append(encode(body, arrays))
+        if self.delay_s:
+            self._due.append(time.monotonic() + self.delay_s)
         self.flush()
 
     def offer(self, body: Message, arrays: Arrays | None, most_bytes: int) -> int:
@@ -165,6 +172,10 @@ class Outbox:
                 self.unacknowledged.discard(number)
                 self.credits += 1
         while self._backlog and self.credits:
+            if self._due:
+                if time.monotonic() < self._due[0]:
+                    break
+                self._due.popleft()
             self._sent += 1
             self.credits -= 1
             self.unacknowledged.add(self._sent)

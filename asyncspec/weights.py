@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Callable, Mapping
@@ -160,8 +161,12 @@ class _Worker:
 class Publisher(_Worker):
     """The sending end: one snapshot under way at a time."""
 
-    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout, delay_s: float = 0.0) -> None:
+        """
+        Args:
+            delay_s: how long each version is held back, to test what that is charged to.
+        """
+        self.layout, self.delay_s = layout, delay_s
         self.busy = False
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
 
@@ -179,6 +184,7 @@ class Publisher(_Worker):
         self.busy = True
 
         def task() -> None:
+            time.sleep(self.delay_s)
             self.group.broadcast(flat)
             self.group.broadcast(self.group.record(version, flat.numel()))
             self.busy = False

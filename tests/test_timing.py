@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec.messages import GroupRecord, Phase, Span, Wait
-from asyncspec.timing.attribution import CAUSES, attribute, break_down, covered
+from asyncspec.messages import GroupRecord, Phase, Span, StepDone, Wait
+from asyncspec.timing import delays, timeline, whatif
+from asyncspec.timing.attribution import CAUSES, PARTS, attribute, break_down, covered, critical_path, explain, tile
 from asyncspec.timing.exporters import TraceFile
+from asyncspec.timing.spans import Recorder
 
 PHASES = [Phase("weights", 1.0, 2.0), Phase("queued", 2.0, 2.5), Phase("generate", 2.5, 6.0), Phase("reward", 6.0, 6.2),
           Phase("logprob_weights", 6.5, 6.7), Phase("logprob_queue", 6.7, 7.0), Phase("logprob", 7.0, 8.0)]
@@ -73,3 +75,129 @@ def test_the_trace_is_valid_and_cut_short_still_nearly_so(tmp_path):
     slices = [e for e in events if e["ph"] == "X"]
     assert [e["name"] for e in slices] == ["generate", "swap policy"] and slices[0]["dur"] == 1e6
     assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 1 + len(PHASES)
+
+
+@given(histories(), st.floats(0, 100), st.floats(0, 100))
+def test_a_wait_is_tiled_without_gap_or_overlap(phases, a, b):
+    wait = Wait(5, min(a, b), max(a, b))
+    at = wait.start
+    for segment in tile(wait, phases):
+        assert segment.start == at and segment.end >= at and segment.ticket_id == 5 and segment.part in PARTS
+        at = segment.end
+    assert at == wait.end
+
+
+def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
+    """A pipeline whose every time is known: groups of a step are generated together, logprob and trainer take one after the other.
+
+    Args:
+        generate, logprob, train: seconds of each group of each step, [steps][groups].
+    """
+    steps, published = [], [0.0]
+    generator_free = logprob_free = trainer_free = 0.0
+    for s, (g, l, t) in enumerate(zip(generate, logprob, train)):
+        issued = published[max(0, s - lag)] if s > lag else 0.0
+        begun = max(issued, generator_free)
+        done, phases = {}, {}
+        for i in sorted(range(len(g)), key=lambda i: g[i]):
+            end = begun + g[i] / faster
+            start = max(end + transport, logprob_free)
+            logprob_free = done[i] = start + l[i]
+            phases[i] = [Phase("queued", issued, begun), Phase("weights", begun, begun), Phase("generate", begun, end), Phase("reward", end, end),
+                         Phase("logprob_weights", end + transport, end + transport), Phase("logprob_queue", end + transport, start),
+                         Phase("logprob", start, done[i])]
+        generator_free = begun + max(g) / faster
+        start, waits = trainer_free, []
+        for i in range(len(g)):
+            if done[i] > trainer_free:
+                waits.append(Wait(100 * s + i, trainer_free, done[i]))
+                trainer_free = done[i]
+            trainer_free += t[i]
+        groups = [GroupRecord(100 * s + i, "generator0", 0.5, True, [10], s, s, s, 1, 1, 1, 0, 0, phases[i]) for i in range(len(g))]
+        steps.append(StepDone(s, start, trainer_free, waits, {"train": sum(t)}, {}, groups))
+        published.append(trainer_free)
+    return steps
+
+
+@st.composite
+def workloads(draw):
+    steps, groups = 6, draw(st.integers(1, 3))
+    seconds = st.lists(st.lists(st.floats(0.1, 3), min_size=groups, max_size=groups), min_size=steps, max_size=steps)
+    train = draw(st.floats(0.1, 2))
+    return draw(seconds), draw(seconds), [[train] * groups] * steps, draw(st.integers(0, 2))
+
+
+@given(workloads())
+def test_the_critical_path_of_a_known_pipeline_is_its_steps(work):
+    for step in pipeline(*work):
+        path = critical_path(step)
+        assert sum(segment.seconds for segment in path) == pytest.approx(step.end - step.start)
+        assert sum(segment.seconds for segment in path if segment.part == "train") == pytest.approx(step.busy["train"])
+        parts = break_down(step.start, step.end, step.waits, step.busy, {g.ticket_id: g.phases for g in step.groups})
+        assert parts["other"] == pytest.approx(0, abs=1e-9)
+        for part in ("exposed_generation", "exposed_logprob", "transport", "admission"):
+            assert sum(segment.seconds for segment in path if segment.part == part) == pytest.approx(parts[part], abs=1e-9)
+
+
+@given(workloads(), st.floats(0.5, 4))
+def test_a_what_if_answer_is_the_run_with_that_change(work, faster):
+    steps, changed = pipeline(*work), pipeline(*work, faster=faster)
+    expected = [step.end - step.start for step in changed]
+    assert whatif.step_times(steps, work[3], whatif.Change(generation=faster)) == pytest.approx(expected)
+    assert whatif.step_times(steps, work[3]) == pytest.approx([step.end - step.start for step in steps])
+
+
+def test_one_slow_stage_is_charged_with_what_the_closed_form_says():
+    """Lag 1, one group a step: the step is as long as the slowest stage, and what exceeds training is charged to that stage."""
+    for generate, logprob, part in ((2.0, 0.3, "exposed_generation"), (0.3, 2.0, "exposed_logprob")):
+        step = pipeline([[generate]] * 12, [[logprob]] * 12, [[0.5]] * 12, 1)[-1]
+        parts = break_down(step.start, step.end, step.waits, step.busy, {g.ticket_id: g.phases for g in step.groups})
+        assert step.end - step.start == pytest.approx(2.0, abs=0.6)
+        assert parts[part] > 0.7 * (step.end - step.start - 0.5)
+    step = pipeline([[0.3]] * 12, [[0.3]] * 12, [[2.0]] * 12, 1)[-1]
+    assert step.end - step.start == pytest.approx(2.0) and not step.waits
+    assert explain(step) == ["step 11: 2.00 s, all of it training"]
+
+
+def test_a_step_is_explained_by_what_it_waited_for():
+    step = pipeline([[3.0, 1.0]], [[0.2, 0.2]], [[0.5, 0.5]], 0)[0]
+    assert explain(step, 1) == ["step 0: 3.00 s of 4.21 s waited for ticket 0, generating on generator0 (10 tokens the longest, 1 version)"]
+
+
+def test_the_timeline_is_read_back_and_a_torn_line_ends_it(tmp_path):
+    steps = pipeline([[1.0], [2.0]], [[0.1], [0.1]], [[0.5], [0.5]], 1)
+    file = timeline.TimelineFile(tmp_path)
+    for step in steps:
+        file.write(step)
+    file.close()
+    with open(tmp_path / timeline.FILE, "ab") as torn:
+        torn.write(b'{"type":"StepDone","st')
+    assert list(timeline.read(tmp_path)) == steps
+
+
+def test_spans_are_kept_in_order_also_when_drained_while_open():
+    recorder = Recorder()
+    with recorder.span("outer", 3, 7, 1):
+        with recorder.span("inner"):
+            pass
+        assert [span.name for span in recorder.drain()] == ["inner"]
+
+    @recorder.recorded("called")
+    def function(x):
+        return x + 1
+
+    assert function(1) == 2
+    outer, called = recorder.drain()
+    assert (outer.name, outer.step, outer.ticket, outer.version) == ("outer", 3, 7, 1) and called.name == "called"
+    assert outer.start <= outer.end <= called.start
+    silent = Recorder(False)
+    with silent.span("nothing"):
+        silent.add("nothing", 0, 1)
+    assert silent.drain() == []
+
+
+@pytest.mark.parametrize("text,message", [("nowhere=1", "is none of generate"), ("train=soon", "no number"), ("train=-1", "not from 0 on")])
+def test_a_delay_must_have_a_place_and_a_time(text, message):
+    with pytest.raises(ValueError, match=message):
+        delays.parse(text)
+    assert delays.parse("train=0.5,queue=1") == {"train": 0.5, "queue": 1.0}

@@ -20,6 +20,7 @@ import msgspec
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.config import Config, from_yaml
+from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 
 REPORT_EVERY_S = 1.0
@@ -47,14 +48,17 @@ class Actor(ABC):
     def __init__(self, spec: ActorSpec) -> None:
         self.spec, self.name, self.device = spec, spec.name, spec.device
         self.config: Config = from_yaml(spec.config_yaml)
-        self.recorder = Recorder()
+        self.recorder = Recorder(self.config.deployment.record)
+        self.delay = Delays(self.config.deployment.delays)
         self.counters: dict[str, float] = {}
         self.stopping = ""
+        self.idle = False  # nothing is left to do
+        self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None
         self.outboxes: list[transport.Outbox] = []
         self.workers: list = []  # broadcast threads, see weights.py
         self._to_join: set[str] = set()
-        self._reported = 0.0
+        self._reported = time.monotonic()
         self._loaded, self._code = False, 0
 
     # What a role fills in.
@@ -134,7 +138,11 @@ class Actor(ABC):
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something may have arrived, at most timeout_s."""
+        start = time.monotonic()
         transport.wait([self.control, self.inbox, *self.outboxes], timeout_s)
+        # What holds an actor that has something to send is a consumer that has no room for it.
+        blocked = "blocked_output" if any(outbox.backlog for outbox in self.outboxes) else "blocked_input"
+        self._waited["idle" if self.idle else blocked] += time.monotonic() - start
 
     def wait_step(self, timeout_s: float = 0.05) -> None:
         """One turn of a wait inside `turn`; raises StopRequested when told to stop."""
@@ -161,7 +169,11 @@ class Actor(ABC):
     def report(self, force: bool = False) -> None:
         now = time.monotonic()
         if force or now - self._reported > REPORT_EVERY_S:
-            self._reported = now
+            passed, self._reported = now - self._reported, now
+            shares = {state: seconds / passed for state, seconds in self._waited.items()}
+            self._waited = dict.fromkeys(self._waited, 0.0)
+            for state, share in {"busy": 1 - sum(shares.values()), **shares}.items():
+                self.counters[f"actors/{self.name}_{state}"] = round(share, 4)
             if self.inbox is not None and self.inbox.rejected:
                 self.counters[f"wire/{self.name}_rejected"] = self.inbox.rejected
             self.control.send(m.Spans(self.name, self.recorder.drain(), dict(self.counters)))

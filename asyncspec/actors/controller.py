@@ -28,6 +28,7 @@ from asyncspec.timing.exporters import Console, Ledger, RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.timeline import TimelineFile
 
+PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two pictures of the timeline in TensorBoard, and in each
 EVALUATION_IDS = 1 << 40  # ticket ids from here on are evaluations
 
 
@@ -73,6 +74,7 @@ class Controller:
         self.gone: set[str] = set()
         self.stop_reason = ""
         self.failure = ""
+        self.latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self.started = False  # all actors are up: there may be something to save
 
     def run(self) -> int:
@@ -342,6 +344,9 @@ class Controller:
                               version_max=record.version_max, trained_in=message.step)
             self.trace.write_group(ticket.step, record)
         self.timeline.write(message)
+        self.latest.append(message)
+        if (message.step + 1) % PICTURE_EVERY == 0:
+            self.metrics.picture(list(self.latest))
         row = step_row(message, self.counters, self.accuracy)
         self.metrics.write(row, final=message.step + 1 == self.config.steps and bool(self.held_out))
         self.console.step(row)

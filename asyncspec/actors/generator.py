@@ -42,6 +42,7 @@ class Generator(Actor):
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
         self._busy_since = 0.0
+        self._interruptions: deque[m.Phase] = deque()  # of generation: rewards and swaps, in order
 
     def inbox_credits(self) -> int:
         return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
@@ -69,7 +70,7 @@ class Generator(Actor):
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Receiver
 
-        self.to_logprob = transport.Outbox(welcome.addresses["logprob"])
+        self.to_logprob = transport.Outbox(welcome.addresses["logprob"], self.delay.seconds.get("queue", 0.0))
         self.outboxes.append(self.to_logprob)
         parts = {"policy": self.engine.model}
         if self.config.draft_trainer:
@@ -96,6 +97,7 @@ class Generator(Actor):
         self._admit()
         if self.engine.live or self.engine.waiting:
             self._busy_since = self._busy_since or now()
+            self.delay("generate")
             for completion in self.engine.poll():
                 group = self.open_groups[completion.request_id]
                 group.completions.append(completion)
@@ -125,7 +127,9 @@ class Generator(Actor):
                 self._end_busy_span()
                 version, tensors = new
                 with self.recorder.span(f"swap {kind}", version=version):
+                    start = now()
                     (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
+                    self._interruptions.append(m.Phase("swap", start, now()))
 
     def _admit(self) -> None:
         """Submit tickets while the engine has room, in order: one that must wait for weights holds back those behind it."""
@@ -143,14 +147,17 @@ class Generator(Actor):
         done, ticket = now(), group.ticket
         completions = sorted(group.completions, key=lambda c: c.sample)
         rewards = [self._rewarded(ticket, c) for c in completions]
+        rewarded = now()
+        started = min(c.started_at for c in completions)
+        generating = self._generating(started, done)
+        self._interruptions.append(m.Phase("reward", done, rewarded))
         versions = np.concatenate([c.versions.numpy() for c in completions])
         if ticket.evaluation:
             self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))
             return
         self.control.send(m.Generated(ticket.ticket_id))
-        started = min(c.started_at for c in completions)
         phases = [m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
-                  m.Phase("queued", group.admitted, started), m.Phase("generate", started, done), m.Phase("reward", done, now())]
+                  m.Phase("queued", group.admitted, started), *generating, m.Phase("reward", done, rewarded)]
         self.to_logprob.put(
             m.Group(
                 ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),
@@ -162,7 +169,22 @@ class Generator(Actor):
                 "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
             })
 
+    def _generating(self, start: float, end: float) -> list[m.Phase]:
+        """A group's time in the engine, without what the generator did besides: rewarding other groups, swapping weights."""
+        oldest = min((g.admitted for g in self.open_groups.values()), default=end)
+        while self._interruptions and self._interruptions[0].end < min(oldest, start):
+            self._interruptions.popleft()
+        phases, at = [], start
+        for other in self._interruptions:
+            if other.end > at and other.start < end:
+                if other.start > at:
+                    phases.append(m.Phase("generate", at, other.start))
+                phases.append(m.Phase(other.name, max(at, other.start), min(end, other.end)))
+                at = min(end, other.end)
+        return [*phases, m.Phase("generate", at, end)]
+
     def _rewarded(self, ticket: m.Ticket, completion: Completion) -> float:
+        self.delay("reward")
         text = self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
         reward = float(self.reward(ticket.prompt, text, ticket.answer))
         if not math.isfinite(reward):

@@ -106,6 +106,7 @@ class Logprob(Actor):
         from asyncspec.rl.batch import padded, response_logprobs
 
         start, ticket = now(), group.ticket
+        self.delay("logprob")
         # Weights that came while the group lay here are what it waited for, if it needed them.
         needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
         waited_until = self.swapped if needed else arrived

@@ -128,7 +128,7 @@ class Trainer(Actor):
 
         self.publisher = Publisher(
             welcome.store_host, welcome.store_port, "policy", self.name, self.device,
-            Layout.of(dict(self.model.named_parameters())))
+            Layout.of(dict(self.model.named_parameters())), self.delay.seconds.get("broadcast", 0.0))
         self.publishers = {"policy": self.publisher}
         if self.mtp is not None:
             self.publishers["draft"] = Publisher(
@@ -145,6 +145,7 @@ class Trainer(Actor):
         """One optimizer step, waits included."""
         if self.step_index == self.config.steps:
             self.publisher.check()
+            self.idle = True
             self.wait(0.05)
             return
         step, start = self.step_index, self.step_start or now()
@@ -192,6 +193,7 @@ class Trainer(Actor):
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
+        self.delay("train")
         forward = self.accumulator.add(group, arrays)
         if self.mtp is not None and forward is not None and self.mtp_groups < self.config.draft.groups_per_step:
             self.mtp_groups += 1

@@ -92,16 +92,16 @@ def gantt(steps: Sequence[StepDone]) -> Figure:
         for segment in critical_path(step):
             axis.broken_barh([(segment.start - zero, segment.seconds)], (0, tall), color=COLORS[segment.part], linewidth=0)
         axis.axvline(step.end - zero, color="black", linewidth=0.6)
-        axis.text(step.start - zero, tall + 0.3, f"step {step.step}", fontsize=6)
+        axis.text(step.start - zero, -0.2, f"step {step.step}", fontsize=6)
     height = tall + 2
     colors = {"generate": COLORS["exposed_generation"], "reward": COLORS["exposed_reward"], "logprob": COLORS["exposed_logprob"],
-              "weights": COLORS["prepare"], "logprob_weights": COLORS["prepare"], "queued": "#f3d9d6", "logprob_queue": "#e2d8ec"}
+              "weights": COLORS["prepare"], "swap": COLORS["prepare"], "logprob_weights": COLORS["prepare"], "queued": "#f3d9d6", "logprob_queue": "#e2d8ec"}
     for step in steps:
         for group in sorted(step.groups, key=lambda g: g.ticket_id):
             for phase in group.phases:
                 axis.broken_barh([(phase.start - zero, phase.end - phase.start)], (height, 0.9), color=colors[phase.name], linewidth=0)
             height += 1
-    axis.set_ylim(height, -0.5)
+    axis.set_ylim(height, -2)
     axis.set_yticks([tall / 2, (tall + 2 + height) / 2], ["trainer", "groups"], fontsize=8)
     axis.set_xlabel("seconds", fontsize=8)
     axis.set_xlim(min(0.0, min(g.phases[0].start for s in steps for g in s.groups) - zero), steps[-1].end - zero)

@@ -13,6 +13,7 @@ from asyncspec.messages import StepDone
 from asyncspec.timing import timeline
 from asyncspec.timing.attribution import PARTS
 
+STATES = ("busy", "blocked_input", "blocked_output", "idle")
 COLORS = {  # of the parts of a step, everywhere
     "data": "#8c8c8c", "transport": "#b5b5b5", "prepare": "#e6a532", "admission": "#f2d37f", "exposed_generation": "#c9362b",
     "exposed_reward": "#e88fb0", "exposed_logprob": "#7a4fa3", "train": "#2f6db5", "other": "#dddddd"}
@@ -57,6 +58,12 @@ class Run:
     def parts(self) -> dict[str, float]:
         """Mean seconds of a steady step by part."""
         return {part: float(np.nan_to_num(self.series(f"time/{part}")[self.steady]).mean()) for part in PARTS}
+
+    def actors(self) -> list[tuple[str, dict[str, float]]]:
+        """Share of its time that each actor was busy, blocked on input, blocked on output, idle."""
+        names = sorted({key.removeprefix("actors/").rsplit("_busy")[0] for row in self.rows for key in row
+                        if key.startswith("actors/") and key.endswith("_busy")})
+        return [(name, {state: float(np.nanmean(self.series(f"actors/{name}_{state}"))) for state in STATES}) for name in names]
 
     def step_seconds(self) -> float:
         return float(self.series("time/step")[self.steady].mean())

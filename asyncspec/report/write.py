@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncspec.config import to_yaml
-from asyncspec.report.run import COLORS, Run
+from asyncspec.report.run import COLORS, STATES, Run
 from asyncspec.timing import whatif
 from asyncspec.timing.attribution import PARTS, explain
 
@@ -74,6 +74,7 @@ def html(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     return environment.get_template("page.html").render(
         title=" and ".join(run.name for run in runs), runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
+        states=[state.replace("_", " on ") for state in STATES], actors=[(run, run.actors()) for run in runs],
         summary=[(name, *(dict(summary).get(name, "") for summary in summaries)) for name in names], parts=parts,
         breakdown=svg(figures.breakdown(runs)), slowest=[(run, slowest(run)) for run in runs], whatif=what_ifs(runs),
         gantt=[svg(figures.gantt(run.steps[worst(run) : worst(run) + figures.GANTT_STEPS])) for run in runs if run.steps],
@@ -98,6 +99,10 @@ def text(runs: Sequence[Run], console: Console) -> None:
         cells = [(run.parts()[part], run.parts()[part] / run.step_seconds()) for run in runs]
         table.add_row(part.replace("_", " "), *(cell for seconds, share in cells for cell in (f"{seconds:.3f}", f"{share:.1%}")))
     console.print(table)
+    for run in runs:
+        for name, shares in run.actors():
+            console.print(f"{run.name}, {name}: " + ", ".join(f"{state.replace('_', ' on ')} {share:.0%}" for state, share in shares.items()),
+                          markup=False, soft_wrap=True)
     for run in runs:
         console.print(f"the slowest steps of {run.name}:", markup=False)
         for line in slowest(run) or ["no timeline was kept"]:

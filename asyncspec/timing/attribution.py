@@ -24,6 +24,7 @@ CAUSES = {
     "queued": "exposed_generation",  # issued, for a generator with room; and in the generator, for a free slot
     "weights": "prepare",  # in the generator, for the version the ticket asks for
     "generate": "exposed_generation",
+    "swap": "prepare",  # the generator took over new weights meanwhile
     "reward": "exposed_reward",
     "logprob_weights": "prepare",
     "logprob_queue": "exposed_logprob",
@@ -106,7 +107,7 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
             for (ticket, what), value in found if value > 0.01 * total] or [f"step {step.step}: {total:.2f} s, all of it training"]
 
 
-_DOING = {"queued": "waiting for a slot of", "weights": "waiting for weights at", "generate": "generating on", "reward": "being rewarded at"}
+_DOING = {"queued": "waiting for a slot of", "weights": "waiting for weights at", "generate": "generating on", "swap": "during a weight swap of", "reward": "being rewarded at"}
 _AT_LOGPROB = {"logprob_weights": "waiting for weights at logprob", "logprob_queue": "behind others at logprob", "logprob": "in logprob"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from asyncspec.messages import GroupRecord, Span, Ticket
+from asyncspec.messages import GroupRecord, Span, StepDone, Ticket
 
 
 class RunMetrics:
@@ -39,6 +40,15 @@ class RunMetrics:
             self._held |= accuracy
             self.flush()
         self._board.add_scalar("eval/accuracy_by_version", accuracy["eval/accuracy"], accuracy["eval/policy_version"])
+
+    def picture(self, steps: Sequence[StepDone]) -> None:
+        """What the trainer and each group did during some steps, as a figure; drawn in a thread."""
+        def draw() -> None:
+            from asyncspec.report.figures import gantt
+
+            self._board.add_figure("time/gantt", gantt(steps), steps[-1].step)
+
+        threading.Thread(target=draw, name="gantt", daemon=True).start()
 
     def flush(self) -> None:
         if self._held is None:
@@ -73,8 +83,11 @@ class Ledger:
         self._file.close()
 
 
+FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes through, or ends in
+
+
 class TraceFile:
-    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, one async slice a ticket.
+    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, one async slice a ticket, an arrow along its way.
 
     Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be missing.
     """
@@ -89,6 +102,8 @@ class TraceFile:
     def write(self, actor: str, spans: Sequence[Span]) -> None:
         for span in spans:
             args = {k: getattr(span, k) for k in ("step", "ticket", "version") if getattr(span, k) >= 0}
+            if span.ticket >= 0 and span.name in FLOW:
+                self._flow(FLOW[span.name], span.ticket, actor, span.start)
             self._event({"name": span.name, "ph": "X", "pid": 1, "tid": self._track(actor), "cat": actor,
                          "ts": self._us(span.start), "dur": round((span.end - span.start) * 1e6, 1), "args": args})
 
@@ -102,6 +117,12 @@ class TraceFile:
             self._event({"ph": "b", "name": phase.name, "ts": self._us(phase.start), **common})
             self._event({"ph": "e", "name": phase.name, "ts": self._us(phase.end), **common})
         self._event({"ph": "e", "ts": self._us(record.phases[-1].end), **outer})
+        self._flow("s", record.ticket_id, record.generator, max(p.end for p in record.phases if p.name == "generate"))
+
+    def _flow(self, phase: str, ticket: int, actor: str, at: float) -> None:
+        """A piece of the arrow along a ticket's way: from its generator ("s") through logprob ("t") to the trainer ("f")."""
+        self._event({"ph": phase, "name": "ticket", "cat": "way", "id": ticket, "pid": 1, "tid": self._track(actor), "ts": self._us(at),
+                     **({"bp": "e"} if phase == "f" else {})})
 
     def close(self) -> None:
         self._file.write("\n]\n")

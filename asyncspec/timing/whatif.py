@@ -80,7 +80,7 @@ def _start(group: GroupRecord, name: str) -> float:
 
 
 def _end(group: GroupRecord, name: str) -> float:
-    return next(p.end for p in group.phases if p.name == name)
+    return next(p.end for p in reversed(group.phases) if p.name == name)
 
 
 def _gap(group: GroupRecord, before: str, after: str) -> float:

@@ -1,0 +1,102 @@
+"""bench attribution: is time charged to its cause? The default job at lag 0, with a delay put into one place at a time.
+
+Each place is compared with the run without delays of the same repetition: how much longer a step became, and how much of that the
+attribution charged to the place; and what it charged to generation that was put elsewhere. Two runs with generation slowed by different
+amounts test the what-if answers; a run that records nothing shows what recording costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Sequence
+
+from asyncspec.bench.harness import Benchmark, Samples, median
+from asyncspec.bench.jobs import run_job
+from asyncspec.timing import timeline, whatif
+from asyncspec.timing.attribution import PARTS
+from asyncspec.timing.spans import Recorder
+
+STEPS, SKIP = 12, 2
+# place: seconds of a delay, about one second a step in all; and the part it must be charged to.
+DELAYS = {"generate": (0.05, "exposed_generation"), "reward": (0.008, "exposed_reward"), "queue": (1.0, "transport"),
+          "logprob": (0.06, "exposed_logprob"), "broadcast": (1.0, "prepare"), "train": (0.06, "train")}
+FASTER = 0.02  # of generate, for the what-if answer
+
+
+class AttributionBenchmark(Benchmark):
+    name = "attribution"
+    repeats = 2
+    variants = ("none", *DELAYS, "faster", "unrecorded")
+    columns = ("step_s", *(f"{part}_s" for part in PARTS))
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        run_dir = self.out / f"{variant}-{repetition}"
+        delays = f"generate={FASTER}" if variant == "faster" else f"{variant}={DELAYS[variant][0]}" if variant in DELAYS else ""
+        rows = run_job(
+            run_dir, "--policy-lag", "0", "--steps", str(STEPS), "eval.every=0", "data.eval_prompts=0", "draft.adapt=false",
+            "speculation.draft_length=3", f"deployment.delays={delays}", f"deployment.record={variant != 'unrecorded'}", f"seed={repetition}",
+            *self.overrides)[SKIP:]
+        steps = list(timeline.read(run_dir))
+        measured = {f"{part}_s": statistics.fmean(row[f"time/{part}"] for row in rows) for part in PARTS}
+        measured |= {
+            "step_s": statistics.fmean(row["time/step"] for row in rows), "generation_s": statistics.fmean(row["time/generation"] for row in rows),
+            "sum_error": max(abs(sum(row[f"time/{part}"] for part in PARTS) / row["time/step"] - 1) for row in rows),
+            "other_share": statistics.median(row["time/other"] / row["time/step"] for row in rows),
+            "spans_per_s": (run_dir / "trace.json").read_text().count('"ph": "X"') / (steps[-1].end - steps[0].start)}
+        if variant == "generate":
+            self._slowed = (steps, measured["generation_s"])
+        if variant == "faster":
+            steps, generation_s = self._slowed
+            measured["predicted_s"] = whatif.predicted(steps, 0, whatif.Change(generation=generation_s / measured["generation_s"]))
+        return measured
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        found, wrongly = {}, {}
+        for place, (_, part) in DELAYS.items():
+            pairs = list(zip(samples[place], samples["none"]))
+            found[place] = statistics.median((a[f"{part}_s"] - b[f"{part}_s"]) / (a["step_s"] - b["step_s"]) for a, b in pairs)
+            if part != "exposed_generation":
+                wrongly[place] = statistics.median(
+                    max(0.0, a["exposed_generation_s"] - b["exposed_generation_s"]) / (a["step_s"] - b["step_s"]) for a, b in pairs)
+        return {
+            "injected_found_min": min(found.values()), "charged_wrongly_max": max(wrongly.values()),
+            "recording_overhead": median(samples, "none", "spans_per_s") * span_cost_s(),
+            "step_recorded_over_unrecorded": statistics.median(a["step_s"] / b["step_s"] for a, b in zip(samples["none"], samples["unrecorded"])),
+            "span_cost_us": 1e6 * span_cost_s(), "span_cost_off_us": 1e6 * span_cost_s(False),
+            "whatif_error": statistics.median(abs(s["predicted_s"] / s["step_s"] - 1) for s in samples["faster"]),
+            "parts_sum_error_max": max(s["sum_error"] for v in self.variants for s in samples[v]),
+            "other_share_none": median(samples, "none", "other_share"),
+            **{f"found_{place}": value for place, value in found.items()},
+            **{f"wrongly_{place}": value for place, value in wrongly.items()}}
+
+    def plot(self, axes, samples: Samples) -> None:
+        from asyncspec.report.run import COLORS
+
+        left = [0.0] * len(self.variants)
+        for part in PARTS:
+            widths = [median(samples, variant, f"{part}_s") for variant in self.variants]
+            axes.barh(self.variants, widths, left=left, label=part.replace("_", " "), color=COLORS[part])
+            left = [a + b for a, b in zip(left, widths)]
+        axes.set_xlabel("seconds per step")
+        axes.legend(fontsize=7)
+
+
+def span_cost_s(recording: bool = True, count: int = 20_000) -> float:
+    """Seconds to record a span, the median of some rounds."""
+    rounds = []
+    for _ in range(7):
+        recorder, start = Recorder(recording), time.perf_counter()
+        for i in range(count):
+            with recorder.span("a span", i, i, i):
+                pass
+        rounds.append((time.perf_counter() - start) / count)
+    return statistics.median(rounds)
+
+
+def make(overrides: Sequence[str], out: Path) -> AttributionBenchmark:
+    return AttributionBenchmark(overrides, out)
