@@ -1,7 +1,7 @@
 """What travels between actors: msgspec structs, with raw tensor frames beside them.
 
 Nothing executable is on the wire: a message is a tagged struct from the union below, encoded as MessagePack; tensors
-follow as raw frames, described by name, dtype and shape. Times are seconds of the host's monotonic clock.
+follow as raw frames, described by name, dtype and shape. Times are seconds of the run's clock (timing/clock.py).
 """
 
 from __future__ import annotations
@@ -105,6 +105,18 @@ class Ready(Message, frozen=True):
     """An actor has loaded what it needs and joined its broadcast groups."""
 
     name: str
+
+
+class ClockAsked(Message, frozen=True):
+    """What time is it? `sent` comes back with the answer."""
+
+    sent: float
+
+
+class ClockTold(Message, frozen=True):
+    sent: float
+    time: float
+    host: str  # of the controller
 
 
 class Welcome(Message, frozen=True):
@@ -229,7 +241,7 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Hello, Ready, Welcome, Membership, Publish, Receive, Received, StepDone, Generated, EvalDone,
+    Ticket, Group, Supervision, Hello, Ready, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Received, StepDone, Generated, EvalDone,
     Spans, Failed, Interrupt, Stop, Stopped,
 ]
 

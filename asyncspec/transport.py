@@ -22,6 +22,7 @@ from typing import Iterable
 import zmq
 
 from asyncspec.messages import Arrays, Message, WireError, decode, encode
+from asyncspec.timing.clock import now
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
@@ -114,7 +115,7 @@ class Inbox:
             self.rejected += 1
             self.socket.send_multipart([sender, _ACK, frames[2]])  # its credit goes back all the same
             return
-        self._waiting.append((sender, frames[2], body, arrays, time.monotonic()))
+        self._waiting.append((sender, frames[2], body, arrays, now()))
 
 
 class Outbox:

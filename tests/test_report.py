@@ -49,7 +49,8 @@ def test_shares_of_an_actors_time_sum_to_one_and_arrows_follow_every_ticket(run_
     for name in ("trainer", "generator0", "logprob"):
         assert sum(rows[-1][f"actors/{name}_{state}"] for state in ("busy", "blocked_input", "blocked_output", "idle")) == pytest.approx(1, abs=1e-3)
     events = json.loads((run_dir / "trace.json").read_text())
-    tracks = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
+    tracks = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert any(e["name"] == "process_labels" and e["args"]["labels"] == "one clock" for e in events)
     arrows = {}
     for e in sorted((e for e in events if e.get("cat") == "way"), key=lambda e: e["ts"]):
         arrows.setdefault(e["id"], []).append((e["ph"], e["tid"]))

@@ -62,7 +62,7 @@ def check_results(run_dir, steps, lag, groups=4):
     for events in fates.values():  # exactly once
         assert events["issued"] == 1 and events["trained"] + events["evaluated"] + events["dropped"] == 1
     events = json.loads((run_dir / "trace.json").read_text())
-    tracks = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"trainer", "logprob", "generator0", "draft_adapter", "tickets"} <= tracks
     assert any((run_dir / "tb").iterdir())
     assert {"trainer.log", "logprob.log", "generator0.log", "draft_adapter.log"} <= {p.name for p in (run_dir / "logs").iterdir()}

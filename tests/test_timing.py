@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.messages import GroupRecord, Phase, Span, StepDone, Wait
-from asyncspec.timing import delays, timeline, whatif
+from asyncspec.timing import clock, delays, timeline, whatif
 from asyncspec.timing.attribution import CAUSES, PARTS, attribute, break_down, covered, critical_path, explain, tile
 from asyncspec.timing.exporters import TraceFile
 from asyncspec.timing.spans import Recorder
@@ -71,7 +71,7 @@ def test_the_trace_is_valid_and_cut_short_still_nearly_so(tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text() + "]")
     trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())
-    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"generator0", "tickets"}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"generator0", "tickets"}
     slices = [e for e in events if e["ph"] == "X"]
     assert [e["name"] for e in slices] == ["generate", "swap policy"] and slices[0]["dur"] == 1e6
     assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 1 + len(PHASES)
@@ -201,3 +201,13 @@ def test_a_delay_must_have_a_place_and_a_time(text, message):
     with pytest.raises(ValueError, match=message):
         delays.parse(text)
     assert delays.parse("train=0.5,queue=1") == {"train": 0.5, "queue": 1.0}
+
+
+@given(st.floats(-1e4, 1e4), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20))
+def test_the_clock_of_another_host_is_known_within_the_stated_error(ahead, trips):
+    estimate, own = clock.Estimate(), 100.0
+    for there, back in trips:  # seconds on the way
+        estimate.add(own, own + there + ahead, own + there + back)
+        own += there + back + 1.0
+    assert abs(estimate.offset - ahead) <= estimate.error + 1e-9
+    assert estimate.error == pytest.approx(min(a + b for a, b in trips) / 2)

@@ -20,6 +20,7 @@ import msgspec
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.config import Config, from_yaml
+from asyncspec.timing import clock
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 
@@ -59,6 +60,7 @@ class Actor(ABC):
         self.workers: list = []  # broadcast threads, see weights.py
         self._to_join: set[str] = set()
         self._reported = time.monotonic()
+        self.host, self._clock = clock.host(), clock.Estimate()
         self._loaded, self._code = False, 0
 
     # What a role fills in.
@@ -130,11 +132,20 @@ class Actor(ABC):
         while (message := self.control.receive()) is not None:
             if isinstance(message, m.Stop):
                 self.stopping = message.reason
+            elif isinstance(message, m.ClockTold):
+                self._clock_told(message)
             else:
                 self.handle(message)
         for outbox in self.outboxes:
             outbox.flush()
         self.report()
+
+    def _clock_told(self, told: m.ClockTold) -> None:
+        if told.host == self.host:  # one clock already
+            return
+        self._clock.add(told.sent, told.time, time.monotonic())
+        clock.align(self._clock.offset)
+        self.counters[f"clock/{self.name}_error_ms"] = 1e3 * self._clock.error
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something may have arrived, at most timeout_s."""
@@ -169,6 +180,7 @@ class Actor(ABC):
     def report(self, force: bool = False) -> None:
         now = time.monotonic()
         if force or now - self._reported > REPORT_EVERY_S:
+            self.control.send(m.ClockAsked(now))
             passed, self._reported = now - self._reported, now
             shares = {state: seconds / passed for state, seconds in self._waited.items()}
             self._waited = dict.fromkeys(self._waited, 0.0)

@@ -24,6 +24,7 @@ from asyncspec.actors.base import ActorSpec
 from asyncspec.config import from_yaml, resolve_path
 from asyncspec.lag import PolicyClock
 from asyncspec.rl import tasks
+from asyncspec.timing import clock
 from asyncspec.timing.exporters import Console, Ledger, RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.timeline import TimelineFile
@@ -74,6 +75,7 @@ class Controller:
         self.gone: set[str] = set()
         self.stop_reason = ""
         self.failure = ""
+        self.host = clock.host()
         self.latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self.started = False  # all actors are up: there may be something to save
 
@@ -89,6 +91,7 @@ class Controller:
                 self._issue()
                 self._dispatch()
                 self._listen(0.02)
+                self._show()
                 self._check_end()
         except RunFailed as error:
             self.failure = self.stop_reason = str(error)
@@ -99,6 +102,7 @@ class Controller:
         self._stop_all()
         self.metrics.close()
         self.ledger.close()
+        self.trace.clock_error(max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3)
         self.trace.close()
         self.timeline.close()
         self.console.end(self.failure, self.stop_reason, self.metrics.rows)
@@ -242,6 +246,11 @@ class Controller:
         for outbox in self.outboxes.values():
             outbox.flush()
 
+    def _show(self) -> None:
+        training = [ticket for ticket, _, _ in self.outstanding.values() if not ticket.evaluation]
+        generating = sum(ticket.ticket_id in self.generating for ticket in training)
+        self.console.status(self.trained_steps, generating, len(training) - generating, max(0, self.next_step - 1 - self.clock.version))
+
     # Messages.
     def _listen_for(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -257,10 +266,12 @@ class Controller:
                 if into is not None and message.name in self.names:
                     into[message.name] = message
             else:
-                self._handle(message)
+                self._handle(name, message)
 
-    def _handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Publish):
+    def _handle(self, sender: str, message: m.Message) -> None:
+        if isinstance(message, m.ClockAsked):
+            self.server.send(sender, m.ClockTold(message.sent, time.monotonic(), self.host))
+        elif isinstance(message, m.Publish):
             self._published(message)
         elif isinstance(message, m.Received):
             self.moved = time.monotonic()

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,8 +232,8 @@ class Trainer(Actor):
 
     @contextmanager
     def _part(self, name: str, step: int, ticket: int = -1):
-        start = time.monotonic()
+        start = now()
         yield
-        end = time.monotonic()
+        end = now()
         self.busy[name] += end - start
         self.recorder.add(name, start, end, step, ticket, step)

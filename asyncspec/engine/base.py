@@ -41,7 +41,7 @@ class Completion:
     verifications: int  # engine steps after the prefill; each emits at least one token
     proposed: int
     accepted: int
-    started_at: float  # time.monotonic() when the sample got its slot
+    started_at: float  # timing.clock.now() when the sample got its slot
 
 
 class Engine(Protocol):

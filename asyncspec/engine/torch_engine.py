@@ -27,6 +27,7 @@ from asyncspec.speculation import counter_rng
 from asyncspec.speculation.base import Drafter, Slots
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
+from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 CALIBRATION_S = 2.0
@@ -181,7 +182,7 @@ class TorchEngine:
     def _enter(self, new: list[_Sequence]) -> list[Completion]:
         """Put sequences whose prompts were read into the next free rows and sample their first tokens."""
         prompts, tokens, first = self._prompts, self.tokens, self.live
-        rows, now = slice(first, first + len(new)), time.monotonic()
+        rows, now = slice(first, first + len(new)), clock.now()
         sources = [prompts.row(s.request) for s in new]
         longest, source_B = int(tokens.length[sources].max()), torch.tensor(sources, device=self.device)
         self.decode.cache.copy(sources, first, longest)

@@ -11,6 +11,7 @@ from typing import Sequence
 
 import numpy as np
 from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from asyncspec.messages import GroupRecord, Span, StepDone, Ticket
@@ -124,6 +125,11 @@ class TraceFile:
         self._event({"ph": phase, "name": "ticket", "cat": "way", "id": ticket, "pid": 1, "tid": self._track(actor), "ts": self._us(at),
                      **({"bp": "e"} if phase == "f" else {})})
 
+    def clock_error(self, seconds: float) -> None:
+        """State how far apart the clocks behind the tracks may be."""
+        text = f"clocks agree within {1e6 * seconds:.0f} us" if seconds else "one clock"
+        self._event({"name": "process_labels", "ph": "M", "pid": 1, "args": {"labels": text}})
+
     def close(self) -> None:
         self._file.write("\n]\n")
         self._file.close()
@@ -152,7 +158,7 @@ TABLE_ROWS = (
 
 
 class Console:
-    """Lines for the person who watches: one a step, a table at the end."""
+    """Lines for the person who watches: one a step, a table at the end; on a terminal, bars below them for steps, queues and lag."""
 
     def __init__(self, config, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
@@ -161,11 +167,32 @@ class Console:
         self._first_accuracy: float | None = None
         self._accuracy = float("nan")
         k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
+        self._bars: Progress | None = None
         self.line(f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
                   f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}")
 
     def line(self, text: str) -> None:
         self._out.print(text, markup=False)
+
+    def status(self, steps: int, generating: int, generated: int, lag: int) -> None:
+        """What the bars show; plain output has none.
+
+        Args:
+            steps: trained so far.
+            generating, generated: tickets in a generator, and past it but not trained.
+            lag: versions that the tickets of the newest step issued are ahead of the policy.
+        """
+        if not self._out.is_terminal:
+            return
+        if self._bars is None:
+            self._bars = Progress(TextColumn("{task.description:>12}"), BarColumn(40), MofNCompleteColumn(), console=self._out,
+                                  refresh_per_second=4, transient=True)
+            admitted = (self.config.policy_lag + 1) * self.config.rl.groups_per_step
+            for name, total in (("steps", self.config.steps), ("generating", admitted), ("generated", admitted), ("lag", self.config.policy_lag)):
+                self._bars.add_task(name, total=total)
+            self._bars.start()
+        for task, value in zip(self._bars.task_ids, (steps, generating, generated, lag)):
+            self._bars.update(task, completed=value)
 
     def evaluated(self, accuracy: dict, rollouts: int) -> None:
         self._accuracy = accuracy["eval/accuracy"]
@@ -185,6 +212,8 @@ class Console:
             f"{row['time/exposed_generation']:.2f})  left {int(left) // 60}:{int(left) % 60:02d}")
 
     def end(self, failure: str, reason: str, rows: list[dict]) -> None:
+        if self._bars is not None:
+            self._bars.stop()
         if rows:
             # The first step holds the filling of the pipeline; with more than one it is shown apart.
             steady = rows[1:] or rows

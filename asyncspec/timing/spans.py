@@ -1,17 +1,15 @@
 """Recording: an actor notes what it did from when to when.
 
-All times are seconds of CLOCK_MONOTONIC, which processes of one host share.
+All times are seconds of the run's clock, see clock.py.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from typing import Callable
 
 from asyncspec.messages import Span
-
-now = time.monotonic
+from asyncspec.timing.clock import now
 
 
 class _Span:
