@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Pictures of a run's report and of its TensorBoard page, taken in a headless Chromium.
+#
+#     scripts/screenshots.sh RUN OUT_DIRECTORY
+set -euo pipefail
+run=${1:?usage: screenshots.sh RUN OUT_DIRECTORY}
+out=${2:?usage: screenshots.sh RUN OUT_DIRECTORY}
+browser=$(command -v chromium || command -v chromium-browser || command -v google-chrome) || { echo "no Chromium on the PATH" >&2; exit 1; }
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+
+shot() { # URL FILE SIZE
+    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size="$3" --virtual-time-budget=20000 \
+        --screenshot="$out/$2" "$1" 2>/dev/null
+}
+
+page=$(mktemp --suffix=.html)
+asyncspec report "$run" --out "$page"
+shot "file://$page" report.png 1300,2500
+port=$((20000 + RANDOM % 20000))
+tensorboard --logdir "$run/tb" --port "$port" --host 127.0.0.1 >/dev/null 2>&1 &
+board=$!
+trap 'kill "$board"; rm -f "$page"' EXIT
+for _ in $(seq 60); do
+    (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break
+    sleep 0.5
+done
+shot "http://127.0.0.1:$port/#timeseries&tagFilter=time" tensorboard.png 1300,1500
