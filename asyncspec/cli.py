@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train`, `draft train`, `report` and `bench`."""
+"""The command line: `asyncspec train`, `draft train`, `report`, `audit` and `bench`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_draft(commands)
     _add_report(commands)
+    _add_audit(commands)
     _add_bench(commands)
     # Overrides may stand between flags; argparse takes only those that stand together.
     args, rest = parser.parse_known_args(argv)
@@ -148,6 +149,21 @@ def _report(args) -> int:
     from asyncspec.report import write
 
     return write.report(args.runs, args.out, args.text)
+
+
+def _add_audit(commands) -> None:
+    audit = commands.add_parser(
+        "audit", help="check that a run kept its promises",
+        description="Check from a run's ledger that each ticket was trained once or dropped with a reason, in its step, within the policy lag, and that "
+                    "steps have no gap. Prints what is violated; exit code 1 if anything is.")
+    audit.add_argument("directory", metavar="RUN", help="directory of a run")
+    audit.set_defaults(run=_audit, parser=audit)
+
+
+def _audit(args) -> int:
+    from asyncspec.audit import audit
+
+    return audit(args.directory)
 
 
 def _add_bench(commands) -> None:

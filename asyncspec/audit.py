@@ -1,0 +1,87 @@
+"""`asyncspec audit`: does a run's ledger prove what the system promises?
+
+Every ticket was trained once, evaluated once, or dropped with a reason; each was trained in the step it was issued for, no token of it older
+than the policy lag allows or newer than the policy it trained; steps and versions follow each other without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Iterable
+
+from asyncspec.config import ConfigError, from_yaml
+
+SHOWN = 10  # violations printed one by one
+FATES = ("trained", "evaluated", "dropped")
+
+
+def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_trained: int) -> list[str]:
+    """What in a ledger breaks a promise, a line each; none if all is well.
+
+    Args:
+        events: the ledger's lines, in order.
+        steps_trained: rows of metrics.jsonl.
+    """
+    found: list[str] = []
+    fates: dict[int, Counter] = defaultdict(Counter)
+    steps: Counter = Counter()
+    for event in events:
+        ticket, kind, step = event["ticket"], event["event"], event["step"]
+        fates[ticket][kind] += 1
+        if kind != "issued" and not fates[ticket]["issued"]:
+            found.append(f"ticket {ticket}: {kind} before it was issued")
+        if kind == "dropped" and not event.get("reason"):
+            found.append(f"ticket {ticket}: dropped without a reason")
+        if kind != "trained":
+            continue
+        steps[event["trained_in"]] += 1
+        if event["trained_in"] != step:
+            found.append(f"ticket {ticket}: trained in step {event['trained_in']}, issued for step {step}")
+        if event["version_min"] < step - lag:
+            found.append(f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy lag {lag}")
+        if event["version_max"] > step:
+            found.append(f"ticket {ticket}: a token of version {event['version_max']} trained in step {step}, which made version {step + 1}")
+    for ticket, counts in fates.items():
+        ended = {fate: counts[fate] for fate in FATES if counts[fate]}
+        if counts["issued"] != 1:
+            found.append(f"ticket {ticket}: issued {counts['issued']} times")
+        if sum(ended.values()) != 1:
+            found.append(f"ticket {ticket}: " + (", ".join(f"{fate} {n} times" for fate, n in ended.items()) or "no end: neither trained nor dropped"))
+    for step in range(max(steps, default=-1) + 1):
+        if steps[step] != groups_per_step:
+            found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")
+    if steps_trained != len(steps):
+        found.append(f"metrics.jsonl has {steps_trained} steps, the ledger trained {len(steps)}")
+    return found
+
+
+def audit(directory: str) -> int:
+    """Check a run and say so; returns 0 if all holds, 1 if not.
+
+    Raises:
+        ConfigError: the directory holds no run, or a line of its ledger is torn in the middle.
+    """
+    run = Path(directory)
+    for name in ("config.yaml", "ledger.jsonl", "metrics.jsonl"):
+        if not (run / name).is_file():
+            raise ConfigError(f"audit {directory}: no {name} in it; expected the directory of a run")
+    config = from_yaml((run / "config.yaml").read_text())
+    events, lines = [], (run / "ledger.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ConfigError(f"audit {directory}: ledger.jsonl, line {number}: not JSON: {line[:60]!r}") from None
+    rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
+    found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
+    counts = Counter(event["event"] for event in events)
+    for line in found[:SHOWN]:
+        print(f"violated: {line}")
+    if len(found) > SHOWN:
+        print(f"and {len(found) - SHOWN} more")
+    print(f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "
+          f"{counts['dropped']} dropped; policy lag {config.policy_lag}: " + (f"{len(found)} violations" if found else "all of it holds"))
+    return 1 if found else 0

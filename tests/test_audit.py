@@ -1,0 +1,76 @@
+"""asyncspec audit: a ledger that keeps its promises passes, and every promise broken is found."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from asyncspec.audit import violations
+from test_run import ledger, rows, train
+
+LAG, GROUPS, STEPS = 1, 2, 3
+
+
+def good():
+    """Three steps of two tickets, an evaluation and a dropped ticket."""
+    events = []
+    for ticket in range(LAG + GROUPS * STEPS):
+        step = ticket // GROUPS
+        events.append({"event": "issued", "ticket": ticket, "step": step, "min_version": max(0, step - LAG)})
+        end = {"event": "trained", "trained_in": step, "version_min": max(0, step - 1), "version_max": step} if step < STEPS else {
+            "event": "dropped", "reason": "finished"}
+        events.append({"ticket": ticket, "step": step, **end})
+    return [*events, {"event": "issued", "ticket": 1 << 40, "step": 0}, {"event": "evaluated", "ticket": 1 << 40, "step": 0}]
+
+
+def check(events, trained=STEPS):
+    return violations(events, LAG, GROUPS, trained)
+
+
+def test_a_good_ledger_has_no_violation():
+    assert check(good()) == []
+
+
+@pytest.mark.parametrize("change,message", [
+    (lambda e: e.pop(1), "ticket 0: no end"),
+    (lambda e: e.append(copy.deepcopy(e[1])), "ticket 0: trained 2 times"),
+    (lambda e: e.append({"event": "dropped", "ticket": 0, "step": 0, "reason": "x"}), "ticket 0: trained 1 times, dropped 1 times"),
+    (lambda e: e[9].update(version_min=0), "ticket 4: a token of version 0 trained in step 2, beyond policy lag 1"),
+    (lambda e: e[9].update(version_max=3), "ticket 4: a token of version 3 trained in step 2, which made version 3"),
+    (lambda e: e[9].update(trained_in=1), "ticket 4: trained in step 1, issued for step 2"),
+    (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
+    (lambda e: e.pop(0), "ticket 0: issued 0 times"),
+    (lambda e: e[13].pop("reason"), "ticket 6: dropped without a reason"),
+    (lambda e: (e.pop(2), e.pop(2)), "step 0: 1 tickets trained, expected 2"),
+])
+def test_every_broken_promise_is_found(change, message):
+    events = good()
+    change(events)
+    assert any(line.startswith(message) for line in check(events)), check(events)
+
+
+def test_steps_of_the_metrics_must_be_those_of_the_ledger():
+    assert check(good(), 2) == ["metrics.jsonl has 2 steps, the ledger trained 3"]
+
+
+def audit(directory):
+    return subprocess.run([sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=60)
+
+
+def test_a_real_run_passes_and_a_falsified_one_fails_loudly(tmp_path):
+    assert train(tmp_path / "run", "--steps", "4").returncode == 0
+    done = audit(tmp_path / "run")
+    assert done.returncode == 0 and "all of it holds" in done.stdout, done.stdout + done.stderr
+    assert len(rows(tmp_path / "run")) == 4
+    falsified = tmp_path / "falsified"
+    shutil.copytree(tmp_path / "run", falsified)
+    lines = ledger(falsified)
+    next(line for line in lines if line["event"] == "trained" and line["step"] == 3)["version_min"] = 0
+    (falsified / "ledger.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = audit(falsified)
+    assert done.returncode == 1 and "beyond policy lag 1" in done.stdout and "1 violations" in done.stdout
+    done = audit(tmp_path)
+    assert done.returncode == 2 and "no config.yaml in it" in done.stderr and done.stderr.count("\n") == 1
