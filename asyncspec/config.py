@@ -50,6 +50,8 @@ class DataConfig:
     train_prompts: int = 4096  # prompts the built-in task makes
     eval_prompts: int = 256  # held-out prompts the built-in task makes
     reward: str = "asyncspec.rl.tasks:exact_match"  # callable(prompt, response, answer) -> float, by import path
+    reward_timeout_s: float = 10.0  # of one call; a rollout whose reward fails gets the mean of its group
+    reward_failures: float = 0.05  # share of rollouts whose reward may fail before the run stops
 
 
 @dataclass
@@ -263,7 +265,7 @@ def check(config: Config) -> None:
     for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
         at_least(name, 0)
     for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
-                 "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):
+                 "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):
         need(_value(config, name) > 0, name, "more than 0", _default(name))
     for name in ("trainer.optimizer.beta1", "trainer.optimizer.beta2"):
         need(0 <= _value(config, name) < 1, name, "at least 0 and below 1", _default(name))
@@ -291,6 +293,7 @@ def check(config: Config) -> None:
         need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)
     need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
     at_least("rl.kl_coef", 0)
+    need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", _default("data.reward_failures"))
     at_least("eval.every", 0)
     at_least("eval.samples", 1)
     for name in ("trainer.optimizer.lr", "draft.lr"):

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from asyncspec import transport
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
 from asyncspec.engine.base import Completion, Request
+from asyncspec.rl.rewards import Rewarder
 from asyncspec.rl.tasks import load_reward
 from asyncspec.timing.spans import now
 
@@ -54,7 +54,7 @@ class Generator(Actor):
 
         c = self.config
         path = resolve_path(c.model.path)
-        self.reward = load_reward(c.data.reward)
+        self.rewarder = Rewarder(load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures)
         self.tokenizer = tokenizer.load(path)
         model, shape = policy.load(path)
         self.engine = TorchEngine(
@@ -146,7 +146,7 @@ class Generator(Actor):
     def _send(self, group: _OpenGroup) -> None:
         done, ticket = now(), group.ticket
         completions = sorted(group.completions, key=lambda c: c.sample)
-        rewards = [self._rewarded(ticket, c) for c in completions]
+        rewards = self._rewarded(ticket, completions)
         rewarded = now()
         started = min(c.started_at for c in completions)
         generating = self._generating(started, done)
@@ -183,14 +183,15 @@ class Generator(Actor):
                 at = min(end, other.end)
         return [*phases, m.Phase("generate", at, end)]
 
-    def _rewarded(self, ticket: m.Ticket, completion: Completion) -> float:
-        self.delay("reward")
-        text = self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
-        reward = float(self.reward(ticket.prompt, text, ticket.answer))
-        if not math.isfinite(reward):
-            raise ValueError(f"data.reward={self.config.data.reward}: returned {reward} for ticket {ticket.ticket_id}, "
-                             f"response {text[:40]!r}; expected a finite number")
-        return reward
+    def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
+        if "reward" in self.delay.seconds:
+            for _ in completions:
+                self.delay("reward")
+        texts = [self.tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True) for c in completions]
+        rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer)
+        if self.rewarder.failed:
+            self.counters[f"reward/{self.name}_failed"] = self.rewarder.failed
+        return rewards
 
     def _end_busy_span(self) -> None:
         if self._busy_since:

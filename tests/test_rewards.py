@@ -1,0 +1,47 @@
+"""A user's reward function may raise, hang or return nonsense: that stays with the rollout, is counted, and stops the run past a share."""
+
+import time
+
+import pytest
+
+from asyncspec.rl.rewards import LEAST_FAILURES, RewardError, Rewarder
+
+
+def reward(prompt, response, answer):
+    match response:
+        case "raise":
+            raise KeyError("missing")
+        case "exit":
+            raise SystemExit(3)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "much"
+        case "nothing":
+            return None
+        case "hang":
+            time.sleep(60)
+    return float(response == answer)
+
+
+@pytest.mark.parametrize("bad", ["raise", "exit", "nan", "text", "nothing", "hang"])
+def test_a_failing_reward_teaches_nothing_and_is_counted(bad):
+    rewarder = Rewarder(reward, "mine:reward", 0.2, 0.5)
+    started = time.monotonic()
+    assert rewarder.group("1+1=", ["2", "3", bad, "2"], "2") == pytest.approx([1, 0, 2 / 3, 1])
+    assert rewarder.group("1+1=", [bad, bad], "2") == [0, 0]
+    assert rewarder.group("1+1=", ["2"], "2") == [1]  # and goes on
+    assert (rewarder.failed, rewarder.called) == (3, 7) and time.monotonic() - started < 5
+
+
+def test_past_the_allowed_share_the_run_stops_with_one_line():
+    rewarder = Rewarder(reward, "mine:reward", 1.0, 0.1)
+    for _ in range(200):
+        rewarder.group("1+1=", ["2"], "2")
+    with pytest.raises(RewardError, match=r"data.reward=mine:reward: failed for 2\d of 2\d\d rollouts, more than data.reward_failures=0.1 allows; "
+                                          r"the last raised KeyError: 'missing', response 'raise'"):
+        for _ in range(100):
+            rewarder.group("1+1=", ["raise"], "2")
+    few = Rewarder(reward, "mine:reward", 1.0, 0.0)
+    for _ in range(LEAST_FAILURES):
+        few.group("1+1=", ["raise"], "2")
