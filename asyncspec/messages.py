@@ -216,6 +216,13 @@ class Spans(Message, frozen=True):
     counters: dict[str, float]
 
 
+class Notice(Message, frozen=True):
+    """Something the person who watches should know; the run goes on."""
+
+    name: str
+    text: str
+
+
 class Failed(Message, frozen=True):
     """An actor cannot go on."""
 
@@ -242,7 +249,7 @@ class Stopped(Message, frozen=True):
 
 AnyMessage = Union[
     Ticket, Group, Supervision, Hello, Ready, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Received, StepDone, Generated, EvalDone,
-    Spans, Failed, Interrupt, Stop, Stopped,
+    Spans, Notice, Failed, Interrupt, Stop, Stopped,
 ]
 
 

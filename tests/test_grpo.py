@@ -145,3 +145,38 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
         accumulator.step()
     for name, parameter in trainable.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path, trainable):
+    """The trainer's own update, without its processes: a NaN in the data must not reach a weight."""
+    from types import SimpleNamespace
+
+    from asyncspec import config as configuration
+    from asyncspec.actors import trainer as trainers
+
+    model, said = trainable, []
+    actor = trainers.Trainer.__new__(trainers.Trainer)
+    actor.name, actor.config, actor.spec = "trainer", configuration.Config(), SimpleNamespace(run_dir=str(tmp_path))
+    actor.control = SimpleNamespace(send=said.append)
+    actor.skipped = actor.skipped_in_a_row = 0
+    actor.accumulator = trainers.GradientAccumulator(model, actor.config.trainer.optimizer, actor.config.rl, 1.0)
+    group_, arrays = group(0, [2, 3], [3, 4], 1)
+    bad = {**arrays, "behaviour": np.full_like(arrays["behaviour"], np.nan)}
+    before = {name: p.clone() for name, p in model.named_parameters()}
+
+    def step(number, arrays):
+        actor.kept = [(group_, arrays)]
+        actor.accumulator.add(group_, arrays)
+        return actor._update(number)
+
+    assert step(7, bad) == {"grad/skipped": 1}
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert "step 7 left the policy as it was" in said[0].text
+    kept = np.load(tmp_path / "skipped" / "step-7.npz")
+    assert np.isnan(kept[f"{group_.ticket.ticket_id}/behaviour"]).all() and '"ticket_id"' in str(kept["groups"])
+    step(8, bad)
+    assert np.isfinite(step(9, arrays)["grad/norm"])
+    for number in (10, 11):
+        step(number, bad)
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        step(12, bad)

@@ -286,6 +286,8 @@ class Controller:
         elif isinstance(message, m.Spans):
             self.trace.write(message.actor, message.spans)
             self.counters |= message.counters
+        elif isinstance(message, m.Notice):
+            self.console.line(f"{message.name}: {message.text}")
         elif isinstance(message, m.Failed):
             if message.name == "draft_adapter" and self.started:
                 self._lost_adapter(message.error)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,6 +23,8 @@ from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.config import Config, OptimizerConfig, RLConfig, resolve_path
 from asyncspec.lag import check_lag
 from asyncspec.timing.spans import now
+
+MOST_SKIPPED = 3  # steps in a row that may be left out because their gradient is not finite
 
 
 class GradientAccumulator:
@@ -95,6 +98,15 @@ class GradientAccumulator:
         return stats
 
 
+def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]) -> Path:
+    """Keep what a step was to be trained on: arrays "TICKET/NAME", and the groups as JSON under "groups"."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"step-{step}.npz"
+    arrays = {f"{group.ticket.ticket_id}/{name}": array for group, arrays in groups for name, array in arrays.items()}
+    np.savez(file, groups=np.array(msgspec.json.encode([group for group, _ in groups]).decode()), **arrays)
+    return file
+
+
 class Trainer(Actor):
     role = "trainer"
 
@@ -104,6 +116,7 @@ class Trainer(Actor):
         self.step_index = 0
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0
+        self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
 
     def inbox_credits(self) -> int:
         return (self.config.policy_lag + 1) * self.config.rl.groups_per_step
@@ -149,6 +162,7 @@ class Trainer(Actor):
             return
         step, start = self.step_index, self.step_start or now()
         self.mtp_groups = 0
+        self.kept: list[tuple[m.Group, m.Arrays]] = []
         self.waits, self.busy = [], {"data": 0.0, "train": 0.0, "prepare": 0.0}
         records, versions = [], []
         count = self.config.rl.groups_per_step
@@ -167,7 +181,7 @@ class Trainer(Actor):
                 self.wait_step(0.005)
             self.publisher.check()
         with self._part("train", step):
-            stats = self.accumulator.step()
+            stats = self._update(step)
         lags = step - np.concatenate(versions)
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
         with self._part("prepare", step):
@@ -192,6 +206,7 @@ class Trainer(Actor):
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
+        self.kept.append((group, arrays))
         self.delay("train")
         forward = self.accumulator.add(group, arrays)
         if self.mtp is not None and forward is not None and self.mtp_groups < self.config.draft.groups_per_step:
@@ -201,6 +216,27 @@ class Trainer(Actor):
             group.ticket.ticket_id, group.generator, float(np.mean(group.rewards)), len(set(group.rewards)) > 1,
             arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,
             group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases)
+
+    def _update(self, step: int) -> dict[str, float]:
+        """The optimizer's step; one whose gradient is not finite is left out, kept for inspection and reported.
+
+        Raises:
+            FloatingPointError: so many in a row were not finite that nothing is learned any more.
+        """
+        try:
+            stats = self.accumulator.step()
+            self.skipped_in_a_row = 0
+            return stats
+        except FloatingPointError as error:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            file = save_step(Path(self.spec.run_dir) / "skipped", step, self.kept)
+            self.control.send(m.Notice(self.name, f"step {step} left the policy as it was: {error}; its groups are in {file}"))
+            self.accumulator.clear()
+            if self.skipped_in_a_row == MOST_SKIPPED:
+                raise FloatingPointError(f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {file.parent}; a smaller "
+                                         f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure") from None
+            return {"grad/skipped": self.skipped}
 
     def _train_mtp(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> None:
         from asyncspec.drafts.supervision import from_pass
