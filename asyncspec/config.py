@@ -131,6 +131,7 @@ class DeploymentConfig:
     generators: int = 1  # generator actors
     device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
     host: str = "127.0.0.1"  # address the actors of this host bind to
+    encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
     start_timeout_s: float = 120.0  # until every actor has joined
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
     stop_timeout_s: float = 4.0  # from an interrupt to the end of every process

@@ -9,14 +9,19 @@ An Outbox keeps what it has no credit for in a local backlog; what bounds the ba
 
 The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every actor.
 
+Sockets are encrypted and closed to strangers by CurveZMQ, with a key pair made for the run: who connects must know the public key too,
+which no message carries and only the run's owner can read (`make_keys`, `use_keys`).
+
 No call here blocks but `wait`, which takes a deadline.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections import deque
+from pathlib import Path
 from typing import Iterable
 
 import zmq
@@ -28,8 +33,44 @@ _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
 
 
+KEYS = "keys"  # file in a run's directory
+
+_keys: tuple[bytes, bytes] | None = None  # public, secret
+
+
 def context() -> zmq.Context:
     return zmq.Context.instance()
+
+
+def make_keys(run_dir: Path) -> None:
+    """Make a run's key pair, in a file that only its owner can read."""
+    descriptor = os.open(run_dir / KEYS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(b"\n".join(zmq.curve_keypair()))
+
+
+def use_keys(run_dir: Path) -> None:
+    """Encrypt the sockets this process makes from now on, if the run has keys."""
+    global _keys
+    try:
+        public, secret = (run_dir / KEYS).read_bytes().split(b"\n")
+        _keys = (public, secret)
+    except FileNotFoundError:
+        _keys = None
+
+
+def _socket(kind: int, serving: bool) -> zmq.Socket:
+    """A socket without bounds of its own, which bind no one."""
+    socket = context().socket(kind)
+    socket.rcvhwm = socket.sndhwm = 0
+    if _keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = _keys
+        if serving:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = _keys[0]
+    return socket
 
 
 def bind(socket: zmq.Socket, host: str) -> str:
@@ -66,9 +107,8 @@ class Inbox:
             host: address to bind to; the port is free-chosen, see `address`.
             credits: messages each producer may have under way.
         """
-        self.socket = context().socket(zmq.ROUTER)
+        self.socket = _socket(zmq.ROUTER, serving=True)
         self.socket.linger = 0
-        self.socket.rcvhwm = self.socket.sndhwm = 0
         self.address = bind(self.socket, host)
         self.credits = credits
         self.rejected = self.duplicates = 0
@@ -127,9 +167,8 @@ class Outbox:
             delay_s: how long each message is held back, to test what that is charged to.
         """
         self.delay_s, self._due = delay_s, deque()
-        self.socket = context().socket(zmq.DEALER)
+        self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = 1000
-        self.socket.rcvhwm = self.socket.sndhwm = 0
         self.socket.connect(address)
         self.socket.send(_OPEN)
         self.credits = 0
@@ -190,10 +229,9 @@ class ControlServer:
     """The controller's end: any actor's messages in, messages to named actors out."""
 
     def __init__(self, host: str) -> None:
-        self.socket = context().socket(zmq.ROUTER)
+        self.socket = _socket(zmq.ROUTER, serving=True)
         self.socket.linger = 1000
         self.socket.router_mandatory = True
-        self.socket.rcvhwm = self.socket.sndhwm = 0
         self.address = bind(self.socket, host)
         self.rejected = self.undeliverable = 0
 
@@ -223,7 +261,7 @@ class ControlClient:
     """An actor's end."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.socket = context().socket(zmq.DEALER)
+        self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = 2000
         self.socket.identity = name.encode()
         self.socket.connect(address)

@@ -143,3 +143,34 @@ def test_control_reaches_named_actors_and_reports_who_is_absent():
     assert not server.send("nobody", m.Stop("x")) and server.undeliverable == 1
     client.close()
     server.close()
+
+
+def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
+    """With the keys a message arrives; without them, or with others, neither queue nor control channel lets anybody in."""
+    transport.make_keys(tmp_path)
+    assert (tmp_path / transport.KEYS).stat().st_mode & 0o777 == 0o600
+    (tmp_path / "other").mkdir()
+    transport.make_keys(tmp_path / "other")
+    transport.use_keys(tmp_path)
+    inbox, server = transport.Inbox("127.0.0.1", 4), transport.ControlServer("127.0.0.1")
+    clients = {}
+    try:
+        for name, keys in (("known", tmp_path), ("other", tmp_path / "other"), ("none", tmp_path / "missing")):
+            transport.use_keys(keys)
+            clients[name] = (transport.Outbox(inbox.address), transport.ControlClient(server.address, name))
+            clients[name][0].put(m.Ready(name))
+            clients[name][1].send(m.Ready(name))
+        heard, told, until = [], [], time.monotonic() + 1.5
+        while time.monotonic() < until:
+            for outbox, _ in clients.values():
+                outbox.flush()
+            if (item := inbox.take()) is not None:
+                heard.append(item[0].name)
+            if (item := server.receive()) is not None:
+                told.append(item[0])
+            time.sleep(0.005)
+        assert heard == ["known"] and told == ["known"]
+    finally:
+        transport.use_keys(tmp_path / "missing")
+        for item in (inbox, server, *(c for pair in clients.values() for c in pair)):
+            item.socket.close(linger=0)

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 import msgspec
 
@@ -89,6 +90,7 @@ class Actor(ABC):
         """Live until told to stop; 0 if all went well."""
         redirect_output(self.spec)
         self.log(f"{self.name} starts, pid {os.getpid()}")
+        transport.use_keys(Path(self.spec.run_dir))
         self.control = transport.ControlClient(self.spec.control_address, self.name)
         try:
             import torch

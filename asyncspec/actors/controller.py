@@ -58,6 +58,7 @@ class Controller:
     def __init__(self, spec: ActorSpec) -> None:
         self.config = from_yaml(spec.config_yaml)
         self.run_dir = Path(spec.run_dir)
+        transport.use_keys(self.run_dir)
         self.server = transport.ControlServer(self.config.deployment.host)
         self.address = self.server.address
         self.names = actor_names(self.config)

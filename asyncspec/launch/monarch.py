@@ -11,9 +11,11 @@ import os
 import select
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
+from asyncspec import transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config
 from asyncspec.launch import roles
@@ -44,6 +46,7 @@ class _Host(monarch.Actor):
 def launch(config: Config) -> int:
     """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
     roles.prepare_run_dir(config)
+    transport.use_keys(Path(config.run_dir))
     interrupt = InterruptFlag()
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # `_watch` through the result of the actor's `run`.

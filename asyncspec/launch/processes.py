@@ -16,9 +16,11 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 
+from asyncspec import transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config
 from asyncspec.launch import roles
@@ -41,6 +43,7 @@ def launch(config: Config, rank: int, world_size: int) -> int:
         roles.prepare_run_dir(config)
         store.set("asyncspec/run_dir", config.run_dir)
     config.run_dir = store.get("asyncspec/run_dir").decode()
+    transport.use_keys(Path(config.run_dir))
     interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
     mine = roles.specs(config)[rank::world_size]
     children: dict[str, subprocess.Popen] = {}

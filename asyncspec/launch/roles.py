@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from asyncspec import config as configuration
+from asyncspec import transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.launch.preflight import check_inputs
 
@@ -53,7 +54,7 @@ def devices(wanted: str, count: int) -> list[str]:
 
 
 def prepare_run_dir(config: configuration.Config) -> None:
-    """Check what the run will read, choose and make the run directory, and write config.yaml into it.
+    """Check what the run will read, choose and make the run directory, and write config.yaml and the keys into it.
 
     Raises:
         ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or GPUs are wanted
@@ -68,5 +69,7 @@ def prepare_run_dir(config: configuration.Config) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(configuration.to_yaml(config))
+        if config.deployment.encrypt:
+            transport.make_keys(run_dir)
     except OSError as error:
         raise configuration.ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
