@@ -28,6 +28,8 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     fates: dict[int, Counter] = defaultdict(Counter)
     steps: Counter = Counter()
     for event in events:
+        if event["event"] == "reissued":  # its generator died; the ticket is the same
+            continue
         ticket, kind, step = event["ticket"], event["event"], event["step"]
         fates[ticket][kind] += 1
         if kind != "issued" and not fates[ticket]["issued"]:

@@ -131,6 +131,7 @@ class DeploymentConfig:
     generators: int = 1  # generator actors
     device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
     host: str = "127.0.0.1"  # address the actors of this host bind to
+    replacements: int = 8  # generators that may be started in place of ones that died, in a run
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
     start_timeout_s: float = 120.0  # until every actor has joined
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
@@ -263,7 +264,7 @@ def check(config: Config) -> None:
                  "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
                  "sampling.max_response_tokens", "data.train_prompts"):
         at_least(name, 1)
-    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay"):
+    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay", "deployment.replacements"):
         at_least(name, 0)
     for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
                  "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):

@@ -62,6 +62,7 @@ class Ticket(Message, frozen=True):
     seeds: list[int]  # one per sample
     issued: float
     evaluation: bool = False  # rewarded and reported, never trained
+    lost: float = 0.0  # when it was issued to a generator that died; 0: it was not
 
 
 class Group(Message, frozen=True):
@@ -142,6 +143,7 @@ class Publish(Message, frozen=True):
     kind: str
     version: int
     policy_version: int = -1  # for a draft: the policy version it was last trained for
+    epoch: int = 1
 
 
 class Receive(Message, frozen=True):
@@ -150,6 +152,15 @@ class Receive(Message, frozen=True):
     kind: str
     version: int
     epoch: int
+
+
+class Broken(Message, frozen=True):
+    """A broadcast failed in this member: a new epoch is needed."""
+
+    name: str
+    kind: str
+    epoch: int
+    error: str
 
 
 class Received(Message, frozen=True):
@@ -231,10 +242,12 @@ class Failed(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """The launcher asks the run to end: stop, write a checkpoint, leave. `lost` names an actor whose process died."""
+    """The launcher asks the run to end: stop, write a checkpoint, leave. `lost` names an actor whose process died, `replacement` the one that
+    is started in its place: then the run goes on."""
 
     reason: str
     lost: str = ""
+    replacement: str = ""
 
 
 class Stop(Message, frozen=True):
@@ -248,7 +261,7 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Hello, Ready, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Received, StepDone, Generated, EvalDone,
+    Ticket, Group, Supervision, Hello, Ready, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken, Received, StepDone, Generated, EvalDone,
     Spans, Notice, Failed, Interrupt, Stop, Stopped,
 ]
 

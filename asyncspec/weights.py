@@ -2,14 +2,15 @@
 
 One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group: NCCL where
 each member has a GPU of its own, else gloo through host memory; one code path. The controller decides who is a member and
-how; each membership has its epoch and its group.
+how; each membership has its epoch, its group and, in each member, a thread of its own. When a member dies the others get a new
+epoch without it, in which the sender begins with its newest version; a thread that still hangs in the old epoch is left to its deadline.
 
     sender    snapshot(v+1) | announce -> broadcast payload, record          (a thread; training goes on)
     receiver                    staging <- payload, record matches v+1       (a thread; generation goes on)
     receiver                                                      take() -> v+1, between two engine steps
 
 A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record (version,
-epoch, elements) arrived and matched. Every collective has a deadline.
+epoch, elements) arrived and matched. Every collective has a deadline, and so has the wait for a new epoch after a failure.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from asyncspec.messages import Membership
 
 COLLECTIVE_TIMEOUT_S = 60.0
+RECOVERY_S = 30.0  # from a failure until a new epoch must have come
 
 
 class BroadcastError(RuntimeError):
@@ -120,42 +122,68 @@ class BroadcastGroup:
         return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
 
 
-class _Worker:
-    """A thread that does collectives in order; errors surface in the owner's next call."""
+class _Lane:
+    """One epoch in one member: its group, its thread, and what that has to do, in order."""
 
-    def __init__(self, name: str, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
-        self._where, self.kind = (store_host, store_port), kind
-        self._me, self._device = me, device
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._error: BaseException | None = None
+    def __init__(self, membership: Membership, device: str) -> None:
+        self.membership = membership
+        self.device = device if membership.backend == "nccl" else "cpu"
         self.group: BroadcastGroup | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.busy = False
+        self.error: BaseException | None = None
+        self.failed_at = 0.0
+        self.tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
 
-    def form(self, membership: Membership, timeout_s: float, joined: Callable[[], None]) -> None:
-        """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
-
-        def task() -> None:
-            self.group = BroadcastGroup(*self._where, membership, timeout_s, self._me, self._device)
-            joined()
-
-        self._tasks.put(task)
-
-    def check(self) -> None:
-        """Raises what the thread raised, if it did."""
-        if self._error is not None:
-            raise BroadcastError(str(self._error)) from self._error
-
-    def close(self) -> None:
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+    def run(self) -> None:
+        while (task := self.tasks.get()) is not None:
             try:
                 task()
             except BaseException as error:  # handed to the owner by check()
-                self._error = error
+                self.failed_at, self.error, self.busy = time.monotonic(), error, False
                 return
+
+
+class _Worker:
+    """Does collectives in a thread; errors surface in the owner's calls."""
+
+    def __init__(self, name: str, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
+        self._name, self._where, self.kind = name, (store_host, store_port), kind
+        self._me, self._device = me, device
+        self._lane: _Lane | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._lane.membership.epoch if self._lane is not None else 0
+
+    @property
+    def broken(self) -> str:
+        """What went wrong in this epoch; "" if nothing did."""
+        return str(self._lane.error) if self._lane is not None and self._lane.error is not None else ""
+
+    def form(self, membership: Membership, timeout_s: float, joined: Callable[[], None]) -> None:
+        """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
+        self.close()
+        lane = self._lane = _Lane(membership, self._device)
+
+        def task() -> None:
+            lane.group = BroadcastGroup(*self._where, membership, timeout_s, self._me, self._device)
+            joined()
+
+        lane.tasks.put(task)
+        threading.Thread(target=lane.run, name=f"{self._name}-{membership.epoch}", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises what the thread raised, once no new epoch has come for RECOVERY_S; at once if the first one failed to form."""
+        lane = self._lane
+        if lane is None or lane.error is None:
+            return
+        never_formed = lane.membership.epoch == 1 and lane.group is None
+        if never_formed or time.monotonic() - lane.failed_at > RECOVERY_S:
+            raise BroadcastError(str(lane.error)) from lane.error
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.tasks.put(None)
 
 
 class Publisher(_Worker):
@@ -167,29 +195,52 @@ class Publisher(_Worker):
             delay_s: how long each version is held back, to test what that is charged to.
         """
         self.layout, self.delay_s = layout, delay_s
-        self.busy = False
+        self._newest: tuple[int, torch.Tensor] | None = None
+        self._sent_in = 0  # the newest epoch in which anything was sent
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], announce: Callable[[], None]) -> None:
-        """Snapshot now, announce, broadcast in the background; the group must stand.
+    @property
+    def busy(self) -> bool:
+        return self._lane is not None and self._lane.busy
+
+    @property
+    def owes(self) -> int:
+        """The version that the members of a new epoch have not been sent yet; 0 if there is none."""
+        lane = self._lane
+        behind = self._newest is not None and lane is not None and lane.group is not None and self._sent_in < self.epoch
+        return self._newest[0] if behind and not lane.busy and lane.error is None else 0
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], announce: Callable[[int], None]) -> None:
+        """Snapshot now, announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`catch_up`).
+
+        Args:
+            announce: called with the epoch.
 
         Raises:
-            BroadcastError: the broadcast before this one failed or is still under way; wait until `busy` is False.
+            BroadcastError: the broadcast before this one is still under way (wait until `busy` is False), or no new epoch came
+                after a failure.
         """
         self.check()
         if self.busy:
             raise BroadcastError(f"version {version} published while the broadcast before it is under way")
-        flat = self.layout.snapshot(tensors, self.group.device)
-        announce()
-        self.busy = True
+        self._newest = (version, self.layout.snapshot(tensors, self._lane.device))
+        self.catch_up(announce)
+
+    def catch_up(self, announce: Callable[[int], None]) -> None:
+        """Send the newest version to this epoch's members."""
+        lane, (version, flat) = self._lane, self._newest
+        self._sent_in = self.epoch
+        lane.busy = lane.error is None
+        announce(self.epoch)
 
         def task() -> None:
             time.sleep(self.delay_s)
-            self.group.broadcast(flat)
-            self.group.broadcast(self.group.record(version, flat.numel()))
-            self.busy = False
+            payload = flat.to(lane.device)
+            lane.group.broadcast(payload)
+            lane.group.broadcast(lane.group.record(version, payload.numel()))
+            lane.busy = False
 
-        self._tasks.put(task)
+        lane.tasks.put(task)
 
 
 class Receiver(_Worker):
@@ -204,29 +255,37 @@ class Receiver(_Worker):
         self.layout = layout
         self._received = received
         self._complete: tuple[int, torch.Tensor] | None = None
+        self._taken = 0
         self._lock = threading.Lock()
         super().__init__(f"receive-{kind}", store_host, store_port, kind, me, device)
 
     def expect(self, version: int, epoch: int) -> None:
-        """Take part in the broadcast of `version`."""
+        """Take part in the broadcast of `version`; one of another epoch is past."""
+        lane = self._lane
+        if lane is None or epoch != self.epoch:
+            return
 
         def task() -> None:
-            flat = torch.empty(self.layout.elements, dtype=torch.float32, device=self.group.device)
-            self.group.broadcast(flat)
-            expected = self.group.record(version, flat.numel())
+            flat = torch.empty(self.layout.elements, dtype=torch.float32, device=lane.device)
+            lane.group.broadcast(flat)
+            expected = lane.group.record(version, flat.numel())
             record = torch.zeros_like(expected)
-            self.group.broadcast(record)
-            if not torch.equal(record, expected) or epoch != self.group.epoch:
+            lane.group.broadcast(record)
+            if not torch.equal(record, expected):
                 raise BroadcastError(f"{self.kind}: commit record {record.tolist()}, expected {expected.tolist()}")
             with self._lock:
+                if lane is not self._lane or version <= self._taken:  # of an epoch that is past, or sent again to newcomers
+                    return
                 self._complete = (version, flat)
             self._received(version)
 
-        self._tasks.put(task)
+        lane.tasks.put(task)
 
     def take(self) -> tuple[int, dict[str, torch.Tensor]] | None:
         """The newest complete version and its tensors, once; None if there is no new one."""
         self.check()
         with self._lock:
             complete, self._complete = self._complete, None
+            if complete is not None:
+                self._taken = complete[0]
         return None if complete is None else (complete[0], self.layout.views(complete[1]))

@@ -205,7 +205,7 @@ def pid_of(run_dir, actor):
     return int(re.search(r"pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text()).group(1))
 
 
-@pytest.mark.parametrize("actor", ["generator0", "logprob"])
+@pytest.mark.parametrize("actor", ["trainer", "logprob"])
 def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor):
     run_dir = tmp_path / "run"
     process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT))
@@ -216,6 +216,30 @@ def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor):
     assert actor in output and "died" in output
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
     assert not gone_within(everyone, 5)
+
+
+@pytest.mark.parametrize("launcher,generators", [((sys.executable, SCRIPT), 1), ((*TORCHRUN, "--nproc-per-node", "2", SCRIPT), 2)],
+                         ids=["monarch", "ranks"])
+def test_a_killed_generator_is_replaced_and_its_tickets_are_trained_once(tmp_path, launcher, generators):
+    run_dir, steps = tmp_path / "run", 16
+    command = [*launcher, "--run-dir", str(run_dir), *SMALL, "--steps", str(steps), f"deployment.generators={generators}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 180
+    for lost, after in (("generator0", 3), ("generator0.1", 8)):
+        while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < after or not (run_dir / "logs" / f"{lost}.log").exists():
+            assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+        os.kill(pid_of(run_dir, lost), signal.SIGKILL)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    assert "generator0 died" in output and "generator0.1 has joined" in output and "generator0.1 died" in output, output
+    metrics = rows(run_dir)
+    assert len(metrics) == steps and max(row["lag/max"] for row in metrics) <= 1
+    assert metrics[-1]["recovery/generators_lost"] == 2 and metrics[-1]["recovery/tickets_reissued"] > 0
+    assert {line["event"] for line in ledger(run_dir)} >= {"reissued", "trained"}
+    from asyncspec.audit import audit
+
+    assert audit(str(run_dir)) == 0  # every ticket once, within the lag
 
 
 @pytest.mark.parametrize("launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])

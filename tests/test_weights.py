@@ -64,7 +64,7 @@ def test_each_version_arrives_whole_and_in_order():
         for tensor in live.values():
             tensor.fill_(version)
         wait_until_idle(publisher)
-        publisher.publish(version, live, lambda: [q.put(version) for q in announced.values()])
+        publisher.publish(version, live, lambda epoch: [q.put(version) for q in announced.values()])
         for tensor in live.values():  # the optimizer goes on changing what was published: it must not be seen
             tensor.fill_(-1)
     wait_until_idle(publisher)

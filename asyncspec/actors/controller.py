@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from asyncspec import messages as m
@@ -69,6 +70,9 @@ class Controller:
         self.generating: dict[int, str] = {}  # of these, still in their generator
         self.next_step = 0  # whose tickets are issued next
         self.trained_steps = 0
+        self.epochs = {"policy": 0, "draft": 0}  # of the broadcast groups
+        self.addresses: dict[str, str] = {}  # of the actors' inboxes
+        self.joining: dict[str, float] = {}  # generators that are coming up in place of others, and when those were lost
         self.evaluations: dict[int, dict] = {}  # version -> what came back so far
         self.accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
         self.counters: dict[str, float] = {}
@@ -139,17 +143,16 @@ class Controller:
         port = listener.getsockname()[1]
         self.store = dist.TCPStore(
             deployment.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        addresses = {name: hello.address for name, hello in hellos.items()}
-        self.outboxes = {name: transport.Outbox(addresses[name]) for name in self.generators}
+        self.hellos = hellos
+        self.addresses = {name: hello.address for name, hello in hellos.items()}
+        self.outboxes = {name: transport.Outbox(self.addresses[name]) for name in self.generators}
         self.members = {"policy": ["trainer", "logprob", *self.generators]}
         if self.config.draft_trainer:
             self.members["draft"] = [self.config.draft_trainer, *self.generators]
         for name in self.names:
-            self.server.send(name, m.Welcome(addresses, deployment.host, self.store.port))
-        for kind, members in self.members.items():
-            backend = broadcast_backend([hellos[name].device for name in members])
-            for name in members:
-                self.server.send(name, m.Membership(kind, 1, members, backend))
+            self.server.send(name, self._welcome())
+        for kind in self.members:
+            self._form(kind)
         ready: dict[str, m.Ready] = {}
         self._listen_until(lambda: len(ready) == len(self.names), ready, "to load and join its broadcast group")
         if self.stop_reason:
@@ -157,6 +160,17 @@ class Controller:
         self.console.line(f"{len(self.names) + 1} actors ready: controller, {', '.join(self.names)}")
         self._evaluate(0)
         self.moved, self.started = time.monotonic(), True
+
+    def _welcome(self) -> m.Welcome:
+        return m.Welcome(self.addresses, self.config.deployment.host, self.store.port)
+
+    def _form(self, kind: str) -> None:
+        """Give a broadcast group a new epoch, with the members it has now."""
+        members = self.members[kind]
+        self.epochs[kind] += 1
+        backend = broadcast_backend([self.hellos[name].device for name in members])
+        for name in members:
+            self.server.send(name, m.Membership(kind, self.epochs[kind], members, backend))
 
     def _listen_until(self, done, into: dict, what: str) -> None:
         deadline = time.monotonic() + self.config.deployment.start_timeout_s
@@ -191,11 +205,11 @@ class Controller:
         # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
         limit = deployment.stall_timeout_s if self.stop_reason == "finished" else deployment.stop_timeout_s if self.started else 0.5
         deadline = time.monotonic() + limit
-        while self.gone != set(self.names) and time.monotonic() < deadline:
-            for name in set(self.names) - self.gone:  # again and again: one that is still starting connects later
+        while (left := self._still_there()) and time.monotonic() < deadline:
+            for name in left:  # again and again: one that is still starting connects later
                 self.server.send(name, m.Stop(self.stop_reason))
             self._listen_for(0.2)
-        missing = sorted(set(self.names) - self.gone)
+        missing = sorted(self._still_there())
         if missing and self.started and not self.failure:
             self.failure = f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
         for ticket, generator, _ in self.outstanding.values():
@@ -204,6 +218,10 @@ class Controller:
             self.ledger.write("dropped", ticket, reason=self.stop_reason)
         # Rows held back for an evaluation that will not come.
         self.metrics.flush()
+
+    def _still_there(self) -> set[str]:
+        """Actors that have not stopped; replacements that are not up yet are their launcher's."""
+        return set(self.names) - self.gone - {name for name in self.joining if name not in self.addresses}
 
     # Tickets.
     def _issue(self) -> None:
@@ -235,7 +253,7 @@ class Controller:
         load = dict.fromkeys(self.generators, 0)
         for ticket_id, generator in self.generating.items():
             load[generator] += len(self.outstanding[ticket_id][0].seeds)
-        while self.pending:
+        while self.pending and load:
             generator = min(load, key=load.get)
             if load[generator] >= 2 * self.config.engine.slots:
                 break
@@ -252,6 +270,14 @@ class Controller:
         generating = sum(ticket.ticket_id in self.generating for ticket in training)
         self.console.status(self.trained_steps, generating, len(training) - generating, max(0, self.next_step - 1 - self.clock.version))
 
+    def _ended(self, ticket_id: int) -> m.Ticket:
+        """Take a ticket off the books: it may have been issued again and trained from its first issue."""
+        if ticket_id in self.outstanding:
+            return self.outstanding.pop(ticket_id)[0]
+        ticket = next(t for t in self.pending if t.ticket_id == ticket_id)
+        self.pending.remove(ticket)
+        return ticket
+
     # Messages.
     def _listen_for(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -263,7 +289,7 @@ class Controller:
         while (item := self.server.receive()) is not None:
             name, message = item
             self.heard[name] = time.monotonic()
-            if isinstance(message, (m.Hello, m.Ready)):
+            if isinstance(message, (m.Hello, m.Ready)) and not self.started:
                 if into is not None and message.name in self.names:
                     into[message.name] = message
             else:
@@ -274,6 +300,14 @@ class Controller:
             self.server.send(sender, m.ClockTold(message.sent, time.monotonic(), self.host))
         elif isinstance(message, m.Publish):
             self._published(message)
+        elif isinstance(message, m.Hello):
+            self._arrived(message)
+        elif isinstance(message, m.Ready):
+            self._joined(message.name)
+        elif isinstance(message, m.Broken):
+            if message.kind in self.members and message.epoch == self.epochs[message.kind]:
+                self.counters[f"broadcast/{message.kind}_epochs"] = self.epochs[message.kind] + 1
+                self._form(message.kind)
         elif isinstance(message, m.Received):
             self.moved = time.monotonic()
         elif isinstance(message, m.Generated):
@@ -299,6 +333,8 @@ class Controller:
             self.gone.add(message.name)
         elif isinstance(message, m.Interrupt) and message.lost == "draft_adapter" and self.started:
             self._lost_adapter(message.reason)
+        elif isinstance(message, m.Interrupt) and message.replacement and self.started:
+            self._lost_generator(message)
         elif isinstance(message, m.Interrupt):
             self.stop_reason = self.stop_reason or message.reason
             if message.lost:
@@ -314,18 +350,68 @@ class Controller:
             for name in ("logprob", *self.generators):
                 self.server.send(name, m.Membership("draft", 2, [], ""))
 
+    def _lost_generator(self, message: m.Interrupt) -> None:
+        """Issue again what it had, and let the others go on until its replacement is there."""
+        name = message.lost
+        if name in self.gone or self.names.get(name) != "generator":
+            return
+        now, again = time.monotonic(), []
+        self.moved = now
+        self.gone.add(name)
+        self.joining[message.replacement] = now
+        self.names[message.replacement] = "generator"
+        if name in self.generators:
+            self.generators.remove(name)
+        if name in self.outboxes:
+            self.outboxes.pop(name).close()
+        # Also what has left it: whether that arrived anywhere is not known. Should a group come twice the first one counts.
+        for ticket_id, (ticket, generator, _) in list(self.outstanding.items()):
+            if generator == name:
+                del self.outstanding[ticket_id]
+                self.generating.pop(ticket_id, None)
+                again.append(msgspec.structs.replace(ticket, issued=now, lost=ticket.lost or ticket.issued))
+                self.ledger.write("reissued", ticket, reason=message.reason, generator=name)
+        self.pending.extendleft(sorted(again, key=lambda t: t.ticket_id, reverse=True))
+        self.counters["recovery/generators_lost"] = self.counters.get("recovery/generators_lost", 0) + 1
+        self.counters["recovery/tickets_reissued"] = self.counters.get("recovery/tickets_reissued", 0) + len(again)
+        for kind, members in self.members.items():
+            if name in members:
+                members.remove(name)
+                self._form(kind)
+        self.console.line(f"{message.reason}: {len(again)} tickets are issued again; {message.replacement} takes its place")
+
+    def _arrived(self, hello: m.Hello) -> None:
+        """A replacement is up: tell it where all are, and take it into the broadcast groups."""
+        if hello.name not in self.joining or hello.name in self.addresses:
+            return
+        self.hellos[hello.name], self.addresses[hello.name] = hello, hello.address
+        self.server.send(hello.name, self._welcome())
+        for kind, members in self.members.items():
+            members.append(hello.name)
+            self._form(kind)
+
+    def _joined(self, name: str) -> None:
+        if name not in self.joining or name in self.generators:
+            return
+        self.moved = time.monotonic()
+        seconds = self.moved - self.joining[name]
+        self.outboxes[name] = transport.Outbox(self.addresses[name])
+        self.generators.append(name)
+        self.counters["recovery/generator_s"] = seconds
+        self.console.line(f"{name} has joined, {seconds:.1f} s after the loss")
+
     def _published(self, message: m.Publish) -> None:
         if message.kind not in self.members:
             return
         if message.kind == "draft":
             self.counters["draft/policy_version"] = message.policy_version
-        else:
+        elif message.version > self.clock.version:
             self.clock.publish(message.version)
             every, last = self.config.eval.every, self.config.steps
             if message.version == last or (every and message.version % every == 0):
                 self._evaluate(message.version)
         for name in self.members[message.kind][1:]:
-            self.server.send(name, m.Receive(message.kind, message.version, 1))
+            self.server.send(name, m.Receive(message.kind, message.version, message.epoch))
 
     def _evaluated(self, message: m.EvalDone) -> None:
         item = self.outstanding.pop(message.ticket_id, None)
@@ -353,8 +439,8 @@ class Controller:
         for record in message.groups:
             # The actors' channels are not ordered among each other: the trainer's word may come first.
             self.generating.pop(record.ticket_id, None)
-            ticket, generator, _ = self.outstanding.pop(record.ticket_id)
-            self.ledger.write("trained", ticket, generator=generator, version_min=record.version_min,
+            ticket = self._ended(record.ticket_id)
+            self.ledger.write("trained", ticket, generator=record.generator, version_min=record.version_min,
                               version_max=record.version_max, trained_in=message.step)
             self.trace.write_group(ticket.step, record)
         self.timeline.write(message)

@@ -119,7 +119,7 @@ class Generator(Actor):
             except BroadcastError as error:
                 if kind == "policy":
                     raise
-                # Whoever trains the draft is gone; generation goes on with the draft it has.
+                # No new epoch came; generation goes on with the draft it has.
                 self.log(f"no more drafts: {error}")
                 del self.receivers[kind]
                 continue
@@ -156,7 +156,8 @@ class Generator(Actor):
             self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))
             return
         self.control.send(m.Generated(ticket.ticket_id))
-        phases = [m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
+        lost = [m.Phase("lost", ticket.lost, ticket.issued)] if ticket.lost else []
+        phases = [*lost, m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
                   m.Phase("queued", group.admitted, started), *generating, m.Phase("reward", done, rewarded)]
         self.to_logprob.put(
             m.Group(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -116,6 +117,8 @@ class Trainer(Actor):
         self.step_index = 0
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0
+        self.published: dict[str, m.Publish] = {}  # the newest of each kind
+        self.next_ticket = 0
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
 
     def inbox_credits(self) -> int:
@@ -168,6 +171,7 @@ class Trainer(Actor):
         count = self.config.rl.groups_per_step
         for ticket_id in range(step * count, (step + 1) * count):
             group, arrays = self._next_group(ticket_id)
+            self.next_ticket = ticket_id + 1
             self.pump()
             if self.stopping:
                 raise StopRequested
@@ -185,15 +189,24 @@ class Trainer(Actor):
         lags = step - np.concatenate(versions)
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
         with self._part("prepare", step):
-            self.publisher.publish(step + 1, dict(self.model.named_parameters()),
-                                   lambda: self.control.send(m.Publish("policy", step + 1)))
+            self.published["policy"] = m.Publish("policy", step + 1)
+            self.publisher.publish(step + 1, dict(self.model.named_parameters()), partial(self._announce, "policy"))
             if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.steps >= self.mtp_due:
                 self.mtp_due = self.mtp.steps + self.config.draft.publish_every
-                self.publishers["draft"].publish(step + 1, dict(self.mtp.draft.named_parameters()),
-                                                 lambda: self.control.send(m.Publish("draft", step + 1, step)))
+                self.published["draft"] = m.Publish("draft", step + 1, step)
+                self.publishers["draft"].publish(step + 1, dict(self.mtp.draft.named_parameters()), partial(self._announce, "draft"))
         end = now()
         self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records))
         self.step_index, self.step_start = step + 1, end
+
+    def pump(self) -> None:
+        super().pump()
+        for kind, publisher in getattr(self, "publishers", {}).items():
+            if publisher.owes:  # members of a new epoch
+                publisher.catch_up(partial(self._announce, kind))
+
+    def _announce(self, kind: str, epoch: int) -> None:
+        self.control.send(msgspec.structs.replace(self.published[kind], epoch=epoch))
 
     def finish(self) -> None:
         """Write the policy as a Hugging Face directory."""
@@ -264,7 +277,12 @@ class Trainer(Actor):
     def _sort_inbox(self) -> None:
         while (item := self.inbox.take()) is not None:
             group, arrays, _ = item
-            self.arrived[group.ticket.ticket_id] = (group, arrays)
+            ticket_id = group.ticket.ticket_id
+            # A ticket that was issued again because its generator died may come twice: the first one counts.
+            if ticket_id in self.arrived or ticket_id < self.next_ticket:
+                self.counters["tickets/duplicates"] = self.counters.get("tickets/duplicates", 0) + 1
+            else:
+                self.arrived[ticket_id] = (group, arrays)
 
     @contextmanager
     def _part(self, name: str, step: int, ticket: int = -1):

@@ -22,8 +22,8 @@ class InterruptFlag:
         self.first = self.first or time.monotonic()
 
 
-def ask_to_stop(control_address: str, name: str, reason: str = "interrupted", lost: str = "") -> None:
-    """Tell the controller that the run should end, and which actor's process died, if one did."""
+def ask_to_stop(control_address: str, name: str, reason: str = "interrupted", lost: str = "", replacement: str = "") -> None:
+    """Tell the controller that the run should end, or which actor's process died and what takes its place."""
     client = transport.ControlClient(control_address, name)
-    client.send(Interrupt(reason, lost))
+    client.send(Interrupt(reason, lost, replacement))
     client.close()

@@ -12,6 +12,7 @@ import select
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Callable
 
 import msgspec
 
@@ -68,7 +69,13 @@ def launch(config: Config) -> int:
         spec = msgspec.structs.replace(spec, control_address=address)
         prepared[spec.name] = actors[spec.name].prepare.call_one(msgspec.structs.asdict(spec))
         results[spec.name] = actors[spec.name].run.call_one()
-    code = _watch(config, prepared, results, address, interrupt)
+    def start(spec: ActorSpec) -> None:
+        meshes[spec.name] = host.spawn_procs(name=spec.name.replace(".", "_"))
+        actor = meshes[spec.name].spawn("host", _Host)
+        prepared[spec.name] = actor.prepare.call_one(msgspec.structs.asdict(msgspec.structs.replace(spec, control_address=address)))
+        results[spec.name] = actor.run.call_one()
+
+    code = _watch(config, prepared, results, address, interrupt, roles.Replacements(config, specs), start)
     _stop_all(meshes)
     return code
 
@@ -100,7 +107,8 @@ def _stop(mesh) -> None:
         pass
 
 
-def _watch(config: Config, prepared: dict, results: dict, address: str, interrupt: InterruptFlag) -> int:
+def _watch(config: Config, prepared: dict, results: dict, address: str, interrupt: InterruptFlag,
+           replacements: roles.Replacements, start: Callable[[ActorSpec], None]) -> int:
     """Until the controller has ended; tells it of interrupts and deaths."""
     told, code, names, deaths = False, None, {}, select.poll()
     while code is None:
@@ -124,7 +132,11 @@ def _watch(config: Config, prepared: dict, results: dict, address: str, interrup
             if isinstance(value, Exception):
                 print(f"{name} died: {str(value).splitlines()[0][:200]}", flush=True)
                 if name != "controller":
-                    ask_to_stop(address, f"launcher-{name}", f"{name} died", name)
+                    # Its process ended, or Monarch noticed that first.
+                    spec = replacements.of(name) if not interrupt.count else None
+                    ask_to_stop(address, f"launcher-{name}", f"{name} died", name, spec.name if spec else "")
+                    if spec is not None:
+                        start(spec)
                 value = 1
             if name == "controller":
                 code = value

@@ -54,7 +54,7 @@ def launch(config: Config, rank: int, world_size: int) -> int:
     address = store.get("asyncspec/control").decode()
     for spec in mine:
         children[spec.name] = _start(msgspec.structs.replace(spec, control_address=address))
-    return _watch(config, children, address, interrupt, rank)
+    return _watch(config, children, address, interrupt, rank, roles.Replacements(config, mine))
 
 
 def _start(spec: ActorSpec, stdout_address: bool = False) -> subprocess.Popen:
@@ -69,7 +69,8 @@ def _start(spec: ActorSpec, stdout_address: bool = False) -> subprocess.Popen:
     return child
 
 
-def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, interrupt: InterruptFlag, rank: int) -> int:
+def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, interrupt: InterruptFlag, rank: int,
+           replacements: roles.Replacements) -> int:
     told, codes, run_ended = False, {}, 0.0
     while len(codes) < len(children):
         time.sleep(0.05)
@@ -78,12 +79,17 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, 
             if time.monotonic() - run_ended > config.deployment.stop_timeout_s:
                 for child in children.values():
                     child.kill()
-        for name, child in children.items():
+        for name, child in list(children.items()):
             if name not in codes and (code := child.poll()) is not None:
                 codes[name] = code
                 if code != 0 and name != "controller":
                     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                    ask_to_stop(address, f"launcher{rank}-{name}", f"{name} died: {how}", name)
+                    # An actor that fails by itself would fail again; it has said why.
+                    spec = replacements.of(name) if code < 0 and not interrupt.count and not run_ended else None
+                    ask_to_stop(address, f"launcher{rank}-{name}", f"{name} died: {how}", name, spec.name if spec else "")
+                    if spec is not None:
+                        codes[name] = 0
+                        children[spec.name] = _start(msgspec.structs.replace(spec, control_address=address))
                 elif code < 0:
                     print(f"controller died: {signal.Signals(-code).name}", flush=True)
         if interrupt.count and not told:

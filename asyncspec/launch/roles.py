@@ -6,6 +6,8 @@ import importlib
 import os
 from pathlib import Path
 
+import msgspec
+
 from asyncspec import config as configuration
 from asyncspec import transport
 from asyncspec.actors.base import ActorSpec
@@ -34,6 +36,24 @@ def specs(config: configuration.Config) -> list[ActorSpec]:
     placed = zip(names.items(), devices(config.deployment.device, len(names)))
     return [ActorSpec("controller", "controller", config.run_dir, text),
             *(ActorSpec(role, name, config.run_dir, text, device) for (name, role), device in placed)]
+
+
+class Replacements:
+    """What is started in place of actors that die; generators only, and so many."""
+
+    def __init__(self, config: configuration.Config, specs_: list[ActorSpec]) -> None:
+        self.left, self.specs = config.deployment.replacements, {spec.name: spec for spec in specs_}
+
+    def of(self, name: str) -> ActorSpec | None:
+        """The next one for an actor; None: the run cannot do without it."""
+        spec = self.specs.get(name)
+        if spec is None or spec.role != "generator" or not self.left:
+            return None
+        self.left -= 1
+        base, _, number = name.partition(".")
+        new = msgspec.structs.replace(spec, name=f"{base}.{int(number or 0) + 1}")
+        self.specs[new.name] = new
+        return new
 
 
 def devices(wanted: str, count: int) -> list[str]:

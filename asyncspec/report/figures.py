@@ -95,7 +95,7 @@ def gantt(steps: Sequence[StepDone]) -> Figure:
         axis.text(step.start - zero, -0.2, f"step {step.step}", fontsize=6)
     height = tall + 2
     colors = {"generate": COLORS["exposed_generation"], "reward": COLORS["exposed_reward"], "logprob": COLORS["exposed_logprob"],
-              "weights": COLORS["prepare"], "swap": COLORS["prepare"], "logprob_weights": COLORS["prepare"], "queued": "#f3d9d6", "logprob_queue": "#e2d8ec"}
+              "weights": COLORS["prepare"], "swap": COLORS["prepare"], "logprob_weights": COLORS["prepare"], "lost": COLORS["recovery"], "queued": "#f3d9d6", "logprob_queue": "#e2d8ec"}
     for step in steps:
         for group in sorted(step.groups, key=lambda g: g.ticket_id):
             for phase in group.phases:

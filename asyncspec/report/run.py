@@ -16,7 +16,7 @@ from asyncspec.timing.attribution import PARTS
 STATES = ("busy", "blocked_input", "blocked_output", "idle")
 COLORS = {  # of the parts of a step, everywhere
     "data": "#8c8c8c", "transport": "#b5b5b5", "prepare": "#e6a532", "admission": "#f2d37f", "exposed_generation": "#c9362b",
-    "exposed_reward": "#e88fb0", "exposed_logprob": "#7a4fa3", "train": "#2f6db5", "other": "#dddddd"}
+    "exposed_reward": "#e88fb0", "exposed_logprob": "#7a4fa3", "recovery": "#111111", "train": "#2f6db5", "other": "#dddddd"}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from asyncspec.messages import GroupRecord, Phase, StepDone, Wait
 
 # What each phase of a group is charged to when the trainer waits for it.
 CAUSES = {
+    "lost": "recovery",  # with a generator that died, until it was issued again
     "queued": "exposed_generation",  # issued, for a generator with room; and in the generator, for a free slot
     "weights": "prepare",  # in the generator, for the version the ticket asks for
     "generate": "exposed_generation",
@@ -31,7 +32,7 @@ CAUSES = {
     "logprob": "exposed_logprob",
 }
 BETWEEN, BEFORE = "transport", "admission"
-WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob")
+WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob", "recovery")
 PARTS = ("data", *WAITED, "train", "other")
 
 
@@ -107,7 +108,7 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
             for (ticket, what), value in found if value > 0.01 * total] or [f"step {step.step}: {total:.2f} s, all of it training"]
 
 
-_DOING = {"queued": "waiting for a slot of", "weights": "waiting for weights at", "generate": "generating on", "swap": "during a weight swap of", "reward": "being rewarded at"}
+_DOING = {"lost": "lost with a generator before it went to", "queued": "waiting for a slot of", "weights": "waiting for weights at", "generate": "generating on", "swap": "during a weight swap of", "reward": "being rewarded at"}
 _AT_LOGPROB = {"logprob_weights": "waiting for weights at logprob", "logprob_queue": "behind others at logprob", "logprob": "in logprob"}
 
 

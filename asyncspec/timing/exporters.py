@@ -152,7 +152,7 @@ RESULTS = ("metrics.jsonl", "timeline.jsonl", "tb/", "trace.json", "ledger.jsonl
 TABLE_ROWS = (
     ("data", "time/data"), ("transport", "time/transport"), ("prepare (weight sync)", "time/prepare"),
     ("admission by lag", "time/admission"), ("exposed generation", "time/exposed_generation"), ("exposed reward", "time/exposed_reward"),
-    ("exposed logprob", "time/exposed_logprob"), ("train", "time/train"), ("other", "time/other"), ("step", "time/step"),
+    ("exposed logprob", "time/exposed_logprob"), ("recovery", "time/recovery"), ("train", "time/train"), ("other", "time/other"), ("step", "time/step"),
     ("generation, hidden or not", "time/generation"), ("logprob, hidden or not", "time/logprob"),
 )
 
