@@ -1,7 +1,7 @@
 """The form all benchmarks share.
 
 A benchmark names its variants and measures one of them at a time. The harness runs them interleaved (every variant once,
-then every variant again), so that what else the machine does falls on all alike; reports medians with their quartiles; and
+then every variant again, in reverse), so that what else the machine does falls on all alike; reports medians with their quartiles; and
 writes result.json with every sample, and a plot.
 """
 
@@ -89,7 +89,8 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
                 bar = progress.add_task(prefix + name, total=rounds * len(variants))
                 for repetition in range(rounds):
-                    for variant in variants:
+                    # There and back: who is measured first has colder caches.
+                    for variant in variants if repetition % 2 == 0 else reversed(variants):
                         measured = benchmark.measure(variant, first + repetition)
                         samples.setdefault(prefix + variant, []).append(measured)
                         shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)

@@ -1,7 +1,7 @@
 """What the generation benchmarks share: the configured policy, engines with any drafter, and loads put on them.
 
-Prompts are those of the default job, its group size too. Engines are made once and kept: calibration, learned acceptance and the
-past that suffix decoding copies from are then those of a running job.
+Prompts are those of the default job, its group size too. Engines are made once and kept: calibration and learned acceptance are
+then those of a running job. The past that suffix decoding copies from is that after the warm-up, in every measurement.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import eagle3, policy, tokenizer
 from asyncspec.rl import tasks
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
+from asyncspec.speculation.lookup import SuffixDrafter
 from asyncspec.speculation.make import drafter_maker
 
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
@@ -71,6 +72,7 @@ class Loads:
         self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
         self._engines: dict[tuple[str, int], TorchEngine] = {}
         self._auto = {}
+        self._pasts = {}
 
     def engine(self, method: str, slots: int, draft_length: int | str = 0) -> TorchEngine:
         """An engine with this drafter ("none": without), set to a draft length, 0 or "auto"."""
@@ -84,7 +86,11 @@ class Loads:
             engine.poll()
             self._auto[key] = engine.lengths
             self.steady(engine, len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1))
+            if isinstance(engine.drafter, SuffixDrafter):
+                self._pasts[key] = engine.drafter.past()
         engine = self._engines[key]
+        if key in self._pasts:  # variants of a repetition get the same prompts: none may copy from another's rollouts
+            engine.drafter.restore(self._pasts[key])
         engine.lengths = Watched(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
         return engine
 

@@ -106,6 +106,15 @@ class SuffixDrafter(_Lookup):
         self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
         self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
 
+    def past(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A copy of all it remembers, for `restore`."""
+        return self.ring.clone(), self.seen_T2.clone(), self.end
+
+    def restore(self, past: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+        self.ring.copy_(past[0])
+        self.seen_T2.copy_(past[1])
+        self.end = past[2]
+
     def enter(self, first_row: int, count: int) -> None:
         rows, slots = slice(first_row, first_row + count), self.slots
         prompt_B1 = slots.prompt_S[rows].unsqueeze(1)
