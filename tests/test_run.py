@@ -205,10 +205,10 @@ def pid_of(run_dir, actor):
     return int(re.search(r"pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text()).group(1))
 
 
-@pytest.mark.parametrize("actor", ["trainer", "logprob"])
-def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor):
+@pytest.mark.parametrize("actor,setting", [("logprob", ()), ("generator0", ("deployment.replacements=0",))])
+def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor, setting):
     run_dir = tmp_path / "run"
-    process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT))
+    process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT, *setting))
     everyone = [process.pid, *descendants(process.pid)]
     os.kill(pid_of(run_dir, actor), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
