@@ -231,8 +231,15 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration that `to_yaml` wrote; it was checked then."""
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    """The configuration that `to_yaml` wrote; it was checked then.
+
+    Raises:
+        ConfigError: it is damaged, or of another version.
+    """
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    except Exception as error:  # YAML's own errors are of many types
+        raise ConfigError(f"config.yaml: {_first_line(error)}; expected what this version of asyncspec writes") from None
 
 
 def resolve_path(path: str) -> Path:

@@ -15,6 +15,7 @@ epoch, elements) arrived and matched. Every collective has a deadline, and so ha
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -87,6 +88,8 @@ class BroadcastGroup:
             prefix.set(f"joined/{me}", "")
             prefix.wait([f"joined/{member}" for member in members], join_timeout)
             if membership.backend == "nccl":
+                # A collective that outlives a dead member ends its communicator, not this process.
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
                 torch.cuda.set_device(device)  # each thread has its own current device
                 self._stream = torch.cuda.Stream(device)
                 options = dist.ProcessGroupNCCL.Options()

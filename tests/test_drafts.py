@@ -54,6 +54,38 @@ def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, ke
     torch.testing.assert_close(every.compared(logq), (whole, overlap), atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, VOCABULARY))
+def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
+    """With all tokens kept, truncated and whole targets agree within a draft's vocabulary; with fewer, acceptance stays a bound."""
+    generator = torch.Generator().manual_seed(seed)
+    logp = (3 * torch.randn(1, 4, VOCABULARY, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    d2t = torch.tensor([1, 2, 4])
+    t2d = torch.full((VOCABULARY,), -1)
+    t2d[d2t] = torch.arange(3)
+    logq = (3 * torch.randn(1, 4, 3, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    whole = Target(logp).within(t2d, d2t).compared(logq)
+    coarse = Target(*logp.topk(kept)).within(t2d, d2t).compared(logq)
+    assert (coarse[1] >= whole[1] - 1e-6).all()
+    if kept == VOCABULARY:
+        torch.testing.assert_close(coarse, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", drafts.METHODS)
+def test_at_another_temperature_the_best_draft_is_the_one_that_will_be_sampled_from(small_shape, small_policy, method):
+    """A draft whose logits, divided by the temperature, are the target's has the least loss: the engine divides them, too."""
+    tokens_BL, mask_BL = rollouts()
+    torch.manual_seed(1)
+    draft = drafts.new(method, small_shape, small_policy)
+    made = supervise(small_policy, draft.aux_layers, tokens_BL, mask_BL, 0.5)
+    trainer = DraftTrainer(draft.module, draft.loss(1, 0.5), 5e-3)
+    for _ in range(150):
+        _, rates = trainer.step(made)
+    assert rates[0] > 0.9  # learned by heart
+    _, wrong = drafts.Draft(draft.method, draft.module, draft.shape).loss(1, 1.0)(draft.module, made)
+    assert rates[0] > wrong[0] + 0.02  # and not the distribution at temperature 1
+
+
 @pytest.mark.parametrize("window,top", [(0, 0), (0, 3), (5, 0), (5, 2), (100, 100)])
 def test_supervision_arrives_as_it_was_sent(small_shape, small_policy, window, top):
     tokens_BL, mask_BL = rollouts()

@@ -17,6 +17,8 @@ def reward(prompt, response, answer):
             return float("nan")
         case "text":
             return "much"
+        case "large":
+            return 10**400
         case "nothing":
             return None
         case "hang":
@@ -24,7 +26,7 @@ def reward(prompt, response, answer):
     return float(response == answer)
 
 
-@pytest.mark.parametrize("bad", ["raise", "exit", "nan", "text", "nothing", "hang"])
+@pytest.mark.parametrize("bad", ["raise", "exit", "nan", "text", "large", "nothing", "hang"])
 def test_a_failing_reward_teaches_nothing_and_is_counted(bad):
     rewarder = Rewarder(reward, "mine:reward", 0.2, 0.5)
     started = time.monotonic()

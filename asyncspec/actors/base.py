@@ -1,6 +1,6 @@
 """What all actors share: how one comes up, hears the controller, reports, and ends.
 
-Life of an actor: open its inbox, say Hello, load, receive Welcome (where everybody is), join its broadcast groups, say
+Life of an actor: open its inbox, load, say Hello, receive Welcome (where everybody is), join its broadcast groups, say
 Ready; then `turn` again and again until the controller says Stop; `finish`; say Stopped. Whatever goes wrong is sent to the
 controller as one line and written in full to the actor's log.
 
@@ -100,9 +100,10 @@ class Actor(ABC):
             if self.device.startswith("cuda"):
                 torch.cuda.set_device(self.device)
             self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
-            self.control.send(m.Hello(self.name, self.inbox.address, self.device))
             self.load()
             self._loaded = True
+            # Only now: the broadcast groups wait for whoever has said Hello.
+            self.control.send(m.Hello(self.name, self.inbox.address, self.device))
             welcome = self._await(m.Welcome)
             self._to_join = self.connect(welcome)
             self.ready_if_joined()

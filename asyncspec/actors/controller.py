@@ -196,7 +196,9 @@ class Controller:
                 ticket, generator, _ = oldest
                 place = f"in {generator}" if ticket.ticket_id in self.generating else f"past {generator}, not trained"
                 where = f"ticket {ticket.ticket_id} of step {ticket.step}, {place}"
-            silent = max(self.names, key=lambda name: time.monotonic() - self.heard.get(name, 0.0))
+            if not self.outstanding and self.joining.keys() - set(self.generators) - self.gone:
+                where = f"{', '.join(self.joining.keys() - set(self.generators) - self.gone)} to take a dead generator's place"
+            silent = max(set(self.names) - self.gone, key=lambda name: time.monotonic() - self.heard.get(name, 0.0))
             raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; longest silent: {silent}; see "
                             f"{self.run_dir}/logs, or raise deployment.stall_timeout_s")
 
@@ -285,7 +287,8 @@ class Controller:
             self._listen(left)
 
     def _listen(self, timeout_s: float, into: dict | None = None) -> None:
-        transport.wait([self.server, *getattr(self, "outboxes", {}).values()], timeout_s)
+        # Outboxes are flushed by `_dispatch`, which is not called any more once the run is ending.
+        transport.wait([self.server, *(() if self.stop_reason else getattr(self, "outboxes", {}).values())], timeout_s)
         while (item := self.server.receive()) is not None:
             name, message = item
             self.heard[name] = time.monotonic()

@@ -82,12 +82,12 @@ class Generator(Actor):
                 Layout.of(dict(module.named_parameters())), lambda version, kind=kind: self._received.append((kind, version)))
         self._received: deque[tuple[str, int]] = deque()
         self.workers = list(self.receivers.values())
-        return set(parts)
+        return {"policy"}  # nobody waits for the draft
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership) and not message.members:
             self.receivers.pop(message.kind, None)
-        elif isinstance(message, m.Membership):
+        elif isinstance(message, m.Membership) and message.kind in self.receivers:
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
             self.receivers[message.kind].expect(message.version, message.epoch)

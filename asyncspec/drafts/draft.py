@@ -33,7 +33,7 @@ class Draft:
         """What `training.DraftTrainer` takes."""
         if self.method == "draft_model":
             return partial(distillation_loss, temperature=temperature)
-        return partial(unrolled_loss, unroll=unroll)
+        return partial(unrolled_loss, unroll=unroll, temperature=temperature)
 
     def save(self, directory: Path, tokenizer_from: Path | None = None, policy_version: int | None = None) -> None:
         """Write the files the engine reads, and vLLM.

@@ -175,7 +175,10 @@ def run(settings: Training) -> int:
     if settings.init:
         console.print(f"acceptance length before: {measured():.3f} at k={settings.draft_length}")
     out, lines = Path(settings.out), [time.monotonic()]
-    writer = SummaryWriter(str(out / "tensorboard"))
+    try:
+        writer = SummaryWriter(str(out / "tensorboard"))
+    except OSError as error:
+        raise ConfigError(f"draft train: --out {out}: {error.strerror}; expected a directory to write to") from None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bars:
         bar = bars.add_task(settings.method, total=1.0)
@@ -253,7 +256,11 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     prompts = [p for i, p in enumerate(fitting) if i not in held]
     kept = set(prompts)
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    return prompts, held_out, [r for r in rollouts if r.prompt in kept and len(r.prompt) + len(r.response) <= longest]
+    usable = [r for r in rollouts if r.prompt in kept and len(r.prompt) + len(r.response) <= longest]
+    if rollouts and not usable:
+        raise ValueError(f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into {longest} tokens, prompt "
+                         f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}")
+    return prompts, held_out, usable
 
 
 def _lines(path: str, fields: tuple[str, ...]) -> Iterator[dict]:

@@ -24,11 +24,13 @@ class Target(NamedTuple):
     """Distributions of the next token at each position: over the whole vocabulary, or of the most probable tokens alone.
 
     logprob_BLM: float, log-probabilities of the tokens kept.
-    token_BLM: int64, which they are; None: all, in order. What they leave of the mass counts as one further outcome.
+    token_BLM: int64, which they are; None: all, in order.
+    rest_BL: float, the mass they leave, which counts as one further outcome; None: what is missing to one.
     """
 
     logprob_BLM: torch.Tensor
     token_BLM: torch.Tensor | None = None
+    rest_BL: torch.Tensor | None = None
 
     def between(self, start: int, end: int) -> "Target":
         return Target(*(None if t is None else t[:, start:end] for t in self))
@@ -44,8 +46,8 @@ class Target(NamedTuple):
             return self
         if self.token_BLM is None:
             return Target(self.logprob_BLM[..., d2t_U])
-        token_BLM = t2d_V[self.token_BLM]
-        return Target(self.logprob_BLM.masked_fill(token_BLM < 0, float("-inf")), token_BLM.clamp(min=0))
+        token_BLM, rest_BL = t2d_V[self.token_BLM], (1 - self.logprob_BLM.exp().sum(-1)).clamp(min=0)
+        return Target(self.logprob_BLM.masked_fill(token_BLM < 0, float("-inf")), token_BLM.clamp(min=0), rest_BL)
 
     def compared(self, logq_BLV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy against a draft's log-distributions, and the share of its proposals that would be accepted, both [B, L].
@@ -56,8 +58,8 @@ class Target(NamedTuple):
         if self.token_BLM is None:
             return -(p_BLM * logq_BLV).sum(-1), torch.minimum(p_BLM, logq_BLV.detach().exp()).sum(-1)
         logq_BLM = logq_BLV.gather(-1, self.token_BLM)
-        q_BLM = logq_BLM.exp()
-        rest_BL = (1 - p_BLM.sum(-1)).clamp(min=0)
+        q_BLM = logq_BLM.exp() * (self.logprob_BLM > float("-inf"))  # a token the draft has not got has none of its mass
+        rest_BL = (1 - p_BLM.sum(-1)).clamp(min=0) if self.rest_BL is None else self.rest_BL
         q_rest_BL = (1 - q_BLM.sum(-1)).clamp(min=LEAST_REST)
         entropy_BL = -(p_BLM * logq_BLM).sum(-1) - rest_BL * q_rest_BL.log()
         return entropy_BL, (torch.minimum(p_BLM, q_BLM).sum(-1) + torch.minimum(rest_BL, q_rest_BL)).detach()

@@ -36,7 +36,7 @@ def distillation_loss(draft, supervision: Supervision, temperature: float) -> tu
     return (entropy_BL * mask_BL).sum() / count, [float((overlap_BL * mask_BL).sum() / count)]
 
 
-def unrolled_loss(draft, supervision: Supervision, unroll: int) -> tuple[torch.Tensor, list[float]]:
+def unrolled_loss(draft, supervision: Supervision, unroll: int, temperature: float = 1.0) -> tuple[torch.Tensor, list[float]]:
     """Soft cross-entropy of a draft over hidden states (`Eagle3`, `MTP`), unrolled over the positions it will really draft.
 
     This is EAGLE-3's training-time test (arXiv 2503.01840). Pass 0 reads the target's features everywhere; pass j reads at position t
@@ -45,6 +45,7 @@ def unrolled_loss(draft, supervision: Supervision, unroll: int) -> tuple[torch.T
 
     Args:
         unroll: number of passes.
+        temperature: of the sampling, which the target's distributions are at and the draft's will be.
 
     Returns:
         The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q). Of sequences
@@ -69,7 +70,7 @@ def unrolled_loss(draft, supervision: Supervision, unroll: int) -> tuple[torch.T
         live_BT[:, :step] = 0
         count = live_BT.sum().clamp(min=1)
         out_BTD, logits_BTV = draft(hidden_BTD, next_BTD, rope, attend)
-        entropy_BT, overlap_BT = target.compared(logits_BTV.log_softmax(-1))
+        entropy_BT, overlap_BT = target.compared((logits_BTV / temperature).log_softmax(-1))
         loss = loss + (entropy_BT * live_BT).sum() / count
         rates.append(float((overlap_BT * live_BT).sum() / count))
         hidden_BTD = F.pad(out_BTD[:, :-1], (0, 0, 1, 0))

@@ -17,6 +17,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Callable
 
 import msgspec
 
@@ -28,6 +29,7 @@ from asyncspec.launch.interrupt import InterruptFlag, ask_to_stop
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
+_ENDED = "asyncspec/ended"  # in torchrun's store, once the controller has ended
 
 
 def launch(config: Config, rank: int, world_size: int) -> int:
@@ -54,7 +56,15 @@ def launch(config: Config, rank: int, world_size: int) -> int:
     address = store.get("asyncspec/control").decode()
     for spec in mine:
         children[spec.name] = _start(msgspec.structs.replace(spec, control_address=address))
-    return _watch(config, children, address, interrupt, rank, roles.Replacements(config, mine))
+    if rank == 0:
+        def ended(now: bool) -> bool:
+            if now:
+                store.set(_ENDED, "")
+            return now
+    else:
+        def ended(now: bool) -> bool:
+            return store.check([_ENDED])
+    return _watch(config, children, address, interrupt, rank, roles.Replacements(config, mine), ended)
 
 
 def _start(spec: ActorSpec, stdout_address: bool = False) -> subprocess.Popen:
@@ -70,15 +80,22 @@ def _start(spec: ActorSpec, stdout_address: bool = False) -> subprocess.Popen:
 
 
 def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, interrupt: InterruptFlag, rank: int,
-           replacements: roles.Replacements) -> int:
-    told, codes, run_ended = False, {}, 0.0
+           replacements: roles.Replacements, ended: Callable[[bool], bool]) -> int:
+    """Until all children have ended.
+
+    Args:
+        ended: callable(whether the controller has ended, as far as this rank knows) -> whether it has.
+    """
+    told, codes, run_ended, killed = False, {}, 0.0, set()
     while len(codes) < len(children):
         time.sleep(0.05)
-        if "controller" in codes:  # nobody is left to tell the others to stop
+        if run_ended or ended("controller" in codes):  # nobody is left to tell the others to stop
             run_ended = run_ended or time.monotonic()
             if time.monotonic() - run_ended > config.deployment.stop_timeout_s:
-                for child in children.values():
-                    child.kill()
+                for name, child in children.items():
+                    if name not in codes:
+                        killed.add(name)
+                        child.kill()
         for name, child in list(children.items()):
             if name not in codes and (code := child.poll()) is not None:
                 codes[name] = code
@@ -99,8 +116,8 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, 
         if interrupt.count > 1 or overdue:
             for child in children.values():
                 child.kill()
-    # The run can do without the draft adapter.
-    return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter"), default=0))
+    # The run can do without the draft adapter, and without what was still starting when it ended.
+    return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
 
 
 def _main() -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from asyncspec.config import to_yaml
+from asyncspec.config import ConfigError, to_yaml
 from asyncspec.report.run import COLORS, STATES, Run
 from asyncspec.timing import whatif
 from asyncspec.timing.attribution import PARTS, explain
@@ -123,6 +123,10 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
         text(runs, console)
         return 0
     path = Path(out) if out else Path(directories[0]) / "report.html"
-    path.write_text(html(runs))
+    page = html(runs)
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise ConfigError(f"report: --out {path}: {error.strerror}; expected a file that can be written") from None
     console.print(f"written: {path}", soft_wrap=True)
     return 0

@@ -31,9 +31,13 @@ class _Caller:
         while True:
             arguments = self._calls.get()
             try:
-                self._results.put((reward(*arguments), None))
+                value = reward(*arguments)
+                try:
+                    self._results.put((float(value), None))
+                except Exception:
+                    self._results.put((None, f"returned {value!r:.40}"))
             except BaseException as error:  # whatever a user's function does
-                self._results.put((None, error))
+                self._results.put((None, f"raised {type(error).__name__}: {error}"))
 
 
 class Rewarder:
@@ -62,19 +66,14 @@ class Rewarder:
     def _one(self, prompt: str, response: str, answer: str) -> float | None:
         self.called += 1
         try:
-            value, error = self._caller((prompt, response, answer), self.timeout_s)
-            if error is not None:
-                trouble = f"raised {type(error).__name__}: {error}"
-            else:
-                number = float(value)
+            number, trouble = self._caller((prompt, response, answer), self.timeout_s)
+            if number is not None:
                 if math.isfinite(number):
                     return number
                 trouble = f"returned {number}"
         except queue.Empty:
             self._caller = _Caller(self.reward)
             trouble = f"took more than {self.timeout_s:g} s"
-        except (TypeError, ValueError):
-            trouble = f"returned {value!r:.40}"
         self.failed += 1
         if self.failed > max(LEAST_FAILURES, self.most_failures * self.called):
             raise RewardError(f"data.reward={self.name}: failed for {self.failed} of {self.called} rollouts, more than "

@@ -39,7 +39,7 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change()) -
         steps: consecutive steps of a run, with all groups of each.
         lag: the policy lag that it ran with.
     """
-    generators = len({g.generator for s in steps for g in s.groups})
+    generators = len({g.generator.partition(".")[0] for s in steps for g in s.groups})  # "generator0.1" took the place of generator0
     faster = change.generation * (generators + change.generators) / generators
     published = [steps[0].start]  # of each version, counted from that of the first step
     logprob_free = trainer_free = generator_free = steps[0].start
