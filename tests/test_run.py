@@ -218,24 +218,26 @@ def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor, sett
     assert not gone_within(everyone, 5)
 
 
-@pytest.mark.parametrize("launcher,generators", [((sys.executable, SCRIPT), 1), ((*TORCHRUN, "--nproc-per-node", "2", SCRIPT), 2)],
-                         ids=["monarch", "ranks"])
-def test_a_killed_generator_is_replaced_and_its_tickets_are_trained_once(tmp_path, launcher, generators):
+@pytest.mark.parametrize("launcher,generators,lost", [
+    ((sys.executable, SCRIPT), 1, ["generator0", "generator0.1"]),  # nothing moves until its replacement is there
+    ((*TORCHRUN, "--nproc-per-node", "2", SCRIPT), 2, ["generator0"]),  # the other one may finish the run before
+], ids=["monarch", "ranks"])
+def test_a_killed_generator_is_replaced_and_its_tickets_are_trained_once(tmp_path, launcher, generators, lost):
     run_dir, steps = tmp_path / "run", 16
     command = [*launcher, "--run-dir", str(run_dir), *SMALL, "--steps", str(steps), f"deployment.generators={generators}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 180
-    for lost, after in (("generator0", 3), ("generator0.1", 8)):
-        while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < after or not (run_dir / "logs" / f"{lost}.log").exists():
+    for name, after in zip(lost, (3, 8)):
+        while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < after:
             assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
             time.sleep(0.05)
-        os.kill(pid_of(run_dir, lost), signal.SIGKILL)
-    output, _ = process.communicate(timeout=180)
+        os.kill(pid_of(run_dir, name), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    assert "generator0 died" in output and "generator0.1 has joined" in output and "generator0.1 died" in output, output
+    assert all(f"{name} died" in output for name in lost) and (len(lost) < 2 or "generator0.1 has joined" in output), output
     metrics = rows(run_dir)
     assert len(metrics) == steps and max(row["lag/max"] for row in metrics) <= 1
-    assert metrics[-1]["recovery/generators_lost"] == 2 and metrics[-1]["recovery/tickets_reissued"] > 0
+    assert metrics[-1]["recovery/generators_lost"] == len(lost) and metrics[-1]["recovery/tickets_reissued"] > 0
     assert {line["event"] for line in ledger(run_dir)} >= {"reissued", "trained"}
     from asyncspec.audit import audit
 

@@ -116,6 +116,7 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, 
         if interrupt.count > 1 or overdue:
             for child in children.values():
                 child.kill()
+    ended("controller" in codes)
     # The run can do without the draft adapter, and without what was still starting when it ended.
     return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
 
