@@ -198,12 +198,15 @@ def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
     trained = {}
     for adapt in (True, False):
         run_dir = tmp_path / str(adapt)
-        done = train(run_dir, "--policy-lag", "0", "--steps", "5", f"speculation.method={method}", f"draft.adapt={adapt}",
+        done = train(run_dir, "--policy-lag", "0", "--steps", "8", f"speculation.method={method}", f"draft.adapt={adapt}",
                      "draft.publish_every=1000", *ONE_GROUP, groups=1)
         assert done.returncode == 0, done.stdout + done.stderr
-        trained[adapt] = {k: v for k, v in policy.read_tensors(run_dir / "checkpoint" / "policy").items() if not k.startswith("mtp.")}
-        if adapt:
-            assert rows(run_dir)[-1]["draft/updates"] > 0
+        checkpoint = policy.read_tensors(run_dir / "checkpoint" / "policy")
+        trained[adapt] = {k: v for k, v in checkpoint.items() if not k.startswith("mtp.")}
+        if adapt:  # the draft has learned
+            learned = policy.read_tensors(run_dir / "checkpoint" / "draft") if method == "eagle3" else checkpoint
+            before = policy.read_tensors(resolve_path(f"asset:tiny/{method}"))
+            assert any(not torch.equal(learned[name], before[name]) for name in before if name.endswith("proj.weight"))
     start = policy.read_tensors(resolve_path("asset:tiny/policy"))
     assert any(not torch.equal(trained[True][k], start[k]) for k in start)
     assert all(torch.equal(trained[True][k], trained[False][k]) for k in trained[False])
@@ -212,8 +215,7 @@ def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
 def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(tmp_path):
     done = train(tmp_path / "run", "--steps", "3", "speculation.method=mtp")
     assert done.returncode == 0, done.stdout + done.stderr
-    last = rows(tmp_path / "run")[-1]
-    assert last["draft/updates"] > 0 and last["draft/lag"] <= 2 and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
+    assert rows(tmp_path / "run")[-1].get("draft/lag", 0) <= 2 and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
     checkpoint = tmp_path / "run" / "checkpoint" / "policy"
     before = policy.read_tensors(resolve_path("asset:tiny/mtp"))
     after = policy.read_tensors(checkpoint)
