@@ -10,7 +10,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
 shot() { # URL FILE SIZE
-    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size="$3" --virtual-time-budget=20000 \
+    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size="$3" --virtual-time-budget=60000 \
         --screenshot="$out/$2" "$1" 2>/dev/null
 }
 
@@ -25,4 +25,4 @@ for _ in $(seq 60); do
     (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break
     sleep 0.5
 done
-shot "http://127.0.0.1:$port/#timeseries&tagFilter=time" tensorboard.png 1300,1500
+shot "http://127.0.0.1:$port/?tagFilter=time%2F#timeseries" tensorboard.png 1300,1500
