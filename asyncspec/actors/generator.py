@@ -149,7 +149,7 @@ class Generator(Actor):
         rewards = self._rewarded(ticket, completions)
         rewarded = now()
         started = min(c.started_at for c in completions)
-        generating = self._generating(started, done)
+        inside = [*self._cut("queued", group.admitted, started), *self._cut("generate", started, done)]
         self._interruptions.append(m.Phase("reward", done, rewarded))
         versions = np.concatenate([c.versions.numpy() for c in completions])
         if ticket.evaluation:
@@ -158,7 +158,7 @@ class Generator(Actor):
         self.control.send(m.Generated(ticket.ticket_id))
         lost = [m.Phase("lost", ticket.lost, ticket.issued)] if ticket.lost else []
         phases = [*lost, m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
-                  m.Phase("queued", group.admitted, started), *generating, m.Phase("reward", done, rewarded)]
+                  *inside, m.Phase("reward", done, rewarded)]
         self.to_logprob.put(
             m.Group(
                 ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),
@@ -170,8 +170,8 @@ class Generator(Actor):
                 "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
             })
 
-    def _generating(self, start: float, end: float) -> list[m.Phase]:
-        """A group's time in the engine, without what the generator did besides: rewarding other groups, swapping weights."""
+    def _cut(self, name: str, start: float, end: float) -> list[m.Phase]:
+        """A phase without what the generator did besides: rewarding other groups, swapping weights."""
         oldest = min((g.admitted for g in self.open_groups.values()), default=end)
         while self._interruptions and self._interruptions[0].end < min(oldest, start):
             self._interruptions.popleft()
@@ -179,10 +179,10 @@ class Generator(Actor):
         for other in self._interruptions:
             if other.end > at and other.start < end:
                 if other.start > at:
-                    phases.append(m.Phase("generate", at, other.start))
+                    phases.append(m.Phase(name, at, other.start))
                 phases.append(m.Phase(other.name, max(at, other.start), min(end, other.end)))
                 at = min(end, other.end)
-        return [*phases, m.Phase("generate", at, end)]
+        return [*phases, m.Phase(name, at, end)]
 
     def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
         if "reward" in self.delay.seconds:

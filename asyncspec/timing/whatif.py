@@ -53,7 +53,7 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change()) -
         at = max(issued, generator_free)
         ready: dict[int, float] = {}
         for group in order:
-            left = at + (_end(group, "generate") - begun) / faster + _length(group, "reward")
+            left = at + (_end(group, "generate") - begun) / faster + _last(group, "reward")
             travel = _gap(group, "reward", "logprob_weights")
             logprob_free = max(logprob_free, left + travel) + _length(group, "logprob") / change.logprob
             ready[group.ticket_id] = logprob_free
@@ -73,6 +73,11 @@ def predicted(steps: Sequence[StepDone], lag: int, change: Change) -> float:
         return statistics.fmean(step_times(steps, lag, change)[SKIP:])
 
     return statistics.fmean([s.end - s.start for s in steps][SKIP:]) * mean(change) / mean(Change())
+
+
+def _last(group: GroupRecord, name: str) -> float:
+    """Seconds of the last such phase: rewards before it were other groups'."""
+    return next(p.end - p.start for p in reversed(group.phases) if p.name == name)
 
 
 def _start(group: GroupRecord, name: str) -> float:
