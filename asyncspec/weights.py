@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Callable, Mapping
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncspec.messages import Membership
+from asyncspec.messages import Broken, Membership, Message, Publish
 
 COLLECTIVE_TIMEOUT_S = 60.0
 RECOVERY_S = 30.0  # from a failure until a new epoch must have come
@@ -153,15 +154,21 @@ class _Worker:
         self._name, self._where, self.kind = name, (store_host, store_port), kind
         self._me, self._device = me, device
         self._lane: _Lane | None = None
+        self._reported = 0  # the newest epoch whose failure the controller was told of
 
     @property
     def epoch(self) -> int:
         return self._lane.membership.epoch if self._lane is not None else 0
 
-    @property
-    def broken(self) -> str:
-        """What went wrong in this epoch; "" if nothing did."""
-        return str(self._lane.error) if self._lane is not None and self._lane.error is not None else ""
+    def tend(self, send: Callable[[Message], None]) -> None:
+        """Do what the owner must do between two turns: tell the controller, once, that this epoch has failed.
+
+        Args:
+            send: to the controller.
+        """
+        if self._lane is not None and self._lane.error is not None and self._reported != self.epoch:
+            self._reported = self.epoch
+            send(Broken(self._me, self.kind, self.epoch, str(self._lane.error).splitlines()[0]))
 
     def form(self, membership: Membership, timeout_s: float, joined: Callable[[], None]) -> None:
         """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
@@ -198,7 +205,7 @@ class Publisher(_Worker):
             delay_s: how long each version is held back, to test what that is charged to.
         """
         self.layout, self.delay_s = layout, delay_s
-        self._newest: tuple[int, torch.Tensor] | None = None
+        self._newest: tuple[Publish, torch.Tensor] | None = None
         self._sent_in = 0  # the newest epoch in which anything was sent
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
 
@@ -206,18 +213,20 @@ class Publisher(_Worker):
     def busy(self) -> bool:
         return self._lane is not None and self._lane.busy
 
-    @property
-    def owes(self) -> int:
-        """The version that the members of a new epoch have not been sent yet; 0 if there is none."""
+    def tend(self, send: Callable[[Message], None]) -> None:
+        """As of every worker; and send the newest version to the members of a new epoch."""
+        super().tend(send)
         lane = self._lane
         behind = self._newest is not None and lane is not None and lane.group is not None and self._sent_in < self.epoch
-        return self._newest[0] if behind and not lane.busy and lane.error is None else 0
+        if behind and not lane.busy and lane.error is None:
+            self._send(send)
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], announce: Callable[[int], None]) -> None:
-        """Snapshot now, announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`catch_up`).
+    def publish(self, announcement: Publish, tensors: Mapping[str, torch.Tensor], send: Callable[[Message], None]) -> None:
+        """Snapshot now, announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`tend`).
 
         Args:
-            announce: called with the epoch.
+            announcement: what the controller is told; the epoch is filled in.
+            send: to the controller.
 
         Raises:
             BroadcastError: the broadcast before this one is still under way (wait until `busy` is False), or no new epoch came
@@ -225,22 +234,22 @@ class Publisher(_Worker):
         """
         self.check()
         if self.busy:
-            raise BroadcastError(f"version {version} published while the broadcast before it is under way")
-        self._newest = (version, self.layout.snapshot(tensors, self._lane.device))
-        self.catch_up(announce)
+            raise BroadcastError(f"version {announcement.version} published while the broadcast before it is under way")
+        self._newest = (announcement, self.layout.snapshot(tensors, self._lane.device))
+        self._send(send)
 
-    def catch_up(self, announce: Callable[[int], None]) -> None:
-        """Send the newest version to this epoch's members."""
-        lane, (version, flat) = self._lane, self._newest
+    def _send(self, send: Callable[[Message], None]) -> None:
+        """Announce and broadcast the newest version in this epoch."""
+        lane, (announcement, flat) = self._lane, self._newest
         self._sent_in = self.epoch
         lane.busy = lane.error is None
-        announce(self.epoch)
+        send(msgspec.structs.replace(announcement, epoch=self.epoch))
 
         def task() -> None:
             time.sleep(self.delay_s)
             payload = flat.to(lane.device)
             lane.group.broadcast(payload)
-            lane.group.broadcast(lane.group.record(version, payload.numel()))
+            lane.group.broadcast(lane.group.record(announcement.version, payload.numel()))
             lane.busy = False
 
         lane.tasks.put(task)

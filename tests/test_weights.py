@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from asyncspec.actors.controller import broadcast_backend
-from asyncspec.messages import Membership
+from asyncspec.messages import Membership, Publish
 from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver
 
 MEMBERS = ["trainer", "generator0", "logprob"]
@@ -64,7 +64,7 @@ def test_each_version_arrives_whole_and_in_order():
         for tensor in live.values():
             tensor.fill_(version)
         wait_until_idle(publisher)
-        publisher.publish(version, live, lambda epoch: [q.put(version) for q in announced.values()])
+        publisher.publish(Publish("policy", version), live, lambda message: [q.put(message.version) for q in announced.values()])
         for tensor in live.values():  # the optimizer goes on changing what was published: it must not be seen
             tensor.fill_(-1)
     wait_until_idle(publisher)

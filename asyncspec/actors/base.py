@@ -60,7 +60,6 @@ class Actor(ABC):
         self.outboxes: list[transport.Outbox] = []
         self.workers: list = []  # broadcast threads, see weights.py
         self._to_join: set[str] = set()
-        self._broken: dict[str, int] = {}  # kind -> the epoch whose failure was reported
         self._reported = time.monotonic()
         self.host, self._clock = clock.host(), clock.Estimate()
         self._loaded, self._code = False, 0
@@ -143,10 +142,7 @@ class Actor(ABC):
         for outbox in self.outboxes:
             outbox.flush()
         for worker in self.workers:
-            if worker.broken and self._broken.get(worker.kind) != worker.epoch:
-                self._broken[worker.kind] = worker.epoch
-                self.log(f"{worker.kind} broadcast, epoch {worker.epoch}: {worker.broken}")
-                self.control.send(m.Broken(self.name, worker.kind, worker.epoch, worker.broken.splitlines()[0]))
+            worker.tend(self.control.send)
         self.report()
 
     def _clock_told(self, told: m.ClockTold) -> None:

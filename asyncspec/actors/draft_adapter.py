@@ -68,16 +68,8 @@ class DraftAdapter(Actor):
                           "draft/skipped": self.trainer.skipped}
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:
             self.published += 1
-            self.announced_for = self.policy_version
-            self.publisher.publish(self.published, dict(self.module.named_parameters()), self._announce)
-
-    def pump(self) -> None:
-        super().pump()
-        if self.published and self.publisher.owes:  # members of a new epoch
-            self.publisher.catch_up(self._announce)
-
-    def _announce(self, epoch: int) -> None:
-        self.control.send(m.Publish("draft", self.published, self.announced_for, epoch))
+            self.publisher.publish(
+                m.Publish("draft", self.published, self.policy_version), dict(self.module.named_parameters()), self.control.send)
 
     def finish(self) -> None:
         self.draft.save(Path(self.spec.run_dir) / "checkpoint" / "draft", resolve_path(self.config.model.path), self.policy_version)

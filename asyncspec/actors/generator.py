@@ -21,6 +21,7 @@ from asyncspec.engine.base import Completion, Request
 from asyncspec.rl.rewards import Rewarder
 from asyncspec.rl.tasks import load_reward
 from asyncspec.timing.spans import now
+from asyncspec.weights import BroadcastError, Layout, Receiver
 
 IDLE_WAIT_S = 0.005  # weights that complete in the background wake nobody, so an idle generator looks this often
 
@@ -68,8 +69,6 @@ class Generator(Actor):
         self.engine.draft_version = 0
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.weights import Layout, Receiver
-
         self.to_logprob = transport.Outbox(welcome.addresses["logprob"], self.delay.seconds.get("queue", 0.0))
         self.outboxes.append(self.to_logprob)
         parts = {"policy": self.engine.model}
@@ -108,8 +107,6 @@ class Generator(Actor):
             self.wait(IDLE_WAIT_S)
 
     def _swap_weights(self) -> None:
-        from asyncspec.weights import BroadcastError
-
         while self._received:
             kind, version = self._received.popleft()
             self.control.send(m.Received(self.name, kind, version))
@@ -185,9 +182,7 @@ class Generator(Actor):
         return [*phases, m.Phase(name, at, end)]
 
     def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
-        if "reward" in self.delay.seconds:
-            for _ in completions:
-                self.delay("reward")
+        self.delay("reward", len(completions))
         texts = [self.tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True) for c in completions]
         rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer)
         if self.rewarder.failed:

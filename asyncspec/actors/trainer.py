@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -117,7 +116,6 @@ class Trainer(Actor):
         self.step_index = 0
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0
-        self.published: dict[str, m.Publish] = {}  # the newest of each kind
         self.next_ticket = 0
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
 
@@ -189,24 +187,14 @@ class Trainer(Actor):
         lags = step - np.concatenate(versions)
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
         with self._part("prepare", step):
-            self.published["policy"] = m.Publish("policy", step + 1)
-            self.publisher.publish(step + 1, dict(self.model.named_parameters()), partial(self._announce, "policy"))
+            self.publisher.publish(m.Publish("policy", step + 1), dict(self.model.named_parameters()), self.control.send)
             if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.steps >= self.mtp_due:
                 self.mtp_due = self.mtp.steps + self.config.draft.publish_every
-                self.published["draft"] = m.Publish("draft", step + 1, step)
-                self.publishers["draft"].publish(step + 1, dict(self.mtp.draft.named_parameters()), partial(self._announce, "draft"))
+                self.publishers["draft"].publish(
+                    m.Publish("draft", step + 1, step), dict(self.mtp.draft.named_parameters()), self.control.send)
         end = now()
         self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records))
         self.step_index, self.step_start = step + 1, end
-
-    def pump(self) -> None:
-        super().pump()
-        for kind, publisher in getattr(self, "publishers", {}).items():
-            if publisher.owes:  # members of a new epoch
-                publisher.catch_up(partial(self._announce, kind))
-
-    def _announce(self, kind: str, epoch: int) -> None:
-        self.control.send(msgspec.structs.replace(self.published[kind], epoch=epoch))
 
     def finish(self) -> None:
         """Write the policy as a Hugging Face directory."""

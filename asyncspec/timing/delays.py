@@ -33,7 +33,7 @@ class Delays:
     def __init__(self, text: str) -> None:
         self.seconds = parse(text)
 
-    def __call__(self, place: str) -> None:
-        """Sleep as long as told for this place."""
+    def __call__(self, place: str, times: int = 1) -> None:
+        """Sleep as long as told for what happened so many times in this place."""
         if self.seconds and place in self.seconds:
-            time.sleep(self.seconds[place])
+            time.sleep(times * self.seconds[place])
