@@ -82,38 +82,17 @@ def _train(args) -> int:
     return monarch.launch(config)
 
 
-DRAFT_FLAGS = {  # of `asyncspec draft train`: fields of drafts/offline.py's Training
-    "method": ("METHOD", "eagle3, mtp or draft_model (default: eagle3)"),
-    "policy": ("DIR", "Hugging Face directory of the policy (default: the shipped one)"),
-    "out": ("DIR", "where the draft goes (default: draft)"),
-    "prompts": ("FILE", "JSONL with prompt on each line; the policy samples its answers (default: the built-in task)"),
-    "rollouts": ("FILE", "JSONL with prompt and response on each line; nothing is sampled"),
-    "init": ("DIR", "a draft to go on from (default: a new one)"),
-    "minutes": ("N", "time to train; 0: until --steps are done (default: 4)"),
-    "steps": ("N", "optimizer steps; 0: until --minutes are over (default: 0)"),
-    "batch": ("N", "rollouts of a step (default: 16)"),
-    "unroll": ("N", "positions eagle3 and mtp are unrolled over in training (default: 3)"),
-    "lr": ("LR", "AdamW's learning rate, annealed to zero (default: 2e-3 at width 64, falling with its root)"),
-    "temperature": ("T", "of the policy's samples (default: 1)"),
-    "max_prompt_tokens": ("N", "longer prompts are left out (default: 96)"),
-    "max_response_tokens": ("N", "rollouts are cut off here (default: 320)"),
-    "draft_vocab": ("N", "let eagle3 propose only the N most frequent tokens: a smaller head; 0: all (default: 0)"),
-    "draft_length": ("K", "k at which the result is measured (default: 3)"),
-    "held_out": ("N", "prompts held out to measure it on, a tenth at most (default: 256)"),
-    "seed": ("N", "of initialisation, prompts and samples (default: 0)"),
-    "threads": ("N", "CPU threads (default: 2)"),
-}
-
-
 def _add_draft(commands) -> None:
+    from asyncspec.drafts import settings
+
     draft = commands.add_parser("draft", help="make a draft for a policy", description="Make a draft for a policy.")
     train = draft.add_subparsers(dest="draft_command", required=True, metavar="COMMAND", parser_class=_Parser).add_parser(
         "train", help="train a draft on what a policy samples",
         description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes files that the engine and\n"
                     "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (metavar, text) in DRAFT_FLAGS.items():
-        train.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text,
+    for name, default, comment in configuration.describe(settings.Training):
+        train.add_argument(f"--{name.replace('_', '-')}", metavar="TEXT" if isinstance(default, str) else "N", help=f"{comment} (default: {default!r})",
                            **({"choices": ("eagle3", "mtp", "draft_model")} if name == "method" else {}))
     train.set_defaults(run=_draft_train, parser=train)
 
@@ -123,7 +102,7 @@ def _draft_train(args) -> int:
     from asyncspec.drafts import offline
 
     settings = offline.Training()
-    for name in DRAFT_FLAGS:
+    for name in vars(settings):
         if (text := getattr(args, name)) is not None:
             try:
                 setattr(settings, name, type(getattr(settings, name))(text))

@@ -2,7 +2,7 @@
 
 Every knob of the system is a field here, with its unit and its default; `asyncspec train --help` prints this list.
 `load` merges, in this order: the dataclass defaults, a YAML file, dotlist overrides. A key that does not exist, a value
-of the wrong type or an impossible combination raises `ConfigError`, one line that names the field, the value, what was
+of the wrong type or an impossible combination (config_check.py) raises `ConfigError`, one line that names the field, the value, what was
 expected and the nearest valid choice.
 
 This module imports no torch, and of ours only what has no imports itself: reading a configuration must be instant.
@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import math
 import os
-import re
-import shutil
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +20,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-from asyncspec.timing.delays import parse as parse_delays
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
@@ -190,14 +184,16 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: one line that says what is wrong and what would be right.
     """
+    from asyncspec.config_check import check
+
     path = _config_path(config)
     try:
         file_cfg = OmegaConf.load(path)
     except Exception as error:  # YAML's own errors are of many types
-        raise ConfigError(f"--config {config}: not readable as YAML: {_first_line(error)}") from None
+        raise ConfigError(f"--config {config}: not readable as YAML: {first_line(error)}") from None
     if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
         raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
-    for key in _leaves(OmegaConf.to_container(file_cfg)):
+    for key in leaves(OmegaConf.to_container(file_cfg)):
         _check_key(key, f"in {path.name}")
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
@@ -211,7 +207,7 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
-        raise ConfigError(f"{key}: {_first_line(error)}; expected {_expected(key)}") from None
+        raise ConfigError(f"{key}: {first_line(error)}; expected {_expected(key)}") from None
     check(result)
     return result
 
@@ -239,7 +235,7 @@ def from_yaml(text: str) -> Config:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
     except Exception as error:  # YAML's own errors are of many types
-        raise ConfigError(f"config.yaml: {_first_line(error)}; expected what this version of asyncspec writes") from None
+        raise ConfigError(f"config.yaml: {first_line(error)}; expected what this version of asyncspec writes") from None
 
 
 def resolve_path(path: str) -> Path:
@@ -249,144 +245,10 @@ def resolve_path(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def check(config: Config) -> None:
-    """Refuse values and combinations that cannot run, naming field, value, expectation and a valid choice."""
-
-    def need(condition: bool, name: str, expected: str, nearest: Any) -> None:
-        if not condition:
-            raise ConfigError(f"{name}={_value(config, name)!r}: expected {expected}; nearest valid choice: {name}={nearest}")
-
-    def choice(name: str, choices: tuple[str, ...]) -> None:
-        value = _value(config, name)
-        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
-        need(value in choices, name, "one of " + ", ".join(choices), nearest)
-
-    def at_least(name: str, low: float) -> None:
-        need(_value(config, name) >= low, name, f"at least {low}", low)
-
-    for name in _leaves(dataclasses.asdict(config)):
-        value = _value(config, name)
-        need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", _default(name))
-    for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
-                 "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
-                 "sampling.max_response_tokens", "data.train_prompts"):
-        at_least(name, 1)
-    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay", "deployment.replacements"):
-        at_least(name, 0)
-    for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
-                 "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):
-        need(_value(config, name) > 0, name, "more than 0", _default(name))
-    for name in ("trainer.optimizer.beta1", "trainer.optimizer.beta2"):
-        need(0 <= _value(config, name) < 1, name, "at least 0 and below 1", _default(name))
-    need(config.rl.clip_low < 1, "rl.clip_low", "below 1", _default("rl.clip_low"))
-    need(config.sampling.temperature >= 1e-3, "sampling.temperature", "at least 0.001 (rollouts are sampled)", 1.0)
-    need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
-    at_least("sampling.top_k", 0)
-    need(not config.engine.compile or config.deployment.device == "cuda" or cxx_compiler() is not None, "engine.compile",
-         "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
-    try:
-        parse_delays(config.deployment.delays)
-    except ValueError as error:
-        raise ConfigError(f"deployment.delays={config.deployment.delays!r}: {error}; expected for example generate=0.01,train=0.1") from None
-    choice("engine.kv_at_swap", ("keep", "recompute"))
-    choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
-    choice("rl.advantage", ("group", "mean"))
-    choice("rl.correction", ("truncated", "none"))
-    choice("data.task", ("sums",))
-    choice("deployment.device", ("auto", "cpu", "cuda"))
-    if config.drafting and config.speculation.draft_length != "auto":
-        length = config.speculation.draft_length
-        need(re.fullmatch("-?[0-9]+", length) is not None, "speculation.draft_length", "auto or a whole number", "auto")
-        need(int(length) >= 1, "speculation.draft_length",
-             "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
-        need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)
-    need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
-    at_least("rl.kl_coef", 0)
-    need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", _default("data.reward_failures"))
-    at_least("eval.every", 0)
-    at_least("eval.samples", 1)
-    for name in ("trainer.optimizer.lr", "draft.lr"):
-        need(0 < _value(config, name) <= 1, name, "more than 0 and at most 1", _default(name))
-    need(config.rl.correction_cap >= 1, "rl.correction_cap", "at least 1", 1.0)
-    for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
-                       ("speculation.draft_path", config.draft_directory)):
-        if path and not (resolve_path(path) / "config.json").is_file():
-            raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
-                              f"{name}={_default(name)} is the shipped one")
-    _check_models(config)
-    _check_lengths(config)
-    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        if path and not Path(path).is_file():
-            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
-
-
-def cxx_compiler() -> str | None:
-    """The C++ compiler that torch.compile would use on a CPU."""
-    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
-
-
-def _check_models(config: Config) -> None:
-    """The policy must be one we know, and the draft what the method takes, made for this policy."""
-    policy = _read_json("model.path", config.model.path)
-    if policy.get("model_type") != "qwen3":
-        raise ConfigError(f"model.path={config.model.path!r}: holds model_type={policy.get('model_type')!r}; expected 'qwen3'; "
-                          f"model.path={_default('model.path')} is the shipped one")
-    if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
-        raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
-    method, directory = config.speculation.method, config.draft_directory
-    if not directory:
-        return
-    draft = _read_json("speculation.draft_path", directory)
-    found = (draft.get("architectures") or ["?"])[0]
-    fits = {"LlamaForCausalLMEagle3": "eagle3", "Qwen3MTP": "mtp", "Qwen3ForCausalLM": "draft_model"}.get(found, "?")
-    # A policy's own checkpoint may hold its MTP module.
-    if method != fits and (method, fits) != ("mtp", "draft_model"):
-        nearest = f"speculation.method={fits}" if fits != "?" else f"speculation.draft_path={_default('speculation.draft_path')}"
-        raise ConfigError(f"speculation.draft_path={directory!r}: holds a {found}, which speculation.method={method} does not take; "
-                          f"nearest valid choice: {nearest}")
-    for key in ("vocab_size",) if method == "draft_model" else ("vocab_size", "hidden_size"):
-        if draft.get(key) != policy.get(key):
-            raise ConfigError(f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
-                              f"as the policy of model.path has; speculation.method=ngram needs no draft")
-
-
-def _read_json(name: str, path: str) -> dict:
-    file = resolve_path(path) / "config.json"
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}={path!r}: {file}: {_first_line(error)}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name}={path!r}: {file}: expected an object")
-    return content
-
-
-def _check_lengths(config: Config) -> None:
-    """Prompt, response and proposals must fit the positions the policy knows."""
-    positions = _read_json("model.path", config.model.path).get("max_position_embeddings")
-    if not isinstance(positions, int):
-        raise ConfigError(f"model.path={config.model.path!r}: config.json has no max_position_embeddings; expected a number")
-    length = config.speculation.draft_length
-    drafted = 0 if not config.drafting else 1 + (LONGEST_DRAFT if length == "auto" else int(length))
-    room = positions - config.engine.max_prompt_tokens - drafted
-    if room < 1:
-        rest = positions - drafted - config.sampling.max_response_tokens
-        nearest = rest if rest > 0 else (positions - drafted) // 2
-        raise ConfigError(f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response: the policy "
-                          f"has {positions} positions; nearest valid choice: engine.max_prompt_tokens={nearest}")
-    if config.sampling.max_response_tokens > room:
-        raise ConfigError(f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "
-                          f"policy has {positions} positions, prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
-                          f"choice: sampling.max_response_tokens={room}")
-
-
-def describe() -> list[tuple[str, str, str]]:
-    """Every field as (dotted name, default, comment), for --help."""
-    rows = []
-    comments = _comments()
-    for name in _leaves(dataclasses.asdict(Config())):
-        rows.append((name, str(_default(name)), comments.get(name, "")))
-    return rows
+def describe(cls: type = Config) -> list[tuple[str, Any, str]]:
+    """Every field of a dataclass as (dotted name, default, comment), for --help."""
+    comments, defaults = _comments(cls), cls()
+    return [(name, value_of(defaults, name), comments.get(name, "")) for name in leaves(dataclasses.asdict(defaults))]
 
 
 def _config_path(config: str) -> Path:
@@ -399,14 +261,15 @@ def _config_path(config: str) -> Path:
                       + (f"; nearest: {nearest[0]}" if nearest else ""))
 
 
-def _leaves(tree: Any, prefix: str = "") -> list[str]:
+def leaves(tree: Any, prefix: str = "") -> list[str]:
+    """Dotted names of what is in nested mappings."""
     if not isinstance(tree, dict) or (not tree and prefix):
         return [prefix]
-    return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+    return [leaf for key, value in tree.items() for leaf in leaves(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
 def _check_key(key: str, where: str) -> None:
-    known = _leaves(dataclasses.asdict(Config()))
+    known = leaves(dataclasses.asdict(Config()))
     if key in known:
         return
     inner = [name for name in known if name.startswith(key + ".")]
@@ -418,7 +281,7 @@ def _check_key(key: str, where: str) -> None:
     if not near:
         raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all")
     raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near[0]} "
-                      f"(default {_default(near[0])!r})")
+                      f"(default {default_of(near[0])!r})")
 
 
 def _field_type(key: str) -> Any:
@@ -430,28 +293,31 @@ def _field_type(key: str) -> Any:
 
 def _expected(key: str) -> str:
     try:
-        return f"a value of type {_field_type(key).__name__}, for example {_default(key)!r}"
+        return f"a value of type {_field_type(key).__name__}, for example {default_of(key)!r}"
     except (KeyError, TypeError):
         return "a known field"
 
 
-def _value(config: Config, key: str) -> Any:
+def value_of(config: Any, key: str) -> Any:
+    """The field that a dotted name names."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
     return value
 
 
-def _default(key: str) -> Any:
-    return _value(Config(), key)
+def default_of(key: str) -> Any:
+    """A configuration field's default."""
+    return value_of(Config(), key)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
     return str(error).strip().splitlines()[0]
 
 
-def _comments() -> dict[str, str]:
-    """The comment after each field in this file, by dotted name: the source is the documentation."""
+def _comments(of: type) -> dict[str, str]:
+    """The comment after each field of a dataclass, by dotted name: the source is the documentation."""
     import inspect
 
     found: dict[str, str] = {}
@@ -466,7 +332,7 @@ def _comments() -> dict[str, str]:
             if dataclasses.is_dataclass(hint):
                 walk(hint, f"{prefix}{name}.")
 
-    walk(Config, "")
+    walk(of, "")
     return found
 
 

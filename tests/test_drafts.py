@@ -177,7 +177,7 @@ def test_draft_train_makes_a_draft_the_engine_takes_and_goes_on_with_it(tmp_path
     (["--minutes", "soon"], "--minutes soon: expected a number"),
     (["--policy", "nowhere"], "--policy nowhere: expected a directory with config.json in it"),
     (["--prompts", "none.jsonl"], "--prompts none.jsonl: expected a JSONL file"),
-    (["--prompts", "bad.jsonl"], "bad.jsonl: line 2: expected an object with the strings prompt, got '{\"prompts\": 3}'"),
+    (["--prompts", "bad.jsonl"], "bad.jsonl: line 2: expected an object with the string prompt, got '{\"prompts\": 3}'"),
     (["--method", "mtp", "--draft-vocab", "9"], "--draft-vocab 9: expected 0 with --method mtp"),
     (["--minutes", "0"], "--minutes 0.0: expected more than 0, or --steps"),
     (["--step", "0"], "--steps"),

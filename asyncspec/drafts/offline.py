@@ -7,7 +7,6 @@ them. What comes of it is measured by really drafting on prompts that were held 
 from __future__ import annotations
 
 import copy
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from asyncspec.config import ConfigError, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.draft import Draft
+from asyncspec.drafts.settings import Training
 from asyncspec.drafts.supervision import Supervision, supervise
 from asyncspec.drafts.training import DraftTrainer
 from asyncspec.engine.base import Completion, Request
@@ -33,31 +33,6 @@ ROUND = 256  # rollouts sampled before each stretch of training
 SEEN = 4  # times a rollout is learned from, once the policy has read it
 POOL = 4  # batches sorted by length together, so that rows of a batch are about as long
 LINE_EVERY_S = 15.0
-
-
-@dataclass
-class Training:
-    """Everything `asyncspec draft train` can be told; the flags of the same names."""
-
-    method: str = "eagle3"
-    policy: str = "asset:tiny/policy"
-    out: str = "draft"
-    prompts: str = ""
-    rollouts: str = ""
-    init: str = ""
-    minutes: float = 4.0
-    steps: int = 0
-    batch: int = 16
-    unroll: int = 3
-    lr: float = 0.0
-    temperature: float = 1.0
-    max_prompt_tokens: int = 96
-    max_response_tokens: int = 320
-    draft_vocab: int = 0
-    draft_length: int = 3
-    held_out: int = 256
-    seed: int = 0
-    threads: int = 2
 
 
 @dataclass(frozen=True)
@@ -240,11 +215,11 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     rollouts: list[Rollout] = []
     rng = np.random.default_rng([settings.seed, 3])
     if settings.rollouts:
-        texts = [(item["prompt"], item["response"]) for item in _lines(settings.rollouts, ("prompt", "response"))]
+        texts = [(item["prompt"], item["response"]) for item in tasks.read_jsonl(settings.rollouts, settings.rollouts, ("prompt", "response"))]
         rollouts = [Rollout(tuple(tokenizer.encode(p).ids), (*tokenizer.encode(r).ids, shape.eos_token_id)) for p, r in texts]
         prompts = list(dict.fromkeys(r.prompt for r in rollouts))
     elif settings.prompts:
-        prompts = list(dict.fromkeys(tuple(tokenizer.encode(item["prompt"]).ids) for item in _lines(settings.prompts, ("prompt",))))
+        prompts = list(dict.fromkeys(tuple(tokenizer.encode(item["prompt"]).ids) for item in tasks.read_jsonl(settings.prompts, settings.prompts, ("prompt",))))
     else:
         prompts = list(dict.fromkeys(tuple(tokenizer.encode(p.prompt).ids) for p in tasks.sums(settings.seed + 1000, 16384)))
     fitting = [p for p in prompts if 0 < len(p) <= settings.max_prompt_tokens]
@@ -261,21 +236,6 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
         raise ValueError(f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into {longest} tokens, prompt "
                          f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}")
     return prompts, held_out, usable
-
-
-def _lines(path: str, fields: tuple[str, ...]) -> Iterator[dict]:
-    with open(path, errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                item = json.loads(line)
-                if not all(isinstance(item[field], str) for field in fields):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}: line {number}: expected an object with the strings {' and '.join(fields)}, got "
-                                 f"{line.strip()[:60]!r}") from None
-            yield item
 
 
 def _draft_vocabulary(settings: Training, model, shape, prompts, rollouts: list[Rollout]) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -128,31 +128,40 @@ def lost_characters(problems: list[Problem], tokenizer) -> str:
 
 
 def load_jsonl(field: str, path: str) -> list[Problem]:
-    """Problems from JSONL.
-
-    Args:
-        field: the configuration's field that named the file, for messages.
+    """Problems from JSONL, as `read_jsonl`.
 
     Raises:
-        ValueError: a line is not an object with string "prompt" and "answer"; names the line.
+        ValueError: as there, or there is none.
     """
-    problems = []
+    problems = [Problem(item["prompt"], item["answer"]) for item in read_jsonl(f"{field}={path!r}", path, ("prompt", "answer"))]
+    if not problems:
+        raise ValueError(f"{field}={path!r}: the file is empty; expected JSONL with prompt and answer on each line")
+    return problems
+
+
+def read_jsonl(name: str, path: str, fields: Sequence[str]) -> Iterator[dict]:
+    """The objects of a JSONL file; empty lines are passed over.
+
+    Args:
+        name: what the user called the file, for messages.
+        fields: strings that every object must have; the first of them not empty.
+
+    Raises:
+        ValueError: a line is something else; names the line.
+    """
     with open(path, errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 item = json.loads(line)
-                problem = Problem(item["prompt"], item["answer"])
-                if not (isinstance(problem.prompt, str) and isinstance(problem.answer, str) and problem.prompt):
+                if not all(isinstance(item[field], str) for field in fields) or not item[fields[0]]:
                     raise TypeError
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{field}={path!r}: line {number}: expected an object with the strings prompt and answer, "
+                plural = "strings" if len(fields) > 1 else "string"
+                raise ValueError(f"{name}: line {number}: expected an object with the {plural} {' and '.join(fields)}, "
                                  f"got {line.strip()[:60]!r}") from None
-            problems.append(problem)
-    if not problems:
-        raise ValueError(f"{field}={path!r}: the file is empty; expected JSONL with prompt and answer on each line")
-    return problems
+            yield item
 
 
 def load_reward(path: str) -> Reward:

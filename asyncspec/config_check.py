@@ -1,0 +1,147 @@
+"""What a configuration must hold to run: the values and combinations that `config.load` refuses before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, leaves, resolve_path, value_of
+from asyncspec.timing.delays import parse as parse_delays
+
+
+def check(config: Config) -> None:
+    """Refuse values and combinations that cannot run, naming field, value, expectation and a valid choice."""
+
+    def need(condition: bool, name: str, expected: str, nearest: Any) -> None:
+        if not condition:
+            raise ConfigError(f"{name}={value_of(config, name)!r}: expected {expected}; nearest valid choice: {name}={nearest}")
+
+    def choice(name: str, choices: tuple[str, ...]) -> None:
+        value = value_of(config, name)
+        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
+        need(value in choices, name, "one of " + ", ".join(choices), nearest)
+
+    def at_least(name: str, low: float) -> None:
+        need(value_of(config, name) >= low, name, f"at least {low}", low)
+
+    for name in leaves(dataclasses.asdict(config)):
+        value = value_of(config, name)
+        need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
+    for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
+                 "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
+                 "sampling.max_response_tokens", "data.train_prompts"):
+        at_least(name, 1)
+    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay", "deployment.replacements"):
+        at_least(name, 0)
+    for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
+                 "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):
+        need(value_of(config, name) > 0, name, "more than 0", default_of(name))
+    for name in ("trainer.optimizer.beta1", "trainer.optimizer.beta2"):
+        need(0 <= value_of(config, name) < 1, name, "at least 0 and below 1", default_of(name))
+    need(config.rl.clip_low < 1, "rl.clip_low", "below 1", default_of("rl.clip_low"))
+    need(config.sampling.temperature >= 1e-3, "sampling.temperature", "at least 0.001 (rollouts are sampled)", 1.0)
+    need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
+    at_least("sampling.top_k", 0)
+    need(not config.engine.compile or config.deployment.device == "cuda" or cxx_compiler() is not None, "engine.compile",
+         "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
+    try:
+        parse_delays(config.deployment.delays)
+    except ValueError as error:
+        raise ConfigError(f"deployment.delays={config.deployment.delays!r}: {error}; expected for example generate=0.01,train=0.1") from None
+    choice("engine.kv_at_swap", ("keep", "recompute"))
+    choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
+    choice("rl.advantage", ("group", "mean"))
+    choice("rl.correction", ("truncated", "none"))
+    choice("data.task", ("sums",))
+    choice("deployment.device", ("auto", "cpu", "cuda"))
+    if config.drafting and config.speculation.draft_length != "auto":
+        length = config.speculation.draft_length
+        need(re.fullmatch("-?[0-9]+", length) is not None, "speculation.draft_length", "auto or a whole number", "auto")
+        need(int(length) >= 1, "speculation.draft_length",
+             "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
+        need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)
+    need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
+    at_least("rl.kl_coef", 0)
+    need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", default_of("data.reward_failures"))
+    at_least("eval.every", 0)
+    at_least("eval.samples", 1)
+    for name in ("trainer.optimizer.lr", "draft.lr"):
+        need(0 < value_of(config, name) <= 1, name, "more than 0 and at most 1", default_of(name))
+    need(config.rl.correction_cap >= 1, "rl.correction_cap", "at least 1", 1.0)
+    for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
+                       ("speculation.draft_path", config.draft_directory)):
+        if path and not (resolve_path(path) / "config.json").is_file():
+            raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
+                              f"{name}={default_of(name)} is the shipped one")
+    _check_models(config)
+    _check_lengths(config)
+    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use on a CPU."""
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
+
+
+def _check_models(config: Config) -> None:
+    """The policy must be one we know, and the draft what the method takes, made for this policy."""
+    policy = _read_json("model.path", config.model.path)
+    if policy.get("model_type") != "qwen3":
+        raise ConfigError(f"model.path={config.model.path!r}: holds model_type={policy.get('model_type')!r}; expected 'qwen3'; "
+                          f"model.path={default_of('model.path')} is the shipped one")
+    if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
+        raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
+    method, directory = config.speculation.method, config.draft_directory
+    if not directory:
+        return
+    draft = _read_json("speculation.draft_path", directory)
+    found = (draft.get("architectures") or ["?"])[0]
+    fits = {"LlamaForCausalLMEagle3": "eagle3", "Qwen3MTP": "mtp", "Qwen3ForCausalLM": "draft_model"}.get(found, "?")
+    # A policy's own checkpoint may hold its MTP module.
+    if method != fits and (method, fits) != ("mtp", "draft_model"):
+        nearest = f"speculation.method={fits}" if fits != "?" else f"speculation.draft_path={default_of('speculation.draft_path')}"
+        raise ConfigError(f"speculation.draft_path={directory!r}: holds a {found}, which speculation.method={method} does not take; "
+                          f"nearest valid choice: {nearest}")
+    for key in ("vocab_size",) if method == "draft_model" else ("vocab_size", "hidden_size"):
+        if draft.get(key) != policy.get(key):
+            raise ConfigError(f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
+                              f"as the policy of model.path has; speculation.method=ngram needs no draft")
+
+
+def _read_json(name: str, path: str) -> dict:
+    file = resolve_path(path) / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={path!r}: {file}: {first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}={path!r}: {file}: expected an object")
+    return content
+
+
+def _check_lengths(config: Config) -> None:
+    """Prompt, response and proposals must fit the positions the policy knows."""
+    positions = _read_json("model.path", config.model.path).get("max_position_embeddings")
+    if not isinstance(positions, int):
+        raise ConfigError(f"model.path={config.model.path!r}: config.json has no max_position_embeddings; expected a number")
+    length = config.speculation.draft_length
+    drafted = 0 if not config.drafting else 1 + (LONGEST_DRAFT if length == "auto" else int(length))
+    room = positions - config.engine.max_prompt_tokens - drafted
+    if room < 1:
+        rest = positions - drafted - config.sampling.max_response_tokens
+        nearest = rest if rest > 0 else (positions - drafted) // 2
+        raise ConfigError(f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response: the policy "
+                          f"has {positions} positions; nearest valid choice: engine.max_prompt_tokens={nearest}")
+    if config.sampling.max_response_tokens > room:
+        raise ConfigError(f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "
+                          f"policy has {positions} positions, prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
+                          f"choice: sampling.max_response_tokens={room}")
