@@ -6,12 +6,13 @@ than the policy lag allows or newer than the policy it trained; steps and versio
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Iterable
 
+from asyncspec import ledger
 from asyncspec.config import ConfigError, from_yaml
+from asyncspec.timing.exporters import read_rows
 
 SHOWN = 10  # violations printed one by one
 FATES = ("trained", "evaluated", "dropped")
@@ -26,12 +27,20 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     """
     found: list[str] = []
     fates: dict[int, Counter] = defaultdict(Counter)
-    steps: Counter = Counter()
+    step_of: dict[int, int] = {}
+    steps: Counter = Counter()  # tickets trained in each
     for event in events:
-        if event["event"] == "reissued":  # its generator died; the ticket is the same
+        if event["event"] == "resumed":  # from a checkpoint: what came later than that is void, and happens anew
+            version = event["version"]
+            if version > max(steps, default=-1) + 1:
+                found.append(f"resumed from version {version}, which was never trained")
+            fates = defaultdict(Counter, {t: c for t, c in fates.items() if step_of[t] < version})
+            steps = Counter({step: count for step, count in steps.items() if step < version})
+        if "ticket" not in event or event["event"] == "reissued":  # of the run; or an actor died with the ticket, which is the same
             continue
         ticket, kind, step = event["ticket"], event["event"], event["step"]
         fates[ticket][kind] += 1
+        step_of[ticket] = step
         if kind != "issued" and not fates[ticket]["issued"]:
             found.append(f"ticket {ticket}: {kind} before it was issued")
         if kind == "dropped" and not event.get("reason"):
@@ -63,27 +72,27 @@ def audit(directory: str) -> int:
     """Check a run and say so; returns 0 if all holds, 1 if not.
 
     Raises:
-        ConfigError: the directory holds no run, or a line of its ledger is torn in the middle.
+        ConfigError: the directory holds no run, or a line of its ledger is damaged.
     """
     run = Path(directory)
     for name in ("config.yaml", "ledger.jsonl", "metrics.jsonl"):
         if not (run / name).is_file():
             raise ConfigError(f"audit {directory}: no {name} in it; expected the directory of a run")
     config = from_yaml((run / "config.yaml").read_text())
-    events, lines = [], (run / "ledger.jsonl").read_text().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ConfigError(f"audit {directory}: ledger.jsonl, line {number}: not JSON: {line[:60]!r}") from None
-    rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if line.strip()]
+    try:
+        events = list(ledger.read(run))
+    except ValueError as error:
+        raise ConfigError(f"audit {directory}: {error}") from None
+    rows = read_rows(run / "metrics.jsonl")
     found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
     counts = Counter(event["event"] for event in events)
     for line in found[:SHOWN]:
         print(f"violated: {line}")
     if len(found) > SHOWN:
         print(f"and {len(found) - SHOWN} more")
+    faults = ", ".join(f"{count} {name}" for name in ("frozen", "lost", "joined", "resumed", "reissued") if (count := counts[name]))
+    if faults:
+        print(f"{directory}: {faults}")
     print(f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "
           f"{counts['dropped']} dropped; policy lag {config.policy_lag}: " + (f"{len(found)} violations" if found else "all of it holds"))
     return 1 if found else 0

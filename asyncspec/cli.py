@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. Wrong input is one line on standard error and exit code 2."""
     parser = _Parser(
         prog="asyncspec", description="Asynchronous, speculative RL post-training.", formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench speculation --repeats 3")
+        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume runs/20261121-120000 steps=240\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench speculation --repeats 3")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
@@ -60,10 +60,11 @@ def _add_train(commands) -> None:
         description="Train a policy with GRPO: asynchronous under a strict policy lag, with speculative generation.\n"
                     "Without arguments: the default job (config tiny), a few minutes on two CPU cores.",
         epilog=f"fields for overrides, with their defaults:\n{fields}")
-    train.add_argument("--config", default="tiny", help="YAML file, or the name of a shipped one (default: tiny)")
+    train.add_argument("--config", metavar="NAME", help="YAML file, or the name of a shipped one (default: tiny)")
     train.add_argument("--policy-lag", metavar="N", help="versions a rollout may be behind; 0 is synchronous")
     train.add_argument("--steps", metavar="N", help="optimizer steps")
     train.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/<date>-<time>)")
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this directory from its newest checkpoint, with its configuration")
     train.add_argument("--seed", metavar="N", help="of the data, its order and every sample")
     train.add_argument("overrides", nargs="*", metavar="field=value", help="any field listed below, for example trainer.optimizer.lr=1e-4")
     train.set_defaults(run=_train, parser=train)
@@ -71,15 +72,21 @@ def _add_train(commands) -> None:
 
 def _train(args) -> int:
     overrides = args.overrides + [f"{flag}={getattr(args, flag)}" for flag in TRAIN_FLAGS if getattr(args, flag) is not None]
-    config = configuration.load(args.config, overrides)
+    if args.resume is not None:
+        from asyncspec.launch.resume import configure
+
+        config = configure(args.resume, args.config, overrides)
+    else:
+        config = configuration.load(args.config or "tiny", overrides)
+    resume = args.resume is not None
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         from asyncspec.launch import processes
 
-        return processes.launch(config, rank, world_size)
+        return processes.launch(config, rank, world_size, resume)
     from asyncspec.launch import monarch
 
-    return monarch.launch(config)
+    return monarch.launch(config, resume)
 
 
 def _add_draft(commands) -> None:

@@ -121,14 +121,24 @@ class EvalConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 20  # steps between two checkpoints to resume from, written in the background; 0: one at the end
+    keep: int = 2  # newest ones that stay
+
+
+@dataclass
 class DeploymentConfig:
     generators: int = 1  # generator actors
     device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
     host: str = "127.0.0.1"  # address the actors of this host bind to
-    replacements: int = 8  # generators that may be started in place of ones that died, in a run
+    replacements: int = 8  # generators, logprob actors and draft adapters that may be started in place of ones that died, in a run
+    restarts: int = 3  # times all may be started again from the last checkpoint because the trainer or the controller died
+    standby: bool = True  # keep a spare process, which has loaded all libraries, for the next replacement
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
     start_timeout_s: float = 120.0  # until every actor has joined
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
+    silent_timeout_s: float = 5.0  # without a sign of life from a process; then it counts as frozen, is killed, and is a death like others
+    turn_timeout_s: float = 180.0  # of one turn of an actor's main loop; then it counts as stuck, likewise
     stop_timeout_s: float = 4.0  # from an interrupt to the end of every process
     record: bool = True  # what the actors do from when to when, for trace.json
     delays: str = ""  # for tests of the measurement: place=seconds,...; places: generate, reward, queue, logprob, broadcast, train
@@ -149,6 +159,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
 
     @property

@@ -36,12 +36,14 @@ def check(config: Config) -> None:
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
     for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
                  "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
-                 "sampling.max_response_tokens", "data.train_prompts"):
+                 "sampling.max_response_tokens", "data.train_prompts", "checkpoint.keep"):
         at_least(name, 1)
-    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps", "trainer.optimizer.weight_decay", "deployment.replacements"):
+    for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps",
+                 "trainer.optimizer.weight_decay", "checkpoint.every", "deployment.replacements", "deployment.restarts"):
         at_least(name, 0)
     for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
-                 "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.stop_timeout_s"):
+                 "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.turn_timeout_s",
+                 "deployment.stop_timeout_s"):
         need(value_of(config, name) > 0, name, "more than 0", default_of(name))
     for name in ("trainer.optimizer.beta1", "trainer.optimizer.beta2"):
         need(0 <= value_of(config, name) < 1, name, "at least 0 and below 1", default_of(name))
@@ -70,6 +72,7 @@ def check(config: Config) -> None:
     need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
     at_least("rl.kl_coef", 0)
     need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", default_of("data.reward_failures"))
+    at_least("deployment.silent_timeout_s", 1)
     at_least("eval.every", 0)
     at_least("eval.samples", 1)
     for name in ("trainer.optimizer.lr", "draft.lr"):

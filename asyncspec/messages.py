@@ -12,7 +12,7 @@ from typing import Union
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_DIMENSIONS = 8
 MAX_MESSAGE_BYTES = 1 << 30
 _DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}
@@ -120,12 +120,28 @@ class ClockTold(Message, frozen=True):
     host: str  # of the controller
 
 
+class Beat(Message, frozen=True):
+    """The sender's process lives. From a thread of its own, so that it says so also during long work."""
+
+    name: str
+    turn_s: float = 0.0  # how long the present turn of its main loop has taken
+
+
+class Kill(Message, frozen=True):
+    """To launchers: end the process of an actor that has frozen; whoever started it."""
+
+    name: str
+    reason: str
+
+
 class Welcome(Message, frozen=True):
-    """All actors are up; the addresses of all inboxes by actor name, and where broadcast groups meet."""
+    """Where everybody is: the addresses of all inboxes by role (generators by name), and where broadcast groups meet. Comes again when
+    an actor has been replaced."""
 
     addresses: dict[str, str]
     store_host: str
     store_port: int
+    versions: dict[str, int]  # the newest published, by kind
 
 
 class Membership(Message, frozen=True):
@@ -208,6 +224,18 @@ class StepDone(Message, frozen=True):
     groups: list[GroupRecord]
 
 
+class Arrived(Message, frozen=True):
+    """A group is with the trainer."""
+
+    ticket_id: int
+
+
+class Checkpointed(Message, frozen=True):
+    """A checkpoint to resume from is complete."""
+
+    version: int
+
+
 class Generated(Message, frozen=True):
     """A group left its generator, which has room for another."""
 
@@ -242,12 +270,12 @@ class Failed(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """The launcher asks the run to end: stop, write a checkpoint, leave. `lost` names an actor whose process died, `replacement` the one that
-    is started in its place: then the run goes on."""
+    """A launcher asks the run to end: stop, write a checkpoint, leave. Or it tells of an actor whose process died."""
 
     reason: str
-    lost: str = ""
-    replacement: str = ""
+    lost: str = ""  # the actor that died
+    replacement: str = ""  # the one that is started in its place: the run goes on
+    resuming: bool = False  # the launcher starts all of it again, from the last checkpoint
 
 
 class Stop(Message, frozen=True):
@@ -261,8 +289,8 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Hello, Ready, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken, Received, StepDone, Generated, EvalDone,
-    Spans, Notice, Failed, Interrupt, Stop, Stopped,
+    Ticket, Group, Supervision, Hello, Ready, Beat, Kill, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken, Received, StepDone,
+    Arrived, Generated, Checkpointed, EvalDone, Spans, Notice, Failed, Interrupt, Stop, Stopped,
 ]
 
 

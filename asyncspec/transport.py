@@ -5,7 +5,8 @@ of credits; a message costs one, and its credit comes back when the consumer has
 holds more than credits x producers. Socket high-water marks bound nothing and are not relied upon. Messages carry sequence
 numbers: a repeated one is dropped and counted, as are frames that do not decode.
 
-An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets.
+An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets. It also keeps what is not
+acknowledged yet, for whoever may take a dead consumer's place.
 
 The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every actor.
 
@@ -26,6 +27,7 @@ from typing import Iterable
 
 import zmq
 
+from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S
 from asyncspec.messages import Arrays, Message, WireError, decode, encode
 from asyncspec.timing.clock import now
 
@@ -167,14 +169,24 @@ class Outbox:
             delay_s: how long each message is held back, to test what that is charged to.
         """
         self.delay_s, self._due = delay_s, deque()
+        self.unacknowledged: dict[int, list] = {}  # by number, in order; what a successor of a dead consumer gets again
+        self._backlog: deque[list] = deque()
+        self._connect(address)
+
+    def _connect(self, address: str) -> None:
+        self.address, self.credits, self._sent = address, 0, 0
         self.socket = _socket(zmq.DEALER, serving=False)
-        self.socket.linger = 1000
+        self.socket.linger = int(1e3 * DATA_LINGER_S)
         self.socket.connect(address)
         self.socket.send(_OPEN)
-        self.credits = 0
-        self.unacknowledged: set[int] = set()
-        self._sent = 0
-        self._backlog: deque[list] = deque()
+
+    def redirect(self, address: str) -> None:
+        """Go on with a consumer that has taken another's place: it gets what that one had not taken out."""
+        self.socket.close(0)
+        self._due.extendleft([0.0] * (len(self.unacknowledged) if self.delay_s else 0))
+        self._backlog.extendleft(reversed(self.unacknowledged.values()))
+        self.unacknowledged = {}
+        self._connect(address)
 
     @property
     def backlog(self) -> int:
@@ -208,8 +220,7 @@ class Outbox:
             number = _NUMBER.unpack(frames[1])[0]
             if frames[0] == _CREDIT:
                 self.credits += number
-            elif frames[0] == _ACK and number in self.unacknowledged:
-                self.unacknowledged.discard(number)
+            elif frames[0] == _ACK and self.unacknowledged.pop(number, None) is not None:
                 self.credits += 1
         while self._backlog and self.credits:
             if self._due:
@@ -218,8 +229,8 @@ class Outbox:
                 self._due.popleft()
             self._sent += 1
             self.credits -= 1
-            self.unacknowledged.add(self._sent)
-            self.socket.send_multipart([_DATA, _NUMBER.pack(self._sent), *self._backlog.popleft()])
+            self.unacknowledged[self._sent] = frames = self._backlog.popleft()
+            self.socket.send_multipart([_DATA, _NUMBER.pack(self._sent), *frames])
 
     def close(self) -> None:
         self.socket.close()
@@ -230,7 +241,7 @@ class ControlServer:
 
     def __init__(self, host: str) -> None:
         self.socket = _socket(zmq.ROUTER, serving=True)
-        self.socket.linger = 1000
+        self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.router_mandatory = True
         self.address = bind(self.socket, host)
         self.rejected = self.undeliverable = 0
@@ -262,7 +273,7 @@ class ControlClient:
 
     def __init__(self, address: str, name: str) -> None:
         self.socket = _socket(zmq.DEALER, serving=False)
-        self.socket.linger = 2000
+        self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.identity = name.encode()
         self.socket.connect(address)
         self.rejected = 0

@@ -27,10 +27,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from asyncspec.deadlines import COLLECTIVE_S, REGROUP_S
 from asyncspec.messages import Broken, Membership, Message, Publish
-
-COLLECTIVE_TIMEOUT_S = 60.0
-RECOVERY_S = 30.0  # from a failure until a new epoch must have come
 
 
 class BroadcastError(RuntimeError):
@@ -77,7 +75,7 @@ class BroadcastGroup:
         Raises:
             BroadcastError: not all members joined within timeout_s.
         """
-        join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_S)
         self.kind, self.epoch, self.members = kind, epoch, members = membership.kind, membership.epoch, membership.members
         self.device = device if membership.backend == "nccl" else "cpu"
         self._stream = None
@@ -183,12 +181,12 @@ class _Worker:
         threading.Thread(target=lane.run, name=f"{self._name}-{membership.epoch}", daemon=True).start()
 
     def check(self) -> None:
-        """Raises what the thread raised, once no new epoch has come for RECOVERY_S; at once if the first one failed to form."""
+        """Raises what the thread raised, once no new epoch has come for REGROUP_S; at once if the first one failed to form."""
         lane = self._lane
         if lane is None or lane.error is None:
             return
         never_formed = lane.membership.epoch == 1 and lane.group is None
-        if never_formed or time.monotonic() - lane.failed_at > RECOVERY_S:
+        if never_formed or time.monotonic() - lane.failed_at > REGROUP_S:
             raise BroadcastError(str(lane.error)) from lane.error
 
     def close(self) -> None:
@@ -237,6 +235,10 @@ class Publisher(_Worker):
             raise BroadcastError(f"version {announcement.version} published while the broadcast before it is under way")
         self._newest = (announcement, self.layout.snapshot(tensors, self._lane.device))
         self._send(send)
+
+    def begin_with(self, announcement: Publish, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What the members of the first epoch are sent: the version that is gone on from."""
+        self._newest = (announcement, self.layout.snapshot(tensors, "cpu"))
 
     def _send(self, send: Callable[[Message], None]) -> None:
         """Announce and broadcast the newest version in this epoch."""

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from asyncspec.audit import violations
-from test_run import ledger, rows, train
+from runs import ledger, rows
+from test_run import train
 
 LAG, GROUPS, STEPS = 1, 2, 3
 

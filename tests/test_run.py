@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,10 +15,8 @@ import torch
 
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
+from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, gone_within, ledger, pid_of, rows
 
-ROOT = Path(__file__).parents[1]
-SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
-         "sampling.max_response_tokens=64", "engine.slots=16"]
 KEYS = """step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
 time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
 spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
@@ -28,14 +25,6 @@ spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_
 def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=180, groups=4, **kwargs):
     command = [*launcher, "--run-dir", str(run_dir), *SMALL, f"rl.groups_per_step={groups}", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent, **kwargs)
-
-
-def rows(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def ledger(run_dir):
-    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
 
 
 def check_results(run_dir, steps, lag, groups=4):
@@ -118,32 +107,6 @@ def test_without_a_draft_nothing_is_speculated(tmp_path):
         assert row["spec/draft_length"] == 0 and row["spec/acceptance_length"] == 1
 
 
-def descendants(pid):
-    children = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                children[int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])].append(int(entry.name))
-            except OSError:
-                pass
-    found, queue = [], [pid]
-    while queue:
-        queue += children[queue.pop()]
-        found = [*found, *[p for p in queue if p not in found]]
-    return found
-
-
-def alive(pids):
-    result = []
-    for pid in pids:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                result.append(pid)
-        except OSError:
-            pass
-    return result
-
-
 def start_and_wait_for_steps(run_dir, launcher, steps=2):
     process = subprocess.Popen([*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL], stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, start_new_session=True)
@@ -154,17 +117,6 @@ def start_and_wait_for_steps(run_dir, launcher, steps=2):
         time.sleep(0.1)
     process.kill()
     raise AssertionError(process.stdout.read())
-
-
-def gone_within(pids, seconds):
-    deadline = time.monotonic() + seconds
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive(pids)
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SCRIPT = str(ROOT / "launch" / "async.py")
 
 
 @pytest.mark.parametrize("launcher", [(*TORCHRUN, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
@@ -201,20 +153,16 @@ def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
     assert not gone_within(everyone, 5)
 
 
-def pid_of(run_dir, actor):
-    return int(re.search(r"pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text()).group(1))
-
-
-@pytest.mark.parametrize("actor,setting", [("logprob", ()), ("generator0", ("deployment.replacements=0",))])
-def test_a_killed_actor_ends_the_run_in_order_and_is_named(tmp_path, actor, setting):
+@pytest.mark.parametrize("actor,setting", [("trainer", "deployment.restarts=0"), ("generator0", "deployment.replacements=0")])
+def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_named(tmp_path, actor, setting):
     run_dir = tmp_path / "run"
-    process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT, *setting))
+    process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT, setting))
     everyone = [process.pid, *descendants(process.pid)]
     os.kill(pid_of(run_dir, actor), signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1, output
-    assert actor in output and "died" in output
-    assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
+    assert f"failed: {actor} died" in output and f"asyncspec train --resume {run_dir}" in output
+    assert actor == "trainer" or (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
     assert not gone_within(everyone, 5)
 
 
@@ -246,26 +194,15 @@ def test_a_killed_generator_is_replaced_and_its_tickets_are_trained_once(tmp_pat
 
 @pytest.mark.parametrize("launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
 def test_a_run_goes_on_without_its_draft_adapter(tmp_path, launcher):
-    """Stopped, nobody waits for it; killed in the middle of whatever it does, it is named and the run finishes."""
+    """Stopped, nobody waits for it; killed in the middle of whatever it does, and not replaced, it is named and the run finishes."""
     run_dir = tmp_path / "run"
-    command = [*launcher, "--run-dir", str(run_dir), *SMALL, "--steps", "14", "draft.publish_every=1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
-    deadline = time.monotonic() + 120
-
-    def wait_for(steps):
-        while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < steps:
-            assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
-            time.sleep(0.05)
-
-    wait_for(3)
-    adapter = pid_of(run_dir, "draft_adapter")
-    os.kill(adapter, signal.SIGSTOP)
-    wait_for(7)
-    os.kill(adapter, signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0 and "the draft adapter is gone" in output, output
-    metrics = rows(run_dir)
-    assert len(metrics) == 14 and metrics[-1]["draft/adapter_lost"] == 1
+    run = Running.new(run_dir, "--steps", "14", "draft.publish_every=1", "deployment.replacements=0", "deployment.silent_timeout_s=60", launcher=launcher)
+    run.wait_for_steps(3)
+    run.signal("draft_adapter", signal.SIGSTOP)
+    run.wait_for_steps(7)
+    run.signal("draft_adapter", signal.SIGKILL)
+    assert "the draft adapter is gone" in run.end()
+    assert len(rows(run_dir)) == 14 and rows(run_dir)[-1]["draft/adapter_lost"] == 1
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncspec.actors.controller import broadcast_backend
+from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.messages import Membership, Publish
 from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver
 

@@ -21,6 +21,7 @@ import msgspec
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.config import Config, from_yaml
+from asyncspec.heartbeat import Heart
 from asyncspec.timing import clock
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
@@ -37,6 +38,12 @@ class ActorSpec(msgspec.Struct, frozen=True):
     config_yaml: str
     device: str = "cpu"
     control_address: str = ""  # empty for the controller, which makes it
+    resume: int = -1  # the version that a run begun before goes on from; -1: a new run
+
+
+def first_name(name: str) -> str:
+    """Of an actor or of whichever replaced it: logprob, logprob.1 and so on are one."""
+    return name.partition(".")[0]
 
 
 class StopRequested(Exception):
@@ -58,6 +65,7 @@ class Actor(ABC):
         self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None
         self.outboxes: list[transport.Outbox] = []
+        self._outbox_to: dict[str, transport.Outbox] = {}  # first name of the consumer -> outbox
         self.workers: list = []  # broadcast threads, see weights.py
         self._to_join: set[str] = set()
         self._reported = time.monotonic()
@@ -92,6 +100,7 @@ class Actor(ABC):
         self.log(f"{self.name} starts, pid {os.getpid()}")
         transport.use_keys(Path(self.spec.run_dir))
         self.control = transport.ControlClient(self.spec.control_address, self.name)
+        self.heart = Heart(self.spec.control_address, self.name)
         try:
             import torch
 
@@ -130,13 +139,24 @@ class Actor(ABC):
         self.stopping = self.stopping or f"{self.name} failed"
         self._code = 1
 
+    def outbox(self, consumer: str, welcome: m.Welcome, delay_s: float = 0.0) -> transport.Outbox:
+        """An outbox to an actor, and to whichever takes its place."""
+        made = self._outbox_to[consumer] = transport.Outbox(welcome.addresses[consumer], delay_s)
+        self.outboxes.append(made)
+        return made
+
     def pump(self) -> None:
         """Handle what the controller sent, send what there is credit for, report now and then."""
+        self.heart.turned()
         while (message := self.control.receive()) is not None:
             if isinstance(message, m.Stop):
                 self.stopping = message.reason
             elif isinstance(message, m.ClockTold):
                 self._clock_told(message)
+            elif isinstance(message, m.Welcome):
+                for consumer, outbox in self._outbox_to.items():
+                    if outbox in self.outboxes and outbox.address != message.addresses[consumer]:
+                        outbox.redirect(message.addresses[consumer])
             else:
                 self.handle(message)
         for outbox in self.outboxes:
@@ -211,6 +231,7 @@ class Actor(ABC):
         raise TimeoutError(f"no {kind.__name__} from the controller within start_timeout_s")
 
     def _leave(self) -> None:
+        self.heart.stop()
         for worker in self.workers:
             worker.close()
         for socket in [self.inbox, *self.outboxes, self.control]:

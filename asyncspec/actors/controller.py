@@ -4,34 +4,36 @@
 - Issues tickets for step s as soon as the clock admits them, in order, to the generator with the least to do.
 - Passes each published version on to its receivers.
 - Writes a ledger line for each ticket's fate, and a metrics row for each step.
+- Watches the actors' signs of life; takes in whoever comes in place of one that died, and issues again what that one had.
 - Ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or when
   nothing has moved for stall_timeout_s; then it says what was waited for.
 """
 
 from __future__ import annotations
 
-import socket
+import os
 import time
 import traceback
 from collections import deque
 from pathlib import Path
 
-import msgspec
-import numpy as np
-
+from asyncspec import ledger as ledgers
 from asyncspec import messages as m
 from asyncspec import transport
-from asyncspec.actors.base import ActorSpec
+from asyncspec.actors.base import ActorSpec, first_name
+from asyncspec.actors.broadcasts import Broadcasts
+from asyncspec.actors.tickets import ARRIVED, GENERATED, Evaluations, TicketBook, TicketMaker
 from asyncspec.config import from_yaml, resolve_path
+from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S
+from asyncspec.heartbeat import SUFFIX, Vigil
 from asyncspec.lag import PolicyClock
 from asyncspec.rl import tasks
 from asyncspec.timing import clock
-from asyncspec.timing.exporters import Console, Ledger, RunMetrics, TraceFile
+from asyncspec.timing.exporters import Console, RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.timeline import TimelineFile
 
 PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two pictures of the timeline in TensorBoard, and in each
-EVALUATION_IDS = 1 << 40  # ticket ids from here on are evaluations
 
 
 class RunFailed(RuntimeError):
@@ -47,135 +49,126 @@ def actor_names(config) -> dict[str, str]:
     return names
 
 
-def broadcast_backend(devices: list[str]) -> str:
-    """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo."""
-    alone = len(set(devices)) == len(devices)
-    return "nccl" if alone and all(device.startswith("cuda") for device in devices) else "gloo"
-
-
 class Controller:
     role = "controller"
 
     def __init__(self, spec: ActorSpec) -> None:
         self.config = from_yaml(spec.config_yaml)
-        self.run_dir = Path(spec.run_dir)
+        self.run_dir, self.resume = Path(spec.run_dir), spec.resume
         transport.use_keys(self.run_dir)
-        self.server = transport.ControlServer(self.config.deployment.host)
+        deployment = self.config.deployment
+        self.server = transport.ControlServer(deployment.host)
         self.address = self.server.address
         self.names = actor_names(self.config)
         self.generators = [name for name, role in self.names.items() if role == "generator"]
-        self.clock = PolicyClock(self.config.policy_lag)
-        self.pending: deque[m.Ticket] = deque()  # issued, not yet sent
-        self.outstanding: dict[int, tuple[m.Ticket, str, float]] = {}  # sent, fate open: ticket, generator, when
-        self.generating: dict[int, str] = {}  # of these, still in their generator
-        self.next_step = 0  # whose tickets are issued next
-        self.trained_steps = 0
-        self.epochs = {"policy": 0, "draft": 0}  # of the broadcast groups
-        self.addresses: dict[str, str] = {}  # of the actors' inboxes
-        self.joining: dict[str, float] = {}  # generators that are coming up in place of others, and when those were lost
-        self.evaluations: dict[int, dict] = {}  # version -> what came back so far
+        self.outboxes: dict[str, transport.Outbox] = {}  # to the generators
+        self.first_step = max(0, spec.resume)
+        self.clock = PolicyClock(self.config.policy_lag, self.first_step)
+        self.next_step = self.trained_steps = self.first_step  # whose tickets are issued next; trained so far
+        self.addresses: dict[str, str] = {}  # of the actors' inboxes, by first name
+        self.joining: dict[str, float] = {}  # actors that are coming up in place of others, and when those were lost
+        self.evaluations = Evaluations()
         self.accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
         self.counters: dict[str, float] = {}
-        self.heard: dict[str, float] = {}
+        self.vigil = Vigil(deployment.silent_timeout_s, deployment.turn_timeout_s)
+        self.ready: set[str] = set()
+        self.launchers: set[str] = set()
         self.gone: set[str] = set()
         self.stop_reason = ""
         self.failure = ""
+        self.resuming = False  # the launcher starts all of it again
         self.host = clock.host()
         self.latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self.started = False  # all actors are up: there may be something to save
+        self._beaten = 0.0
 
     def run(self) -> int:
         """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted."""
-        self.console = Console(self.config, self.run_dir)
-        self.ledger, self.trace = Ledger(self.run_dir), TraceFile(self.run_dir)
-        self.metrics, self.timeline = RunMetrics(self.run_dir), TimelineFile(self.run_dir)
+        self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
+        self.console = Console(self.config, self.run_dir, self.first_step)
+        self.metrics, self.timeline = RunMetrics(self.run_dir, self.first_step), TimelineFile(self.run_dir, self.first_step)
+        self.trace = TraceFile(self.run_dir, self.first_step)
+        self.ledger = ledgers.Ledger(self.run_dir)
+        self.book = TicketBook(self.ledger)
         try:
             self._load_data()
+            self._take_up()
             self._start()
             while not self.stop_reason:
                 self._issue()
                 self._dispatch()
                 self._listen(0.02)
+                self._watch()
                 self._show()
                 self._check_end()
         except RunFailed as error:
             self.failure = self.stop_reason = str(error)
         except Exception as error:
-            (self.run_dir / "logs").mkdir(exist_ok=True)
-            (self.run_dir / "logs" / "controller.log").write_text(traceback.format_exc())
-            self.failure = self.stop_reason = f"controller: {type(error).__name__}: {error}"
+            self._note_error(error)
         self._stop_all()
-        self.metrics.close()
-        self.ledger.close()
-        self.trace.clock_error(max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3)
-        self.trace.close()
-        self.timeline.close()
-        self.console.end(self.failure, self.stop_reason, self.metrics.rows)
-        return 1 if self.failure else 0 if self.stop_reason == "finished" else 130
+        self._close()
+        self.console.end(self.failure, self.stop_reason, self.metrics.rows, self.resuming)
+        return 1 if self.failure or self.resuming else 0 if self.stop_reason == "finished" else 130
 
     # Beginning and end.
     def _load_data(self) -> None:
         from asyncspec.models import tokenizer
 
         try:
-            self.tokenizer = tokenizer.load(resolve_path(self.config.model.path))
-            self.problems, self.held_out = tasks.load_problems(self.config, self.tokenizer)
+            tokens = tokenizer.load(resolve_path(self.config.model.path))
+            problems, self.held_out = tasks.load_problems(self.config, tokens)
         except ValueError as error:
             raise RunFailed(str(error)) from None
-        if warning := tasks.lost_characters([*self.problems, *self.held_out], self.tokenizer):
+        if warning := tasks.lost_characters([*problems, *self.held_out], tokens):
             self.console.line(f"warning: {warning}")
-        # The order of prompts is a function of the seed alone.
-        rng = np.random.default_rng([self.config.seed, 0x7072])
-        needed = self.config.steps * self.config.rl.groups_per_step
-        self.order = np.concatenate(
-            [rng.permutation(len(self.problems)) for _ in range(-(-needed // len(self.problems)))])
+        self.maker = TicketMaker(self.config, tokens, problems, self.held_out)
+
+    def _take_up(self) -> None:
+        """Go on from where a run was left: what its ledger leaves open is void, or ends here."""
+        if self.resume < 0:
+            return
+        cut_short = ledgers.open_tickets([*ledgers.read(self.run_dir), {"event": "resumed", "version": self.resume}])
+        for ticket, issued in cut_short.items():
+            self.ledger.note("dropped", ticket=ticket, step=issued["step"], min_version=issued["min_version"],
+                             evaluation=issued["evaluation"], reason="the run was cut short")
+        self.ledger.note("resumed", version=self.resume)
+        if self.metrics.rows:
+            self.accuracy = {key: self.metrics.rows[-1][key] for key in self.accuracy}
+        self.console.resumed(self.metrics.rows)
 
     def _start(self) -> None:
-        import torch.distributed as dist
-
         deployment = self.config.deployment
         hellos: dict[str, m.Hello] = {}
         self._listen_until(lambda: len(hellos) == len(self.names), hellos, "to start")
         if self.stop_reason:
             return
-        # A socket of ours: the store itself would listen on all interfaces.
-        listener = socket.create_server((deployment.host, 0))
-        port = listener.getsockname()[1]
-        self.store = dist.TCPStore(
-            deployment.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        self.hellos = hellos
+        self.broadcasts = Broadcasts(deployment.host, self.server.send)
         self.addresses = {name: hello.address for name, hello in hellos.items()}
+        self.broadcasts.devices = {name: hello.device for name, hello in hellos.items()}
         self.outboxes = {name: transport.Outbox(self.addresses[name]) for name in self.generators}
-        self.members = {"policy": ["trainer", "logprob", *self.generators]}
-        if self.config.draft_trainer:
-            self.members["draft"] = [self.config.draft_trainer, *self.generators]
+        welcome = self._welcome()
         for name in self.names:
-            self.server.send(name, self._welcome())
-        for kind in self.members:
-            self._form(kind)
+            self.server.send(name, welcome)
+        self.broadcasts.make("policy", ["trainer", "logprob", *self.generators])
+        if self.config.draft_trainer:
+            self.broadcasts.make("draft", [self.config.draft_trainer, *self.generators])
         ready: dict[str, m.Ready] = {}
         self._listen_until(lambda: len(ready) == len(self.names), ready, "to load and join its broadcast group")
         if self.stop_reason:
             return
         self.console.line(f"{len(self.names) + 1} actors ready: controller, {', '.join(self.names)}")
-        self._evaluate(0)
+        if self._evaluation_due(self.first_step):
+            self._evaluate(self.first_step)
         self.moved, self.started = time.monotonic(), True
 
     def _welcome(self) -> m.Welcome:
-        return m.Welcome(self.addresses, self.config.deployment.host, self.store.port)
-
-    def _form(self, kind: str) -> None:
-        """Give a broadcast group a new epoch, with the members it has now."""
-        members = self.members[kind]
-        self.epochs[kind] += 1
-        backend = broadcast_backend([self.hellos[name].device for name in members])
-        for name in members:
-            self.server.send(name, m.Membership(kind, self.epochs[kind], members, backend))
+        return m.Welcome(self.addresses, self.config.deployment.host, self.broadcasts.port, self.broadcasts.versions)
 
     def _listen_until(self, done, into: dict, what: str) -> None:
         deadline = time.monotonic() + self.config.deployment.start_timeout_s
         while not done():
             self._listen(0.1, into)
+            self._watch()
             if self.stop_reason:
                 return
             if time.monotonic() > deadline:
@@ -184,122 +177,123 @@ class Controller:
                                 f"see {self.run_dir}/logs, or raise deployment.start_timeout_s")
 
     def _check_end(self) -> None:
-        steps = self.config.steps
-        if self.trained_steps == steps and not self.evaluations:
+        if self.trained_steps == self.config.steps and not self.evaluations:
             self.stop_reason = "finished"
             return
         limit = self.config.deployment.stall_timeout_s
         if time.monotonic() - self.moved > limit:
-            oldest = min(self.outstanding.values(), key=lambda item: item[2], default=None)
-            where = "no ticket"
-            if oldest:
-                ticket, generator, _ = oldest
-                place = f"in {generator}" if ticket.ticket_id in self.generating else f"past {generator}, not trained"
-                where = f"ticket {ticket.ticket_id} of step {ticket.step}, {place}"
-            if not self.outstanding and self.joining.keys() - set(self.generators) - self.gone:
-                where = f"{', '.join(self.joining.keys() - set(self.generators) - self.gone)} to take a dead generator's place"
-            silent = max(set(self.names) - self.gone, key=lambda name: time.monotonic() - self.heard.get(name, 0.0))
+            where = self.book.oldest() or "no ticket"
+            coming = [name for name in self.joining if name not in self.ready | self.gone]
+            if not self.book.open and coming:
+                where = f"{', '.join(coming)} to take a dead actor's place"
+            silent = max(set(self.names) - self.gone, key=self.vigil.silence)
             raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; longest silent: {silent}; see "
                             f"{self.run_dir}/logs, or raise deployment.stall_timeout_s")
 
     def _stop_all(self) -> None:
         deployment = self.config.deployment
         # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
-        limit = deployment.stall_timeout_s if self.stop_reason == "finished" else deployment.stop_timeout_s if self.started else 0.5
+        limit = deployment.stall_timeout_s if self.stop_reason == "finished" else deployment.stop_timeout_s if self.started else EARLY_STOP_S
         deadline = time.monotonic() + limit
         while (left := self._still_there()) and time.monotonic() < deadline:
             for name in left:  # again and again: one that is still starting connects later
                 self.server.send(name, m.Stop(self.stop_reason))
             self._listen_for(0.2)
+            if self.stop_reason == "finished":
+                self._watch()
         missing = sorted(self._still_there())
         if missing and self.started and not self.failure:
             self.failure = f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
-        for ticket, generator, _ in self.outstanding.values():
-            self.ledger.write("dropped", ticket, reason=self.stop_reason, generator=generator)
-        for ticket in self.pending:
-            self.ledger.write("dropped", ticket, reason=self.stop_reason)
-        # Rows held back for an evaluation that will not come.
-        self.metrics.flush()
+
+    def _close(self) -> None:
+        """Write what is still to be written, each file for itself: one may be on a disk that is full."""
+        clock_error = max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3
+        for close in (lambda: self.book.drop_all(self.stop_reason), lambda: self.ledger.note("ended", reason=self.stop_reason), self.ledger.close,
+                      self.metrics.close, lambda: self.trace.close(clock_error), self.timeline.close):
+            try:
+                close()
+            except Exception as error:
+                self._note_error(error)
+
+    def _note_error(self, error: Exception) -> None:
+        text = f"controller: {type(error).__name__}: {error}"
+        self.failure = self.failure or text
+        self.stop_reason = self.stop_reason or text
+        self._log("".join(traceback.format_exception(error)))
+
+    def _log(self, text: str) -> None:
+        try:
+            (self.run_dir / "logs").mkdir(exist_ok=True)
+            with open(self.run_dir / "logs" / "controller.log", "a") as log:
+                log.write(text)
+        except OSError:
+            pass
 
     def _still_there(self) -> set[str]:
         """Actors that have not stopped; replacements that are not up yet are their launcher's."""
-        return set(self.names) - self.gone - {name for name in self.joining if name not in self.addresses}
+        return set(self.names) - self.gone - {name for name in self.joining if name not in self.ready}
 
     # Tickets.
     def _issue(self) -> None:
-        G = self.config.rl.groups_per_step
         while self.next_step < self.config.steps and self.clock.may_issue(self.next_step):
-            step = self.next_step
-            for ticket_id in range(step * G, (step + 1) * G):
-                problem = self.problems[self.order[ticket_id]]
-                self._enqueue(ticket_id, step, self.clock.min_version(step), problem, self.config.rl.group_size)
+            self.book.issue(self.maker.of_step(self.next_step, self.clock.min_version(self.next_step)))
             self.next_step += 1
 
-    def _evaluate(self, version: int) -> None:
-        if not self.held_out:
-            return
-        self.evaluations[version] = {"rewards": [], "left": len(self.held_out), "newest": version}
-        for index, problem in enumerate(self.held_out):
-            ticket_id = EVALUATION_IDS + version * len(self.held_out) + index
-            self._enqueue(ticket_id, version, version, problem, self.config.eval.samples, evaluation=True)
+    def _evaluation_due(self, version: int) -> bool:
+        every = self.config.eval.every
+        return version in (0, self.config.steps) or bool(every and version % every == 0)
 
-    def _enqueue(self, ticket_id, step, min_version, problem, samples, evaluation=False) -> None:
-        seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
-        ticket = m.Ticket(ticket_id, step, min_version, problem.prompt, problem.answer,
-                          self.tokenizer.encode(problem.prompt).ids, seeds, time.monotonic(), evaluation)
-        self.pending.append(ticket)
-        self.ledger.write("issued", ticket)
+    def _evaluate(self, version: int) -> None:
+        if self.held_out:
+            self.evaluations.begin(version, len(self.held_out))
+            self.book.issue(self.maker.of_evaluation(version))
 
     def _dispatch(self) -> None:
         """Keep each generator supplied with two engines' worth of samples, the least loaded first."""
-        load = dict.fromkeys(self.generators, 0)
-        for ticket_id, generator in self.generating.items():
-            load[generator] += len(self.outstanding[ticket_id][0].seeds)
-        while self.pending and load:
+        load = self.book.load(self.generators)
+        while self.book.pending and load:
             generator = min(load, key=load.get)
             if load[generator] >= 2 * self.config.engine.slots:
                 break
-            ticket = self.pending.popleft()
+            ticket = self.book.next_for(generator)
             self.outboxes[generator].put(ticket)
-            self.outstanding[ticket.ticket_id] = (ticket, generator, time.monotonic())
-            self.generating[ticket.ticket_id] = generator
             load[generator] += len(ticket.seeds)
         for outbox in self.outboxes.values():
             outbox.flush()
 
     def _show(self) -> None:
-        training = [ticket for ticket, _, _ in self.outstanding.values() if not ticket.evaluation]
-        generating = sum(ticket.ticket_id in self.generating for ticket in training)
-        self.console.status(self.trained_steps, generating, len(training) - generating, max(0, self.next_step - 1 - self.clock.version))
-
-    def _ended(self, ticket_id: int) -> m.Ticket:
-        """Take a ticket off the books: it may have been issued again and trained from its first issue."""
-        if ticket_id in self.outstanding:
-            return self.outstanding.pop(ticket_id)[0]
-        ticket = next(t for t in self.pending if t.ticket_id == ticket_id)
-        self.pending.remove(ticket)
-        return ticket
+        self.console.status(self.trained_steps, *self.book.training(), max(0, self.next_step - 1 - self.clock.version))
 
     # Messages.
     def _listen_for(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and self.gone != set(self.names):
+        while (left := until - time.monotonic()) > 0 and self._still_there():
             self._listen(left)
 
     def _listen(self, timeout_s: float, into: dict | None = None) -> None:
         # Outboxes are flushed by `_dispatch`, which is not called any more once the run is ending.
-        transport.wait([self.server, *(() if self.stop_reason else getattr(self, "outboxes", {}).values())], timeout_s)
+        transport.wait([self.server, *(() if self.stop_reason else self.outboxes.values())], min(timeout_s, BEAT_EVERY_S))
+        if time.monotonic() - self._beaten > BEAT_EVERY_S:
+            self._beaten = time.monotonic()
+            for name in self.launchers:
+                self.server.send(name, m.Beat("controller"))
         while (item := self.server.receive()) is not None:
-            name, message = item
-            self.heard[name] = time.monotonic()
+            sender, message = item
+            if isinstance(message, m.Ready):
+                self.ready.add(message.name)
             if isinstance(message, (m.Hello, m.Ready)) and not self.started:
                 if into is not None and message.name in self.names:
                     into[message.name] = message
             else:
-                self._handle(name, message)
+                self._handle(sender, message)
 
     def _handle(self, sender: str, message: m.Message) -> None:
-        if isinstance(message, m.ClockAsked):
+        if isinstance(message, m.Beat):
+            if sender == message.name:  # a launcher's: its own loop beats
+                self.launchers.add(sender)
+            elif message.name not in self.gone and message.name in self.names and sender == message.name + SUFFIX:
+                self.vigil.heard(message.name, message.turn_s if message.name in self.ready else 0.0)
+        elif isinstance(message, m.ClockAsked):
             self.server.send(sender, m.ClockTold(message.sent, time.monotonic(), self.host))
         elif isinstance(message, m.Publish):
             self._published(message)
@@ -308,144 +302,158 @@ class Controller:
         elif isinstance(message, m.Ready):
             self._joined(message.name)
         elif isinstance(message, m.Broken):
-            if message.kind in self.members and message.epoch == self.epochs[message.kind]:
-                self.counters[f"broadcast/{message.kind}_epochs"] = self.epochs[message.kind] + 1
-                self._form(message.kind)
+            if self.broadcasts.broken(message):
+                self.counters[f"broadcast/{message.kind}_epochs"] = self.broadcasts.epochs[message.kind]
         elif isinstance(message, m.Received):
             self.moved = time.monotonic()
         elif isinstance(message, m.Generated):
-            self.generating.pop(message.ticket_id, None)
+            self.book.moved(message.ticket_id, GENERATED)
             self.moved = time.monotonic()
+        elif isinstance(message, m.Arrived):
+            self.book.moved(message.ticket_id, ARRIVED)
         elif isinstance(message, m.EvalDone):
-            self.generating.pop(message.ticket_id, None)
-            self._evaluated(message)
+            self._evaluated(sender, message)
         elif isinstance(message, m.StepDone):
             self._step_done(message)
+        elif isinstance(message, m.Checkpointed):
+            self.counters["checkpoint/version"] = message.version
+            for name in self._playing("draft_adapter"):
+                self.server.send(name, message)
         elif isinstance(message, m.Spans):
             self.trace.write(message.actor, message.spans)
             self.counters |= message.counters
         elif isinstance(message, m.Notice):
             self.console.line(f"{message.name}: {message.text}")
         elif isinstance(message, m.Failed):
-            if message.name == "draft_adapter" and self.started:
-                self._lost_adapter(message.error)
+            if self.names.get(message.name) == "draft_adapter" and self.started:
+                self._lost_adapter(message.name, message.error)
             elif not self.failure:
                 self.failure = self.stop_reason = (
                     f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log")
         elif isinstance(message, m.Stopped):
             self.gone.add(message.name)
-        elif isinstance(message, m.Interrupt) and message.lost == "draft_adapter" and self.started:
-            self._lost_adapter(message.reason)
-        elif isinstance(message, m.Interrupt) and message.replacement and self.started:
-            self._lost_generator(message)
+            self.vigil.forget(message.name)
+        elif isinstance(message, m.Interrupt) and message.lost:
+            self._lost(message)
         elif isinstance(message, m.Interrupt):
             self.stop_reason = self.stop_reason or message.reason
-            if message.lost:
-                self.gone.add(message.lost)
-                self.failure = self.failure or message.reason
 
-    def _lost_adapter(self, reason: str) -> None:
+    def _playing(self, role: str) -> list[str]:
+        return [name for name, played in self.names.items() if played == role and name not in self.gone]
+
+    # Faults.
+    def _watch(self) -> None:
+        """Have those killed that live no more as they should."""
+        for name, what in self.vigil.overdue():
+            self.ledger.note("frozen", actor=name, what=what)
+            self.console.line(f"{name} is {what}")
+            for launcher in self.launchers:
+                self.server.send(launcher, m.Kill(name, what))
+
+    def _lost(self, message: m.Interrupt) -> None:
+        """An actor's process has died."""
+        name = message.lost
+        if name in self.gone or name not in self.names:
+            return
+        role = self.names[name]
+        if role == "draft_adapter" and not message.replacement and self.started:
+            self._lost_adapter(name, message.reason)
+            return
+        self.gone.add(name)
+        self.vigil.forget(name)
+        self.ledger.note("lost", actor=name, reason=message.reason)
+        if message.resuming:
+            self.resuming, self.stop_reason = True, self.stop_reason or message.reason
+        elif message.replacement and self.started and not self.stop_reason:
+            self._replace(name, role, message)
+        else:
+            self.stop_reason = self.stop_reason or message.reason
+            self.failure = self.failure or message.reason
+
+    def _lost_adapter(self, name: str, reason: str) -> None:
         """The run goes on with the draft it has: nobody waits for the draft adapter."""
-        self.gone.add("draft_adapter")
-        if self.members.pop("draft", None) is not None and not self.stop_reason:
+        self.gone.add(name)
+        self.vigil.forget(name)
+        if "draft" in self.broadcasts.members and not self.stop_reason:
+            self.ledger.note("lost", actor=name, reason=reason)
             self.counters["draft/adapter_lost"] = 1
             self.console.line(f"the draft adapter is gone ({reason}): the draft stays as it is")
-            for name in ("logprob", *self.generators):
-                self.server.send(name, m.Membership("draft", 2, [], ""))
+            self.broadcasts.end("draft")
+            for other in self._playing("logprob"):
+                self.server.send(other, m.Membership("draft", 0, [], ""))
 
-    def _lost_generator(self, message: m.Interrupt) -> None:
+    def _replace(self, name: str, role: str, message: m.Interrupt) -> None:
         """Issue again what it had, and let the others go on until its replacement is there."""
-        name = message.lost
-        if name in self.gone or self.names.get(name) != "generator":
-            return
-        now, again = time.monotonic(), []
-        self.moved = now
-        self.gone.add(name)
-        self.joining[message.replacement] = now
-        self.names[message.replacement] = "generator"
-        if name in self.generators:
-            self.generators.remove(name)
-        if name in self.outboxes:
-            self.outboxes.pop(name).close()
-        # Also what has left it: whether that arrived anywhere is not known. Should a group come twice the first one counts.
-        for ticket_id, (ticket, generator, _) in list(self.outstanding.items()):
-            if generator == name:
-                del self.outstanding[ticket_id]
-                self.generating.pop(ticket_id, None)
-                again.append(msgspec.structs.replace(ticket, issued=now, lost=ticket.lost or ticket.issued))
-                self.ledger.write("reissued", ticket, reason=message.reason, generator=name)
-        self.pending.extendleft(sorted(again, key=lambda t: t.ticket_id, reverse=True))
-        self.counters["recovery/generators_lost"] = self.counters.get("recovery/generators_lost", 0) + 1
-        self.counters["recovery/tickets_reissued"] = self.counters.get("recovery/tickets_reissued", 0) + len(again)
-        for kind, members in self.members.items():
-            if name in members:
-                members.remove(name)
-                self._form(kind)
-        self.console.line(f"{message.reason}: {len(again)} tickets are issued again; {message.replacement} takes its place")
+        self.moved = self.joining[message.replacement] = time.monotonic()
+        self.names[message.replacement] = role
+        again = 0
+        if role == "generator":
+            self.generators = [other for other in self.generators if other != name]
+            if name in self.outboxes:
+                self.outboxes.pop(name).close()
+            # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice the first counts.
+            again = self.book.reissue(lambda generator, place: generator == name and place != ARRIVED, message.reason)
+        elif role == "logprob":
+            again = self.book.reissue(lambda generator, place: place == GENERATED, message.reason)
+        for counter, count in ((f"recovery/{role}s_lost", 1), ("recovery/tickets_reissued", again)):
+            self.counters[counter] = self.counters.get(counter, 0) + count
+        self.broadcasts.remove(name)
+        self.console.line(f"{message.reason}: {again} tickets are issued again; {message.replacement} takes its place")
 
     def _arrived(self, hello: m.Hello) -> None:
-        """A replacement is up: tell it where all are, and take it into the broadcast groups."""
-        if hello.name not in self.joining or hello.name in self.addresses:
+        """A replacement is up: tell all where it is, and take it into its broadcast groups."""
+        if hello.name not in self.joining or hello.name in self.gone or hello.name in self.broadcasts.devices:
             return
-        self.hellos[hello.name], self.addresses[hello.name] = hello, hello.address
-        self.server.send(hello.name, self._welcome())
-        for kind, members in self.members.items():
-            members.append(hello.name)
-            self._form(kind)
+        self.addresses[first_name(hello.name)] = hello.address
+        welcome = self._welcome()
+        for name in set(self.names) - self.gone:
+            if name in self.ready or name == hello.name:
+                self.server.send(name, welcome)
+        kinds = {"generator": {"policy": False, "draft": False}, "logprob": {"policy": False}, "draft_adapter": {"draft": True}}
+        self.broadcasts.add(hello.name, hello.device, kinds[self.names[hello.name]])
 
     def _joined(self, name: str) -> None:
-        if name not in self.joining or name in self.generators:
+        if name not in self.joining or name in self.gone:
             return
-        self.moved = time.monotonic()
+        self.moved, role = time.monotonic(), self.names[name]
         seconds = self.moved - self.joining[name]
-        self.outboxes[name] = transport.Outbox(self.addresses[name])
-        self.generators.append(name)
-        self.counters["recovery/generator_s"] = seconds
+        if role == "generator":
+            self.outboxes[name] = transport.Outbox(self.addresses[first_name(name)])
+            self.generators.append(name)
+        self.counters[f"recovery/{role}_s"] = seconds
+        self.ledger.note("joined", actor=name, seconds=round(seconds, 3))
         self.console.line(f"{name} has joined, {seconds:.1f} s after the loss")
 
+    # Progress.
     def _published(self, message: m.Publish) -> None:
-        if message.kind not in self.members:
+        if not self.broadcasts.relay(message):
             return
         if message.kind == "draft":
             self.counters["draft/policy_version"] = message.policy_version
         elif message.version > self.clock.version:
             self.clock.publish(message.version)
-            every, last = self.config.eval.every, self.config.steps
-            if message.version == last or (every and message.version % every == 0):
+            if self._evaluation_due(message.version):
                 self._evaluate(message.version)
-        for name in self.members[message.kind][1:]:
-            self.server.send(name, m.Receive(message.kind, message.version, message.epoch))
 
-    def _evaluated(self, message: m.EvalDone) -> None:
-        item = self.outstanding.pop(message.ticket_id, None)
-        if item is None:
+    def _evaluated(self, generator: str, message: m.EvalDone) -> None:
+        ticket = self.book.end("evaluated", message.ticket_id, generator=generator, version_min=message.version_min,
+                               version_max=message.version_max)
+        if ticket is None:
             return
-        ticket, generator, _ = item
         self.moved = time.monotonic()
-        self.ledger.write("evaluated", ticket, generator=generator, version_min=message.version_min,
-                          version_max=message.version_max)
-        evaluation = self.evaluations[ticket.step]
-        evaluation["rewards"] += message.rewards
-        evaluation["left"] -= 1
-        evaluation["newest"] = max(evaluation["newest"], message.version_max)
-        if not evaluation["left"]:
-            del self.evaluations[ticket.step]
-            # Training goes on meanwhile: later samples may be of newer versions, those of the last version are not.
-            self.accuracy = {"eval/accuracy": float(np.mean(evaluation["rewards"])), "eval/policy_version": ticket.step,
-                             "eval/policy_version_max": evaluation["newest"]}
-            self.console.evaluated(self.accuracy, len(evaluation["rewards"]))
+        if (done := self.evaluations.add(ticket.step, message.rewards, message.version_max)) is not None:
+            self.accuracy, rollouts = done
+            self.console.evaluated(self.accuracy, rollouts)
             self.metrics.evaluated(self.accuracy)
 
     def _step_done(self, message: m.StepDone) -> None:
         self.moved = time.monotonic()
         self.trained_steps = message.step + 1
         for record in message.groups:
-            # The actors' channels are not ordered among each other: the trainer's word may come first.
-            self.generating.pop(record.ticket_id, None)
-            ticket = self._ended(record.ticket_id)
-            self.ledger.write("trained", ticket, generator=record.generator, version_min=record.version_min,
-                              version_max=record.version_max, trained_in=message.step)
-            self.trace.write_group(ticket.step, record)
+            self.book.end("trained", record.ticket_id, generator=record.generator, version_min=record.version_min,
+                          version_max=record.version_max, trained_in=message.step)
+            self.trace.write_group(message.step, record)
+        self.ledger.sync()
         self.timeline.write(message)
         self.latest.append(message)
         if (message.step + 1) % PICTURE_EVERY == 0:
@@ -453,4 +461,3 @@ class Controller:
         row = step_row(message, self.counters, self.accuracy)
         self.metrics.write(row, final=message.step + 1 == self.config.steps and bool(self.held_out))
         self.console.step(row)
-

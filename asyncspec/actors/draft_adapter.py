@@ -2,7 +2,7 @@
 
 It trains on what the logprob actor offers (hidden states and target distributions, detached arrays) and broadcasts a draft
 version every few optimizer steps. It holds no parameter of the policy and sends nothing to the trainer, so it cannot reach
-learning; nobody waits for it.
+learning; nobody waits for it. Whenever the trainer has written a checkpoint it writes its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from asyncspec import checkpoint
 from asyncspec import messages as m
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
@@ -22,7 +23,7 @@ class DraftAdapter(Actor):
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self.published = 0
+        self.published = 0  # the newest draft version
 
     def inbox_credits(self) -> int:
         return 2  # what waits longer waits with the sender, who drops the oldest
@@ -38,6 +39,16 @@ class DraftAdapter(Actor):
         self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape)
         self.module, self.policy_version = self.draft.module.to(self.device), 0
         self.trainer = DraftTrainer(self.module, self.draft.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
+        run_dir = Path(self.spec.run_dir)
+        self.checkpoints = checkpoint.Checkpoints(run_dir, "draft", c.checkpoint.keep)
+        if (found := checkpoint.newest(run_dir, "draft", self.log)) is not None:
+            state = self._state()
+            checkpoint.load(found[1], state)
+            self.trainer.restore(state["trainer"])
+            self.published, self.policy_version = state["versions"]
+
+    def _state(self) -> dict:
+        return {"trainer": self.trainer.state(), "versions": [self.published, self.policy_version]}
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
@@ -45,17 +56,24 @@ class DraftAdapter(Actor):
         self.publisher = Publisher(
             welcome.store_host, welcome.store_port, "draft", self.name, self.device,
             Layout.of(dict(self.module.named_parameters())))
+        if self.published:  # later than whatever the generators have, also of one this took the place of
+            self.published = max(self.published, welcome.versions["draft"] + 1)
+            self.publisher.begin_with(m.Publish("draft", self.published, self.policy_version), dict(self.module.named_parameters()))
+        else:
+            self.published = welcome.versions["draft"]
         self.workers = [self.publisher]
         return {"draft"}
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership):
             self.join(self.publisher, message)
+        elif isinstance(message, m.Checkpointed) and not self.checkpoints.busy:
+            self._checkpoint()
 
     def turn(self) -> None:
         from asyncspec.drafts.supervision import unpack
 
-        self.publisher.check()
+        self._tend_checkpoint()
         item = self.inbox.take()
         if item is None:
             self.wait(0.05)
@@ -71,5 +89,22 @@ class DraftAdapter(Actor):
             self.publisher.publish(
                 m.Publish("draft", self.published, self.policy_version), dict(self.module.named_parameters()), self.control.send)
 
+    def _checkpoint(self) -> None:
+        """Write what goes on from here, under the version of the policy that it was last trained for."""
+        try:
+            self.checkpoints.save(self.policy_version, self._state())
+        except OSError as error:
+            self.log(str(error))
+
+    def _tend_checkpoint(self, wait: bool = False) -> None:
+        try:
+            self.checkpoints.saved(wait)
+        except OSError as error:
+            self.log(str(error))
+
     def finish(self) -> None:
+        self._tend_checkpoint(wait=True)
+        if self.trainer.steps and not self._code:
+            self._checkpoint()
+            self._tend_checkpoint(wait=True)
         self.draft.save(Path(self.spec.run_dir) / "checkpoint" / "draft", resolve_path(self.config.model.path), self.policy_version)

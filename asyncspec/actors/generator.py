@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncspec import messages as m
-from asyncspec import transport
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
 from asyncspec.engine.base import Completion, Request
@@ -69,8 +68,7 @@ class Generator(Actor):
         self.engine.draft_version = 0
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        self.to_logprob = transport.Outbox(welcome.addresses["logprob"], self.delay.seconds.get("queue", 0.0))
-        self.outboxes.append(self.to_logprob)
+        self.to_logprob = self.outbox("logprob", welcome, self.delay.seconds.get("queue", 0.0))
         parts = {"policy": self.engine.model}
         if self.config.draft_trainer:
             parts["draft"] = self.engine.drafter.draft
@@ -110,16 +108,13 @@ class Generator(Actor):
         while self._received:
             kind, version = self._received.popleft()
             self.control.send(m.Received(self.name, kind, version))
-        for kind, receiver in list(self.receivers.items()):
+        for kind, receiver in self.receivers.items():
             try:
                 new = receiver.take()
-            except BroadcastError as error:
+            except BroadcastError:
                 if kind == "policy":
                     raise
-                # No new epoch came; generation goes on with the draft it has.
-                self.log(f"no more drafts: {error}")
-                del self.receivers[kind]
-                continue
+                continue  # no new epoch has come yet; generation goes on with the draft it has
             if new is not None:
                 self._end_busy_span()
                 version, tensors = new

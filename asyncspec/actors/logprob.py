@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from asyncspec import messages as m
-from asyncspec import transport
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
 from asyncspec.timing.spans import now
@@ -50,13 +49,11 @@ class Logprob(Actor):
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Receiver
 
-        self.to_trainer = transport.Outbox(welcome.addresses["trainer"])
-        self.outboxes.append(self.to_trainer)
+        self.to_trainer = self.outbox("trainer", welcome)
         self.to_adapter = None
         if self.config.adapting:
             self.counters |= {"draft/groups_dropped": 0, "draft/megabytes": 0.0}
-            self.to_adapter = transport.Outbox(welcome.addresses["draft_adapter"])
-            self.outboxes.append(self.to_adapter)
+            self.to_adapter = self.outbox("draft_adapter", welcome)
         self._received: deque[int] = deque()
         self.receiver = Receiver(
             welcome.store_host, welcome.store_port, "policy", self.name, self.device,
@@ -66,9 +63,10 @@ class Logprob(Actor):
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership) and message.kind == "draft":  # the draft adapter is gone
-            self.outboxes.remove(self.to_adapter)
-            self.to_adapter.close()
-            self.to_adapter = None
+            if self.to_adapter is not None:
+                self.outboxes.remove(self.to_adapter)
+                self.to_adapter.close()
+                self.to_adapter = None
         elif isinstance(message, m.Membership):
             self.join(self.receiver, message)
         elif isinstance(message, m.Receive):

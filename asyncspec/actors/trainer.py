@@ -5,6 +5,7 @@
 - Losses are summed over tokens; gradients are divided once a step by the number of tokens.
 - With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states of the same forward pass: the
   module's loss reaches no parameter of the policy.
+- Every so many steps it writes a checkpoint to resume from, in the background.
 - Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from asyncspec import messages as m
+from asyncspec import checkpoint
 from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.config import Config, OptimizerConfig, RLConfig, resolve_path
 from asyncspec.lag import check_lag
@@ -41,6 +43,17 @@ class GradientAccumulator:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps)))
         self.clear()
+
+    def state(self) -> dict:
+        """All that the next step depends on; `restore` takes it back."""
+        return {**checkpoint.learned(self.model, self.optimizer), "updates": self.schedule.last_epoch}
+
+    def restore(self, state: dict) -> None:
+        """Take back what `checkpoint.load` has read into `state`. The learning rate is that of the configuration, as far along its schedule."""
+        self.schedule.last_epoch = updates = state["updates"]
+        self.schedule._last_lr = [base * factor(updates) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas)]
+        for group, lr in zip(self.optimizer.param_groups, self.schedule._last_lr):
+            group["lr"] = lr
 
     def clear(self) -> None:
         """Forget the groups added since the last step."""
@@ -113,10 +126,11 @@ class Trainer(Actor):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.threads = self.config.trainer.threads
-        self.step_index = 0
+        self.step_index = max(0, spec.resume)
+        self.saved_version = self.step_index  # of the newest checkpoint begun
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0
-        self.next_ticket = 0
+        self.next_ticket = self.step_index * self.config.rl.groups_per_step
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
 
     def inbox_credits(self) -> int:
@@ -135,6 +149,10 @@ class Trainer(Actor):
 
             mtp = draft.load("mtp", resolve_path(c.draft_directory), self.shape, self.model)
             self.mtp = DraftTrainer(mtp.module.to(self.device), mtp.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
+        run_dir = Path(self.spec.run_dir)
+        self.checkpoints = checkpoint.Checkpoints(run_dir, "trainer", c.checkpoint.keep)
+        if self.step_index:
+            self._restore(checkpoint.where(run_dir, "trainer", self.step_index))
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
@@ -143,10 +161,15 @@ class Trainer(Actor):
             welcome.store_host, welcome.store_port, "policy", self.name, self.device,
             Layout.of(dict(self.model.named_parameters())), self.delay.seconds.get("broadcast", 0.0))
         self.publishers = {"policy": self.publisher}
+        if self.step_index:
+            self.publisher.begin_with(m.Publish("policy", self.step_index), dict(self.model.named_parameters()))
         if self.mtp is not None:
             self.publishers["draft"] = Publisher(
                 welcome.store_host, welcome.store_port, "draft", self.name, self.device,
                 Layout.of(dict(self.mtp.draft.named_parameters())))
+            if self.step_index:
+                self.publishers["draft"].begin_with(
+                    m.Publish("draft", self.step_index, self.step_index), dict(self.mtp.draft.named_parameters()))
         self.workers = list(self.publishers.values())
         return set(self.publishers)
 
@@ -156,6 +179,7 @@ class Trainer(Actor):
 
     def turn(self) -> None:
         """One optimizer step, waits included."""
+        self._tend_checkpoint()
         if self.step_index == self.config.steps:
             self.publisher.check()
             self.idle = True
@@ -195,14 +219,54 @@ class Trainer(Actor):
         end = now()
         self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records))
         self.step_index, self.step_start = step + 1, end
+        every = self.config.checkpoint.every
+        if every and self.step_index - self.saved_version >= every and not self.checkpoints.busy:
+            with self.recorder.span("checkpoint", version=self.step_index):
+                self._save()
+
+    def _state(self) -> dict:
+        """What a run goes on from; the order of the data and the samples' seeds are functions of the run's seed."""
+        state = {"trainer": self.accumulator.state(), "skipped": [self.skipped, self.skipped_in_a_row]}
+        return state | ({"mtp": self.mtp.state()} if self.mtp is not None else {})
+
+    def _restore(self, path: Path) -> None:
+        state = self._state()
+        checkpoint.load(path, state)
+        self.accumulator.restore(state["trainer"])
+        self.skipped, self.skipped_in_a_row = state["skipped"]
+        if self.mtp is not None:
+            self.mtp.restore(state["mtp"])
+
+    def _save(self) -> None:
+        self.saved_version = self.step_index
+        try:
+            self.checkpoints.save(self.step_index, self._state())
+        except OSError as error:
+            self._not_saved(error)
+
+    def _tend_checkpoint(self, wait: bool = False) -> None:
+        try:
+            if (version := self.checkpoints.saved(wait)) is not None:
+                self.control.send(m.Checkpointed(version))
+        except OSError as error:
+            self._not_saved(error)
+
+    def _not_saved(self, error: OSError) -> None:
+        self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
+        self.control.send(m.Notice(self.name, f"{error}; the run goes on, the checkpoints before it are as they were"))
 
     def finish(self) -> None:
-        """Write the policy as a Hugging Face directory."""
+        """Write the policy as a Hugging Face directory, and a checkpoint to resume from."""
         from asyncspec.models import policy
 
         directory = Path(self.spec.run_dir) / "checkpoint" / "policy"
         policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path), self.mtp and self.mtp.draft)
-        self.log(f"checkpoint of version {self.step_index} written to {directory}")
+        self.log(f"policy of version {self.step_index} written to {directory}")
+        self._tend_checkpoint(wait=True)
+        self.accumulator.clear()  # of a step that was begun
+        if self.saved_version < self.step_index and not self._code:
+            self._save()
+            self._tend_checkpoint(wait=True)
 
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]
@@ -266,6 +330,7 @@ class Trainer(Actor):
         while (item := self.inbox.take()) is not None:
             group, arrays, _ = item
             ticket_id = group.ticket.ticket_id
+            self.control.send(m.Arrived(ticket_id))
             # A ticket that was issued again because its generator died may come twice: the first one counts.
             if ticket_id in self.arrived or ticket_id < self.next_ticket:
                 self.counters["tickets/duplicates"] = self.counters.get("tickets/duplicates", 0) + 1

@@ -12,6 +12,7 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
+from asyncspec import checkpoint
 from asyncspec.drafts.supervision import Supervision
 from asyncspec.models.policy import hidden_states
 
@@ -117,6 +118,14 @@ class DraftTrainer:
         self.draft, self.loss, self.lr = draft, loss, lr
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.steps = self.skipped = 0
+
+    def state(self) -> dict:
+        """All that the next step depends on; `restore` takes it back."""
+        return {**checkpoint.learned(self.draft, self.optimizer), "steps": [self.steps, self.skipped]}
+
+    def restore(self, state: dict) -> None:
+        """Take back what `checkpoint.load` has read into `state`."""
+        self.steps, self.skipped = state["steps"]
 
     def anneal(self, progress: float) -> None:
         """Set the learning rate for this share of the training, half a cosine from `lr` to zero."""

@@ -2,36 +2,42 @@
 
 Monarch starts the processes and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
 own supervision may take half a minute). The actors do not know Monarch; `_Host` is the only Monarch actor and plays whatever
-role it is given.
+role it is given. One spare process, with all libraries loaded, waits for whichever actor dies next.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable
 
 import msgspec
 
 from asyncspec import transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config
+from asyncspec.deadlines import MESH_STOP_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
-from asyncspec.launch.interrupt import InterruptFlag, ask_to_stop
+from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.watch import Supervisor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import monarch.actor as monarch  # noqa: E402
 
 POLL_S = 0.1
-STOP_MESH_S = 2.0
 
 
 class _Host(monarch.Actor):
     """Plays one role in its process."""
+
+    @monarch.endpoint
+    def warm(self) -> None:
+        """Load what every role needs, before there is one to play."""
+        roles.warm()
 
     @monarch.endpoint
     def prepare(self, spec: dict) -> tuple[int, str]:
@@ -44,108 +50,161 @@ class _Host(monarch.Actor):
         return self.actor.run()
 
 
-def launch(config: Config) -> int:
-    """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted."""
-    roles.prepare_run_dir(config)
-    transport.use_keys(Path(config.run_dir))
+def launch(config: Config, resume: bool = False) -> int:
+    """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted.
+
+    Args:
+        resume: go on with the run that config.run_dir holds.
+    """
+    if not resume:
+        roles.prepare_run_dir(config)
+    lock = roles.hold(config.run_dir)
+    version = roles.prepare_resume(config) if resume else -1
     interrupt = InterruptFlag()
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
-    # `_watch` through the result of the actor's `run`.
+    # `_Attempt.watch` through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
-    host = monarch.this_host()
-    specs = roles.specs(config)
-    meshes = {spec.name: host.spawn_procs(name=spec.name) for spec in specs}
-    actors = {spec.name: meshes[spec.name].spawn("host", _Host) for spec in specs}
-    controller = specs[0]
-    prepared = {"controller": actors["controller"].prepare.call_one(msgspec.structs.asdict(controller))}
-    try:
-        _, address = _prepared(prepared["controller"], config, interrupt)
-    except KeyboardInterrupt:
-        print("stopped early: interrupted; nothing was trained yet", flush=True)
-        _stop_all(meshes)
-        return 130
-    results = {"controller": actors["controller"].run.call_one()}
-    for spec in specs[1:]:
-        spec = msgspec.structs.replace(spec, control_address=address)
-        prepared[spec.name] = actors[spec.name].prepare.call_one(msgspec.structs.asdict(spec))
-        results[spec.name] = actors[spec.name].run.call_one()
-    def start(spec: ActorSpec) -> None:
-        meshes[spec.name] = host.spawn_procs(name=spec.name.replace(".", "_"))
-        actor = meshes[spec.name].spawn("host", _Host)
-        prepared[spec.name] = actor.prepare.call_one(msgspec.structs.asdict(msgspec.structs.replace(spec, control_address=address)))
-        results[spec.name] = actor.run.call_one()
-
-    code = _watch(config, prepared, results, address, interrupt, roles.Replacements(config, specs), start)
-    _stop_all(meshes)
+    for left in range(config.deployment.restarts, -1, -1):
+        attempt = _Attempt(config, version, interrupt, left)
+        try:
+            code = attempt.watch()
+        finally:
+            attempt.stop()
+        if not attempt.resuming or interrupt.count:
+            break
+        version = roles.prepare_resume(config)
+    os.close(lock)
     return code
 
 
-def _prepared(future, config: Config, interrupt: InterruptFlag) -> tuple[int, str]:
-    """The controller's process id and address; KeyboardInterrupt if somebody does not want to wait for it."""
-    deadline = time.monotonic() + config.deployment.start_timeout_s
-    while (outcome := _outcome(future)) is None:
-        if interrupt.count:
-            raise KeyboardInterrupt
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the controller's process did not start within {config.deployment.start_timeout_s:.0f} s")
-        time.sleep(POLL_S)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+class _Attempt:
+    """The actors' processes from one start of all of them to their end."""
+
+    def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int) -> None:
+        transport.use_keys(Path(config.run_dir))
+        self.config, self.interrupt, self.restarts_left = config, interrupt, restarts_left
+        self.host, self.resuming = monarch.this_host(), False
+        self.meshes: dict = {}
+        self.spare = None
+        self.prepared: dict = {}  # actor -> future of its pid
+        self.results: dict = {}  # actor -> future of its exit code
+        self.pids: dict[str, int] = {}
+        self.started = time.monotonic()
+        self.specs = roles.specs(config, version)
+
+    def _host(self, name: str):
+        """A process with a `_Host` in it."""
+        # Names of meshes are used once, and have no dots.
+        self.meshes[name] = self.host.spawn_procs(name=f"{name.replace('.', '_')}_{self.restarts_left}")
+        return self.meshes[name].spawn("host", _Host)
+
+    def _play(self, spec: ActorSpec, host) -> None:
+        self.prepared[spec.name] = host.prepare.call_one(msgspec.structs.asdict(spec))
+        self.results[spec.name] = host.run.call_one()
+        self.started = time.monotonic()
+
+    def _replace(self, spec: ActorSpec) -> None:
+        host, self.spare = self.spare or self._host(spec.name), None
+        self._play(msgspec.structs.replace(spec, control_address=self.address), host)
+
+    def _keep_spare(self) -> None:
+        due = time.monotonic() - self.started > STANDBY_AFTER_S and not self.prepared
+        if due and self.config.deployment.standby and self.spare is None and self.supervisor.replacements and not self.interrupt.count:
+            self.spare = self._host(f"spare{self.supervisor.replacements}")
+            self.spare.warm.call_one()
+
+    def watch(self) -> int:
+        """Start all, and see to them until the controller has ended; returns the exit code."""
+        hosts = {spec.name: self._host(spec.name) for spec in self.specs}
+        self._play(self.specs[0], hosts["controller"])
+        try:
+            self.pids["controller"], self.address = self._controller()
+        except KeyboardInterrupt:
+            print("stopped early: interrupted; nothing was trained yet", flush=True)
+            return 130
+        for spec in self.specs[1:]:
+            self._play(msgspec.structs.replace(spec, control_address=self.address), hosts[spec.name])
+        self.supervisor = Supervisor(
+            self.config, "launcher", self.address, self.specs, self.interrupt, self.restarts_left > 0, self._kill)
+        code, names, deaths = None, {}, select.poll()
+        while code is None:
+            for name, future in list(self.prepared.items()):
+                if (pid := _outcome(future)) is not None:
+                    del self.prepared[name]
+                    if isinstance(pid, tuple):  # a failure shows in the result of `run`, too
+                        self.pids[name] = pid[0]
+                        names[descriptor := _pidfd(pid[0])] = name
+                        deaths.register(descriptor, select.POLLIN)
+            for descriptor, _ in deaths.poll(POLL_S * 1e3):
+                deaths.unregister(descriptor)
+                os.close(descriptor)
+                name = names.pop(descriptor)
+                if name in self.results and _outcome(self.results[name]) is None:
+                    self.results[name] = RuntimeError("its process ended")
+            for name, result in list(self.results.items()):
+                value = _outcome(result)
+                if value is None:
+                    continue
+                del self.results[name]
+                self.pids.pop(name, None)
+                if isinstance(value, Exception):  # its process ended, or Monarch noticed that first
+                    if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
+                        self._replace(spec)
+                    value = 1
+                if name == "controller":
+                    code = value
+            self.supervisor.turn()
+            self._keep_spare()
+            if self.supervisor.overdue:
+                code = 130
+        self.resuming = self.supervisor.resuming
+        self.supervisor.close()
+        return code
+
+    def stop(self) -> None:
+        """End every process that is left. A mesh takes a second to stop, so all at once; who has been asked to leave has left."""
+        for name in list(self.pids):
+            self._kill(name)
+        with ThreadPoolExecutor(len(self.meshes) or 1) as pool:
+            pool.map(_stop, self.meshes.values())
+
+    def _kill(self, name: str) -> None:
+        if (pid := self.pids.get(name)) is not None:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def _controller(self) -> tuple[int, str]:
+        """The controller's process id and address; KeyboardInterrupt if somebody does not want to wait for it."""
+        limit = self.config.deployment.start_timeout_s
+        deadline = time.monotonic() + limit
+        while (outcome := _outcome(self.prepared["controller"])) is None:
+            if self.interrupt.count:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the controller's process did not start within {limit:.0f} s")
+            time.sleep(POLL_S)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
-def _stop_all(meshes: dict) -> None:
-    # A mesh takes a second to stop, so all at once.
-    with ThreadPoolExecutor(len(meshes)) as pool:
-        pool.map(_stop, meshes.values())
+def _pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; at once if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        read, write = os.pipe()
+        os.close(write)
+        return read
 
 
 def _stop(mesh) -> None:
     try:
-        mesh.stop().get(timeout=STOP_MESH_S)
+        mesh.stop().get(timeout=MESH_STOP_S)
     except Exception:  # it is gone already; nothing is left to stop
         pass
-
-
-def _watch(config: Config, prepared: dict, results: dict, address: str, interrupt: InterruptFlag,
-           replacements: roles.Replacements, start: Callable[[ActorSpec], None]) -> int:
-    """Until the controller has ended; tells it of interrupts and deaths."""
-    told, code, names, deaths = False, None, {}, select.poll()
-    while code is None:
-        for name, future in list(prepared.items()):
-            if (pid := _outcome(future)) is not None:
-                del prepared[name]
-                if isinstance(pid, tuple):  # a failure shows in the result of `run`, too
-                    names[descriptor := os.pidfd_open(pid[0])] = name
-                    deaths.register(descriptor, select.POLLIN)
-        for descriptor, _ in deaths.poll(POLL_S * 1e3):
-            deaths.unregister(descriptor)
-            os.close(descriptor)
-            name = names.pop(descriptor)
-            if name in results and _outcome(results[name]) is None:
-                results[name] = RuntimeError("its process ended")
-        for name, result in list(results.items()):
-            value = _outcome(result)
-            if value is None:
-                continue
-            del results[name]
-            if isinstance(value, Exception):
-                print(f"{name} died: {str(value).splitlines()[0][:200]}", flush=True)
-                if name != "controller":
-                    # Its process ended, or Monarch noticed that first.
-                    spec = replacements.of(name) if not interrupt.count else None
-                    ask_to_stop(address, f"launcher-{name}", f"{name} died", name, spec.name if spec else "")
-                    if spec is not None:
-                        start(spec)
-                value = 1
-            if name == "controller":
-                code = value
-        if interrupt.count and not told:
-            told = True
-            ask_to_stop(address, "launcher")
-        if interrupt.count > 1 or (interrupt.count and time.monotonic() - interrupt.first > config.deployment.stop_timeout_s + 0.5):
-            return 130
-    return code
 
 
 def _outcome(future):

@@ -24,71 +24,107 @@ import msgspec
 from asyncspec import transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config
+from asyncspec.deadlines import STANDBY_AFTER_S
 from asyncspec.launch import roles
-from asyncspec.launch.interrupt import InterruptFlag, ask_to_stop
+from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.watch import Supervisor
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
-_ENDED = "asyncspec/ended"  # in torchrun's store, once the controller has ended
+_SPARE = "-"  # in place of a spec: it comes on standard input, when there is a role to play
 
 
-def launch(config: Config, rank: int, world_size: int) -> int:
-    """Start this rank's actors and watch them; returns the exit code of the run (rank 0) or of this rank's actors."""
+def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> int:
+    """Start this rank's actors and watch them; returns the exit code of the run (rank 0) or of this rank's actors.
+
+    Where torchrun restarts its workers (--max-restarts), they go on from the last checkpoint.
+
+    Args:
+        resume: go on with the run that config.run_dir holds.
+    """
     from torch.distributed import TCPStore
 
     roles_taken = len(roles.specs(config))
     if world_size > roles_taken:
         config.deployment.generators += world_size - roles_taken
+    restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                      timeout=timedelta(seconds=config.deployment.start_timeout_s))
+    key = f"asyncspec/{restart}/".__add__  # each restart has keys of its own
     if rank == 0:
-        roles.prepare_run_dir(config)
-        store.set("asyncspec/run_dir", config.run_dir)
-    config.run_dir = store.get("asyncspec/run_dir").decode()
+        version = -1
+        if restart:
+            config.run_dir = store.get("asyncspec/0/run_dir").decode()
+        elif not resume:
+            roles.prepare_run_dir(config)
+        lock = roles.hold(config.run_dir)
+        if restart or resume:
+            version = roles.prepare_resume(config)
+        store.set(key("version"), str(version))
+        store.set(key("run_dir"), config.run_dir)
+    config.run_dir, version = store.get(key("run_dir")).decode(), int(store.get(key("version")))
     transport.use_keys(Path(config.run_dir))
     interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
-    mine = roles.specs(config)[rank::world_size]
+    mine = roles.specs(config, version)[rank::world_size]
     children: dict[str, subprocess.Popen] = {}
     if rank == 0:
         controller = _start(mine.pop(0), stdout_address=True)
         children["controller"] = controller
-        store.set("asyncspec/control", os.read(controller.address_fd, 256).decode().strip())
-    address = store.get("asyncspec/control").decode()
+        store.set(key("control"), os.read(controller.address_fd, 256).decode().strip())
+    address = store.get(key("control")).decode()
     for spec in mine:
         children[spec.name] = _start(msgspec.structs.replace(spec, control_address=address))
-    if rank == 0:
-        def ended(now: bool) -> bool:
-            if now:
-                store.set(_ENDED, "")
-            return now
-    else:
-        def ended(now: bool) -> bool:
-            return store.check([_ENDED])
-    return _watch(config, children, address, interrupt, rank, roles.Replacements(config, mine), ended)
+
+    def ended(now: bool) -> bool:
+        if now and rank == 0:
+            store.set(key("ended"), "")
+        return now or store.check([key("ended")])
+
+    supervisor = Supervisor(config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: _kill(children.get(name)))
+    try:
+        return _watch(config, children, supervisor, address, ended)
+    finally:
+        supervisor.close()
+        if rank == 0:
+            os.close(lock)
 
 
-def _start(spec: ActorSpec, stdout_address: bool = False) -> subprocess.Popen:
+def _start(spec: ActorSpec | None, stdout_address: bool = False) -> subprocess.Popen:
+    """A process that plays a role; without a spec one that waits for it, see `_play`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
     environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
     read, write = os.pipe() if stdout_address else (-1, -1)
-    command = [sys.executable, "-m", "asyncspec.launch.processes", str(os.getpid()), str(write), msgspec.json.encode(spec).decode()]
-    child = subprocess.Popen(command, env=environment, pass_fds=[write] if stdout_address else [], start_new_session=True)
+    text = _SPARE if spec is None else msgspec.json.encode(spec).decode()
+    command = [sys.executable, "-m", "asyncspec.launch.processes", str(os.getpid()), str(write), text]
+    child = subprocess.Popen(command, env=environment, pass_fds=[write] if stdout_address else [], start_new_session=True,
+                             stdin=subprocess.PIPE if spec is None else subprocess.DEVNULL)
     if stdout_address:
         os.close(write)
         child.address_fd = read
     return child
 
 
-def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, interrupt: InterruptFlag, rank: int,
-           replacements: roles.Replacements, ended: Callable[[bool], bool]) -> int:
+def _play(spare: subprocess.Popen, spec: ActorSpec) -> subprocess.Popen:
+    spare.stdin.write(msgspec.json.encode(spec))
+    spare.stdin.close()
+    return spare
+
+
+def _kill(child: subprocess.Popen | None) -> None:
+    if child is not None:
+        child.kill()
+
+
+def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str, ended: Callable[[bool], bool]) -> int:
     """Until all children have ended.
 
     Args:
         ended: callable(whether the controller has ended, as far as this rank knows) -> whether it has.
     """
-    told, codes, run_ended, killed = False, {}, 0.0, set()
+    codes, run_ended, killed, started, spare = {}, 0.0, set(), time.monotonic(), None
     while len(codes) < len(children):
         time.sleep(0.05)
+        supervisor.turn()
         if run_ended or ended("controller" in codes):  # nobody is left to tell the others to stop
             run_ended = run_ended or time.monotonic()
             if time.monotonic() - run_ended > config.deployment.stop_timeout_s:
@@ -97,26 +133,26 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], address: str, 
                         killed.add(name)
                         child.kill()
         for name, child in list(children.items()):
-            if name not in codes and (code := child.poll()) is not None:
-                codes[name] = code
-                if code != 0 and name != "controller":
-                    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                    # An actor that fails by itself would fail again; it has said why.
-                    spec = replacements.of(name) if code < 0 and not interrupt.count and not run_ended else None
-                    ask_to_stop(address, f"launcher{rank}-{name}", f"{name} died: {how}", name, spec.name if spec else "")
-                    if spec is not None:
-                        codes[name] = 0
-                        children[spec.name] = _start(msgspec.structs.replace(spec, control_address=address))
-                elif code < 0:
-                    print(f"controller died: {signal.Signals(-code).name}", flush=True)
-        if interrupt.count and not told:
-            told = True
-            ask_to_stop(address, f"launcher{rank}")
-        overdue = interrupt.count and time.monotonic() - interrupt.first > config.deployment.stop_timeout_s + 0.5
-        if interrupt.count > 1 or overdue:
+            if name in codes or (code := child.poll()) is None:
+                continue
+            codes[name] = code
+            # An actor that fails by itself (a code above 0) would fail again; it has said why.
+            if code < 0 and not run_ended and (new := supervisor.died(name, signal.Signals(-code).name)) is not None:
+                codes[name] = 0
+                new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()
+                children[new.name], spare = _play(spare, new) if spare and spare.poll() is None else _start(new), None
+        if (config.deployment.standby and spare is None and supervisor.replaceable and supervisor.replacements and not run_ended
+                and time.monotonic() - started > STANDBY_AFTER_S):
+            spare = _start(None)
+        if supervisor.overdue:
             for child in children.values():
                 child.kill()
+    if spare is not None:
+        spare.kill()
+        spare.wait()
     ended("controller" in codes)
+    if supervisor.resuming:
+        return 1
     # The run can do without the draft adapter, and without what was still starting when it ended.
     return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
 
@@ -127,6 +163,11 @@ def _main() -> int:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 1
+    if text == _SPARE:
+        roles.warm()
+        text = sys.stdin.read()
+        if not text:
+            return 0
     spec = msgspec.json.decode(text, type=ActorSpec)
     actor = roles.make(spec)
     if write >= 0:

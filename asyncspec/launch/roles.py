@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
+import shutil
 from pathlib import Path
-
-import msgspec
+from typing import Callable
 
 from asyncspec import config as configuration
-from asyncspec import transport
+from asyncspec import checkpoint, transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.launch.preflight import check_inputs
+from asyncspec.timing.exporters import read_rows
 
 CLASSES = {
     "controller": ("asyncspec.actors.controller", "Controller"),
@@ -28,32 +30,18 @@ def make(spec: ActorSpec):
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def specs(config: configuration.Config) -> list[ActorSpec]:
-    """All actors of a run, the controller first; all but the controller lack its address still."""
+def specs(config: configuration.Config, resume: int = -1) -> list[ActorSpec]:
+    """All actors of a run, the controller first; all but the controller lack its address still.
+
+    Args:
+        resume: the version to go on from; -1: a new run.
+    """
     from asyncspec.actors.controller import actor_names
 
     text, names = configuration.to_yaml(config), actor_names(config)
     placed = zip(names.items(), devices(config.deployment.device, len(names)))
-    return [ActorSpec("controller", "controller", config.run_dir, text),
-            *(ActorSpec(role, name, config.run_dir, text, device) for (name, role), device in placed)]
-
-
-class Replacements:
-    """What is started in place of actors that die; generators only, and so many."""
-
-    def __init__(self, config: configuration.Config, specs_: list[ActorSpec]) -> None:
-        self.left, self.specs = config.deployment.replacements, {spec.name: spec for spec in specs_}
-
-    def of(self, name: str) -> ActorSpec | None:
-        """The next one for an actor; None: the run cannot do without it."""
-        spec = self.specs.get(name)
-        if spec is None or spec.role != "generator" or not self.left:
-            return None
-        self.left -= 1
-        base, _, number = name.partition(".")
-        new = msgspec.structs.replace(spec, name=f"{base}.{int(number or 0) + 1}")
-        self.specs[new.name] = new
-        return new
+    return [ActorSpec("controller", "controller", config.run_dir, text, resume=resume),
+            *(ActorSpec(role, name, config.run_dir, text, device, resume=resume) for (name, role), device in placed)]
 
 
 def devices(wanted: str, count: int) -> list[str]:
@@ -83,13 +71,74 @@ def prepare_run_dir(config: configuration.Config) -> None:
     devices(config.deployment.device, 1)
     check_inputs(config)
     config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
+    if (Path(config.run_dir) / "metrics.jsonl").exists():
+        raise configuration.ConfigError(f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
+                                        f"{config.run_dir}")
+    _write_run_dir(config)
+
+
+def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = print) -> int:
+    """Make a run's directory ready to go on from its newest whole checkpoint that its records reach; returns that version, 0 if there is none.
+
+    Args:
+        tell: given a line for each damaged checkpoint that is passed over.
+
+    Raises:
+        ConfigError: an input cannot be used, or the directory cannot be written.
+    """
+    check_inputs(config)
     run_dir = Path(config.run_dir)
-    if (run_dir / "metrics.jsonl").exists():
-        raise configuration.ConfigError(f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory")
+    rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+    found = checkpoint.newest(run_dir, "trainer", tell, at_most=len(rows))
+    version = found[0] if found else 0
+    for kind in ("trainer", "draft"):
+        checkpoint.drop_after(run_dir, kind, version)
+    _write_run_dir(config)
+    return version
+
+
+def hold(run_dir: str) -> int:
+    """Claim a run's directory for this process, until it ends; returns the descriptor to keep.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise configuration.ConfigError(f"run_dir={run_dir!r}: another process is training in it; expected one that has ended") from None
+    return descriptor
+
+
+def _write_run_dir(config: configuration.Config) -> None:
+    run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(configuration.to_yaml(config))
         if config.deployment.encrypt:
             transport.make_keys(run_dir)
+        free, needed = shutil.disk_usage(run_dir).free, room_needed(config)
     except OSError as error:
         raise configuration.ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
+    if free < needed:
+        raise configuration.ConfigError(f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} MB for "
+                                        f"checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: another disk")
+
+
+def room_needed(config: configuration.Config) -> int:
+    """Bytes that a run's checkpoints take at most: weights and AdamW's two moments in float32, one more of them while it is written."""
+    files = [file for path in (config.model.path, config.draft_directory) if path
+             for file in configuration.resolve_path(path).glob("*.safetensors")]
+    return (3 * (config.checkpoint.keep + 1) + 1) * sum(file.stat().st_size for file in files)
+
+
+def warm() -> None:
+    """Load the libraries that actors need, in a process that waits for a role."""
+    import torch.distributed.checkpoint  # noqa: F401
+
+    for module, _ in CLASSES.values():
+        importlib.import_module(module)
+    for module in ("asyncspec.drafts.draft", "asyncspec.engine.torch_engine", "asyncspec.models.policy", "asyncspec.speculation.make"):
+        importlib.import_module(module)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncspec import ledger
 from asyncspec.config import Config, ConfigError, from_yaml
 from asyncspec.messages import StepDone
 from asyncspec.timing import timeline
 from asyncspec.timing.attribution import PARTS
+from asyncspec.timing.exporters import read_rows
 
 STATES = ("busy", "blocked_input", "blocked_output", "idle")
 COLORS = {  # of the parts of a step, everywhere
@@ -35,12 +37,7 @@ class Run:
         for name in ("config.yaml", "metrics.jsonl"):
             if not (directory / name).is_file():
                 raise ConfigError(f"report {directory}: no {name} in it; expected the directory of a run, for example runs/20261121-120000")
-        rows = []
-        for line in (directory / "metrics.jsonl").read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # cut short by a crash
-                break
+        rows = read_rows(directory / "metrics.jsonl")
         if not rows:
             raise ConfigError(f"report {directory}: no step was finished; {directory}/logs says what happened")
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
@@ -97,12 +94,7 @@ class Run:
 
 def _dropped(path: Path) -> list[str]:
     counts: dict[str, int] = {}
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if event.get("event") == "dropped":
-                counts[event.get("reason", "?")] = counts.get(event.get("reason", "?"), 0) + 1
+    for event in ledger.read(path.parent) if path.is_file() else ():
+        if event["event"] == "dropped":
+            counts[event.get("reason", "?")] = counts.get(event.get("reason", "?"), 0) + 1
     return [f"{count} ({reason})" for reason, count in counts.items()]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl and TensorBoard, trace.json, the ledger, and lines on the console."""
+"""What a run leaves behind: metrics.jsonl and TensorBoard, trace.json, and lines on the console."""
 
 from __future__ import annotations
 
@@ -14,18 +14,38 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from asyncspec.messages import GroupRecord, Span, StepDone, Ticket
+from asyncspec.messages import GroupRecord, Span, StepDone
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl, up to one that a crash cut short."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
 
 
 class RunMetrics:
     """metrics.jsonl, one object a step, and the same numbers as TensorBoard scalars."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+        """
+        Args:
+            first_step: what an earlier part of the run wrote of this step and later ones is void.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
-        self.rows: list[dict] = []
-        self._file = open(run_dir / "metrics.jsonl", "a")
-        self._board = SummaryWriter(str(run_dir / "tb"))
+        path = run_dir / "metrics.jsonl"
+        self.rows = [row for row in read_rows(path) if row["step"] < first_step] if path.exists() else []
+        if path.exists():
+            partial = path.with_name("metrics.jsonl.partial")
+            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            partial.replace(path)
+        self._file = open(path, "a")
+        self._board = SummaryWriter(str(run_dir / "tb"), purge_step=first_step or None)
         self._held: dict | None = None
 
     def write(self, row: dict, final: bool = False) -> None:
@@ -69,21 +89,6 @@ class RunMetrics:
         self._board.close()
 
 
-class Ledger:
-    """ledger.jsonl: one line for each event in a ticket's life: issued, then trained, evaluated or dropped."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._file = open(run_dir / "ledger.jsonl", "a", buffering=1)
-
-    def write(self, event: str, ticket: Ticket, **details) -> None:
-        self._file.write(json.dumps({
-            "time": round(time.time(), 3), "event": event, "ticket": ticket.ticket_id, "step": ticket.step,
-            "min_version": ticket.min_version, "evaluation": ticket.evaluation, **details}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
 FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes through, or ends in
 
 
@@ -93,8 +98,16 @@ class TraceFile:
     Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be missing.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = open(run_dir / "trace.json", "w")
+    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+        """
+        Args:
+            first_step: of a run that goes on; its times are of another clock, so each part has a file of its own.
+        """
+        name, number = "trace.json" if not first_step else f"trace-from-step-{first_step}.json", 1
+        while (run_dir / name).exists():
+            number += 1
+            name = f"trace-from-step-{first_step}-{number}.json"
+        self._file = open(run_dir / name, "w")
         self._file.write("[\n")
         self._tracks: dict[str, int] = {}
         self._origin = time.monotonic()
@@ -125,12 +138,10 @@ class TraceFile:
         self._event({"ph": phase, "name": "ticket", "cat": "way", "id": ticket, "pid": 1, "tid": self._track(actor), "ts": self._us(at),
                      **({"bp": "e"} if phase == "f" else {})})
 
-    def clock_error(self, seconds: float) -> None:
-        """State how far apart the clocks behind the tracks may be."""
-        text = f"clocks agree within {1e6 * seconds:.0f} us" if seconds else "one clock"
+    def close(self, clock_error_s: float = 0.0) -> None:
+        """End the file, with a word on how far apart the clocks behind the tracks may be."""
+        text = f"clocks agree within {1e6 * clock_error_s:.0f} us" if clock_error_s else "one clock"
         self._event({"name": "process_labels", "ph": "M", "pid": 1, "args": {"labels": text}})
-
-    def close(self) -> None:
         self._file.write("\n]\n")
         self._file.close()
 
@@ -148,7 +159,7 @@ class TraceFile:
         self._first = False
 
 
-RESULTS = ("metrics.jsonl", "timeline.jsonl", "tb/", "trace.json", "ledger.jsonl", "logs/", "checkpoint/")
+RESULTS = ("metrics.jsonl", "timeline.jsonl", "tb/", "trace.json", "ledger.jsonl", "logs/", "checkpoint/", "checkpoints/")
 TABLE_ROWS = (
     ("data", "time/data"), ("transport", "time/transport"), ("prepare (weight sync)", "time/prepare"),
     ("admission by lag", "time/admission"), ("exposed generation", "time/exposed_generation"), ("exposed reward", "time/exposed_reward"),
@@ -160,8 +171,8 @@ TABLE_ROWS = (
 class Console:
     """Lines for the person who watches: one a step, a table at the end; on a terminal, bars below them for steps, queues and lag."""
 
-    def __init__(self, config, run_dir: Path) -> None:
-        self.config, self.run_dir = config, run_dir
+    def __init__(self, config, run_dir: Path, first_step: int = 0) -> None:
+        self.config, self.run_dir, self.first_step = config, run_dir, first_step
         self._out = RichConsole(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
         self._first_accuracy: float | None = None
@@ -170,6 +181,13 @@ class Console:
         self._bars: Progress | None = None
         self.line(f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
                   f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}")
+
+    def resumed(self, rows: list[dict]) -> None:
+        """Say where a run goes on that was begun before; its first accuracy was measured then."""
+        known = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+        if known:
+            self._first_accuracy, self._accuracy = known[0], known[-1]
+        self.line(f"going on from version {self.first_step}, with {len(rows)} steps trained")
 
     def line(self, text: str) -> None:
         self._out.print(text, markup=False)
@@ -204,16 +222,19 @@ class Console:
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1
-        left = (time.monotonic() - self._started) / done * (self.config.steps - done)
+        left = (time.monotonic() - self._started) / (done - self.first_step) * (self.config.steps - done)
         self.line(
             f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
             f"tokens {row['tokens/response_mean']:.0f}  acceptance {row['spec/acceptance_length']:.2f}  "
             f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
             f"{row['time/exposed_generation']:.2f})  left {int(left) // 60}:{int(left) % 60:02d}")
 
-    def end(self, failure: str, reason: str, rows: list[dict]) -> None:
+    def end(self, failure: str, reason: str, rows: list[dict], resuming: bool = False) -> None:
         if self._bars is not None:
             self._bars.stop()
+        if resuming:
+            self.line(f"{reason}: all is started again from the last checkpoint")
+            return
         if rows:
             # The first step holds the filling of the pipeline; with more than one it is shown apart.
             steady = rows[1:] or rows
@@ -234,5 +255,7 @@ class Console:
             self.line(f"failed: {failure}")
         elif reason != "finished":
             self.line(f"stopped early: {reason}; " + ("the checkpoint holds what was trained" if rows else "nothing was trained yet"))
+        if reason != "finished" and rows:
+            self.line(f"to go on: asyncspec train --resume {self.run_dir}")
         left = [name for name in RESULTS if (self.run_dir / name).exists()]
         self.line(f"results in {self.run_dir}: {', '.join(left)}")

@@ -13,7 +13,16 @@ FILE = "timeline.jsonl"
 
 
 class TimelineFile:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+        """
+        Args:
+            first_step: what an earlier part of the run wrote of this step and later ones is void.
+        """
+        if (run_dir / FILE).exists():
+            kept = [msgspec.json.encode(step) + b"\n" for step in read(run_dir) if step.step < first_step]
+            partial = run_dir / f"{FILE}.partial"
+            partial.write_bytes(b"".join(kept))
+            partial.replace(run_dir / FILE)
         self._file = open(run_dir / FILE, "ab", buffering=0)
 
     def write(self, step: StepDone) -> None:

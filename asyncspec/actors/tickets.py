@@ -1,0 +1,162 @@
+"""Tickets: which prompt each one is for, and where each one is.
+
+A ticket's way: pending -> generating -> generated -> arrived -> trained. `TicketMaker` is a function of the seed alone; `TicketBook` is
+the one place that knows where every ticket is, and writes each step of its way to the ledger.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from asyncspec import messages as m
+from asyncspec.config import Config
+from asyncspec.ledger import Ledger
+from asyncspec.rl.tasks import Problem
+
+EVALUATION_IDS = 1 << 40  # ticket ids from here on are evaluations
+GENERATING, GENERATED, ARRIVED = "generating", "generated", "arrived"
+
+
+class TicketMaker:
+    def __init__(self, config: Config, tokenizer, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
+        self.config, self.tokenizer, self.problems, self.held_out = config, tokenizer, problems, held_out
+        # The order of prompts is a function of the seed alone; a longer run begins as a shorter one.
+        rng = np.random.default_rng([config.seed, 0x7072])
+        needed = config.steps * config.rl.groups_per_step
+        self.order = np.concatenate([rng.permutation(len(problems)) for _ in range(-(-needed // len(problems)))])
+
+    def of_step(self, step: int, min_version: int) -> list[m.Ticket]:
+        count = self.config.rl.groups_per_step
+        return [self._make(i, step, min_version, self.problems[self.order[i]], self.config.rl.group_size)
+                for i in range(step * count, (step + 1) * count)]
+
+    def of_evaluation(self, version: int) -> list[m.Ticket]:
+        first = EVALUATION_IDS + version * len(self.held_out)
+        return [self._make(first + i, version, version, problem, self.config.eval.samples, evaluation=True)
+                for i, problem in enumerate(self.held_out)]
+
+    def _make(self, ticket_id: int, step: int, min_version: int, problem: Problem, samples: int, evaluation: bool = False) -> m.Ticket:
+        seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
+        return m.Ticket(ticket_id, step, min_version, problem.prompt, problem.answer, self.tokenizer.encode(problem.prompt).ids, seeds,
+                        time.monotonic(), evaluation)
+
+
+@dataclass
+class _Entry:
+    ticket: m.Ticket
+    generator: str
+    sent: float
+    place: str = GENERATING
+
+
+class TicketBook:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.pending: deque[m.Ticket] = deque()  # issued, not yet sent
+        self.open: dict[int, _Entry] = {}  # sent, fate open
+
+    def issue(self, tickets: Iterable[m.Ticket]) -> None:
+        for ticket in tickets:
+            self.pending.append(ticket)
+            self.ledger.write("issued", ticket)
+
+    def next_for(self, generator: str) -> m.Ticket:
+        """The oldest pending ticket, from now on generating there."""
+        ticket, now = self.pending.popleft(), time.monotonic()
+        if ticket.lost:  # what passed since it was first issued was lost
+            ticket = msgspec.structs.replace(ticket, issued=now)
+        self.open[ticket.ticket_id] = _Entry(ticket, generator, now)
+        return ticket
+
+    def load(self, generators: Iterable[str]) -> dict[str, int]:
+        """Samples in each generator."""
+        load = dict.fromkeys(generators, 0)
+        for entry in self.open.values():
+            if entry.place == GENERATING and entry.generator in load:
+                load[entry.generator] += len(entry.ticket.seeds)
+        return load
+
+    def moved(self, ticket_id: int, place: str) -> None:
+        """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is passed over."""
+        entry = self.open.get(ticket_id)
+        if entry is not None and entry.place != ARRIVED:
+            entry.place = place
+
+    def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
+        """Take a ticket off the book; None if it is on it no more."""
+        entry = self.open.pop(ticket_id, None)
+        ticket = entry.ticket if entry is not None else next((t for t in self.pending if t.ticket_id == ticket_id), None)
+        if ticket is None:
+            return None
+        if entry is None:  # issued again, and ended by its first issue
+            self.pending.remove(ticket)
+        self.ledger.write(event, ticket, **details)
+        return ticket
+
+    def reissue(self, lost: Callable[[str, str], bool], reason: str) -> int:
+        """Issue again what an actor died with; returns how many.
+
+        Args:
+            lost: callable(generator, place) -> whether a ticket there is lost.
+        """
+        again = []
+        for ticket_id, entry in list(self.open.items()):
+            if lost(entry.generator, entry.place):
+                del self.open[ticket_id]
+                again.append(msgspec.structs.replace(entry.ticket, lost=entry.ticket.lost or entry.ticket.issued))
+                self.ledger.write("reissued", entry.ticket, reason=reason, generator=entry.generator)
+        self.pending.extendleft(sorted(again, key=lambda t: t.ticket_id, reverse=True))
+        return len(again)
+
+    def drop_all(self, reason: str) -> None:
+        for entry in self.open.values():
+            self.ledger.write("dropped", entry.ticket, reason=reason, generator=entry.generator)
+        for ticket in self.pending:
+            self.ledger.write("dropped", ticket, reason=reason)
+        self.open, self.pending = {}, deque()
+
+    def training(self) -> tuple[int, int]:
+        """How many tickets to be trained are in a generator, and how many past it."""
+        places = [entry.place for entry in self.open.values() if not entry.ticket.evaluation]
+        return places.count(GENERATING), len(places) - places.count(GENERATING)
+
+    def oldest(self) -> str:
+        """Where the ticket is that was sent first; "" if none is open."""
+        entry = min(self.open.values(), key=lambda e: e.sent, default=None)
+        if entry is None:
+            return ""
+        place = {GENERATING: f"in {entry.generator}", GENERATED: f"past {entry.generator}, on its way through logprob",
+                 ARRIVED: "with the trainer, not trained"}[entry.place]
+        return f"ticket {entry.ticket.ticket_id} of step {entry.ticket.step}, {place}"
+
+
+class Evaluations:
+    """Held-out accuracy of versions, from the tickets of each as they come back."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def begin(self, version: int, tickets: int) -> None:
+        self._open[version] = {"rewards": [], "left": tickets, "newest": version}
+
+    def add(self, version: int, rewards: Sequence[float], version_max: int) -> tuple[dict, int] | None:
+        """A ticket came back; once all of its version have: the eval/ fields and the number of rollouts."""
+        evaluation = self._open[version]
+        evaluation["rewards"] += rewards
+        evaluation["left"] -= 1
+        evaluation["newest"] = max(evaluation["newest"], version_max)
+        if evaluation["left"]:
+            return None
+        del self._open[version]
+        # Training goes on meanwhile: later samples may be of newer versions, those of the last version are not.
+        return {"eval/accuracy": float(np.mean(evaluation["rewards"])), "eval/policy_version": version,
+                "eval/policy_version_max": evaluation["newest"]}, len(evaluation["rewards"])

@@ -1,0 +1,15 @@
+"""Every deadline of the system that is not a field of the configuration (`deployment.*_timeout_s`), in seconds.
+
+A wait that can end only by somebody else's doing has one of these or one of those; what follows is said in the actor's log or by the
+controller, in one line that names who was waited for.
+"""
+
+BEAT_EVERY_S = 0.25  # between two signs of life of a process
+COLLECTIVE_S = 60.0  # one broadcast; longer than any version should take, its failure is found by a closed connection first
+REGROUP_S = 30.0  # from a failed broadcast until the controller must have formed a new epoch
+CONTROL_LINGER_S = 2.0  # what a process that ends may still take to hand over its last words
+DATA_LINGER_S = 1.0  # the same for groups
+MESH_STOP_S = 2.0  # a process mesh of Monarch to stop
+EARLY_STOP_S = 0.5  # actors that have not said they are up, once the run is to end
+STANDBY_AFTER_S = 3.0  # from the last start of an actor until a spare process is made: others start first
+EXIT_GRACE_S = 0.5  # a launcher, beyond deployment.stop_timeout_s

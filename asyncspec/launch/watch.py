@@ -1,0 +1,97 @@
+"""What every launcher does while its actors live, however it starts their processes.
+
+It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the whole run started
+again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, or the controller.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Callable
+
+import msgspec
+
+from asyncspec import transport
+from asyncspec.actors.base import ActorSpec, first_name
+from asyncspec.config import Config
+from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
+from asyncspec.heartbeat import Vigil
+from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.messages import Beat, Interrupt, Kill
+
+REPLACEABLE = ("generator", "logprob", "draft_adapter")
+
+
+class Supervisor:
+    def __init__(self, config: Config, name: str, address: str, specs: list[ActorSpec], interrupt: InterruptFlag, may_restart: bool,
+                 kill: Callable[[str], None]) -> None:
+        """
+        Args:
+            name: of this launcher.
+            address: the controller's.
+            specs: the actors it starts.
+            may_restart: whether the run may be started again as a whole.
+            kill: callable(name of an actor), which ends its process if it is this launcher's.
+        """
+        self.config, self.name, self.interrupt, self.may_restart, self._kill = config, name, interrupt, may_restart, kill
+        self.specs = {spec.name: spec for spec in specs}
+        self.replacements = config.deployment.replacements
+        self.resuming = False  # the run is to be started again once it has ended
+        self._client = transport.ControlClient(address, name)
+        self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # over the controller
+        self._beaten, self._told = 0.0, False
+
+    def turn(self) -> None:
+        """Call it often. Beats, carries out what the controller asks, passes an interrupt on, and kills a controller that has frozen."""
+        if time.monotonic() - self._beaten > BEAT_EVERY_S:
+            self._beaten = time.monotonic()
+            self._client.send(Beat(self.name))
+        while (message := self._client.receive()) is not None:
+            if isinstance(message, Beat):
+                self._vigil.heard(message.name)
+            elif isinstance(message, Kill):
+                self._kill(message.name)
+        for name, what in self._vigil.overdue():
+            print(f"{name} is {what}", flush=True)
+            self._kill(name)
+        if self.interrupt.count and not self._told:
+            self._told = True
+            self._client.send(Interrupt("interrupted"))
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether this launcher has an actor that can be replaced."""
+        return any(spec.role in REPLACEABLE for spec in self.specs.values())
+
+    @property
+    def overdue(self) -> bool:
+        """An interrupt has been left unheeded for too long, or was repeated: everything must end now."""
+        limit = self.config.deployment.stop_timeout_s + EXIT_GRACE_S
+        return self.interrupt.count > 1 or bool(self.interrupt.count and time.monotonic() - self.interrupt.first > limit)
+
+    def died(self, name: str, how: str) -> ActorSpec | None:
+        """An actor's process has ended unasked; returns what is to be started in its place, if anything.
+
+        Args:
+            how: for people: the signal, or the exit code.
+        """
+        spec, going_on = self.specs.get(name), not self.interrupt.count and not self.resuming
+        if name == "controller":
+            self._vigil.forget(name)
+            self.resuming = going_on and self.may_restart
+            print(f"controller died: {how}" + ("; all is started again from the last checkpoint" if self.resuming else ""), flush=True)
+            return None
+        new = None
+        if spec is not None and spec.role in REPLACEABLE and going_on and self.replacements:
+            self.replacements -= 1
+            number = name.removeprefix(first_name(name)).lstrip(".")
+            new = msgspec.structs.replace(spec, name=f"{first_name(name)}.{int(number or 0) + 1}")
+            self.specs[new.name] = new
+        elif spec is not None and spec.role == "trainer":
+            self.resuming = going_on and self.may_restart
+        self._client.send(Interrupt(f"{name} died: {how}", name, new.name if new else "", self.resuming))
+        return new
+
+    def close(self) -> None:
+        self._client.close()

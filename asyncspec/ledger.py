@@ -1,0 +1,86 @@
+"""The ledger, ledger.jsonl: one line for each event in a ticket's life, and for each fault of the run. Appended, never changed.
+
+A ticket is issued, and then trained, evaluated or dropped with a reason; in between it may be issued again because an actor died
+with it. The line `resumed` says that the run went on from a checkpoint: what happened to tickets of that version's step and later
+ones before that line is void, those tickets are issued anew. Lines of the run, not of a ticket: lost, joined, resumed, finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Iterable, Iterator
+
+from asyncspec.messages import Ticket
+
+FILE = "ledger.jsonl"
+
+
+class Ledger:
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / FILE
+        if path.exists():
+            _cut_torn_end(path)
+        self._file = open(path, "a", buffering=1)
+
+    def write(self, event: str, ticket: Ticket, **details) -> None:
+        """An event in a ticket's life."""
+        self.note(event, ticket=ticket.ticket_id, step=ticket.step, min_version=ticket.min_version, evaluation=ticket.evaluation, **details)
+
+    def note(self, event: str, **details) -> None:
+        """An event of the run. Raises OSError where the disk is full."""
+        self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **details}) + "\n")
+
+    def sync(self) -> None:
+        """Have what was written survive the machine, not just this process."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(run_dir: Path) -> Iterator[dict]:
+    """The events of a run; a last line that was cut short is left out.
+
+    Raises:
+        ValueError: another line is damaged; names it.
+    """
+    lines = (run_dir / FILE).read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                raise ValueError
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{FILE}, line {number}: not an event: {line[:60]!r}") from None
+            return
+        yield event
+
+
+def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
+    """The tickets that were issued and have no end yet: id -> the event that issued it."""
+    found: dict[int, dict] = {}
+    for event in events:
+        if event["event"] == "issued":
+            found[event["ticket"]] = event
+        elif event["event"] in ("trained", "evaluated", "dropped"):
+            found.pop(event["ticket"], None)
+        elif event["event"] == "resumed":
+            found = {ticket: issued for ticket, issued in found.items() if issued["step"] < event["version"]}
+    return found
+
+
+def _cut_torn_end(path: Path) -> None:
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        at = end
+        while at > 0:  # back to the end of the last whole line
+            file.seek(at - 1)
+            if file.read(1) == b"\n":
+                break
+            at -= 1
+        if at < end:
+            file.truncate(at)

@@ -1,0 +1,124 @@
+"""Whole runs for tests: started as a user starts them, small, and watched from outside."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "launch" / "async.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
+         "sampling.max_response_tokens=64", "engine.slots=16"]
+
+
+def rows(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def events(run_dir):
+    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+
+
+def ledger(run_dir):
+    """Events of tickets."""
+    return [event for event in events(run_dir) if "ticket" in event]
+
+
+def pid_of(run_dir, actor):
+    """Of the newest process that plays it."""
+    return int(re.findall(r"starts, pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text())[-1])
+
+
+def descendants(pid):
+    children = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                children[int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])].append(int(entry.name))
+            except OSError:
+                pass
+    found, queue = [], [pid]
+    while queue:
+        queue += children[queue.pop()]
+        found = [*found, *[p for p in queue if p not in found]]
+    return found
+
+
+def alive(pids):
+    result = []
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                result.append(pid)
+        except OSError:
+            pass
+    return result
+
+
+def gone_within(pids, seconds):
+    """Those that are still alive after so long."""
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive(pids)
+
+
+class Running:
+    """A run under way; its output goes to a file beside its directory."""
+
+    def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=180):
+        self.run_dir, self.deadline = run_dir, time.monotonic() + seconds
+        self.output_file = run_dir.with_suffix(f".{time.monotonic_ns()}.out")
+        self.process = subprocess.Popen([*launcher, *args], stdout=open(self.output_file, "w"), stderr=subprocess.STDOUT, cwd=run_dir.parent,
+                                        start_new_session=True)
+
+    @classmethod
+    def new(cls, run_dir, *args, **kwargs):
+        return cls(run_dir, "--run-dir", str(run_dir), *SMALL, *args, **kwargs)
+
+    @classmethod
+    def resumed(cls, run_dir, *args, **kwargs):
+        return cls(run_dir, "--resume", str(run_dir), *args, **kwargs)
+
+    @property
+    def output(self):
+        return self.output_file.read_text()
+
+    def wait_for(self, condition, what):
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < self.deadline, f"waiting for {what}:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait_for_steps(self, count):
+        self.wait_for(lambda: len(rows(self.run_dir)) >= count, f"{count} steps")
+
+    def signal(self, actor, number):
+        os.kill(pid_of(self.run_dir, actor), number)
+
+    def end(self, code=0):
+        """Wait for it; returns what it printed."""
+        try:
+            self.process.wait(max(1, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(self.output) from None
+        assert self.process.returncode == code, self.output
+        return self.output
+
+    def kill(self):
+        """The launcher and all it started, at once."""
+        everyone = [self.process.pid, *descendants(self.process.pid)]
+        for pid in everyone:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+        assert not gone_within(everyone, 10)
