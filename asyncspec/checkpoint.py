@@ -31,6 +31,8 @@ class Checkpoints:
             kind: whose they are: trainer or draft.
             keep: how many complete ones stay.
         """
+        import torch.distributed.checkpoint  # noqa: F401  it takes a second, which belongs to loading
+
         self.run_dir, self.folder, self.kind, self.keep = run_dir, run_dir / FOLDER, kind, keep
         self._pool = ThreadPoolExecutor(1, f"checkpoint-{kind}")
         self._writing: tuple[int, Future] | None = None

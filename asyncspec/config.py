@@ -141,6 +141,7 @@ class DeploymentConfig:
     turn_timeout_s: float = 180.0  # of one turn of an actor's main loop; then it counts as stuck, likewise
     stop_timeout_s: float = 4.0  # from an interrupt to the end of every process
     record: bool = True  # what the actors do from when to when, for trace.json
+    faults: str = ""  # for tests of recovery: actor:place:times:kill or freeze,...; the places are in asyncspec/faults.py
     delays: str = ""  # for tests of the measurement: place=seconds,...; places: generate, reward, queue, logprob, broadcast, train
 
 

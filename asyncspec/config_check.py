@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, leaves, resolve_path, value_of
+from asyncspec.faults import parse as parse_faults
 from asyncspec.timing.delays import parse as parse_delays
 
 
@@ -57,6 +58,10 @@ def check(config: Config) -> None:
         parse_delays(config.deployment.delays)
     except ValueError as error:
         raise ConfigError(f"deployment.delays={config.deployment.delays!r}: {error}; expected for example generate=0.01,train=0.1") from None
+    try:
+        parse_faults(config.deployment.faults)
+    except ValueError as error:
+        raise ConfigError(f"deployment.faults={config.deployment.faults!r}: {error}; expected for example generator0:swap:2:kill") from None
     choice("engine.kv_at_swap", ("keep", "recompute"))
     choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))

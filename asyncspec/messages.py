@@ -275,7 +275,7 @@ class Interrupt(Message, frozen=True):
     reason: str
     lost: str = ""  # the actor that died
     replacement: str = ""  # the one that is started in its place: the run goes on
-    resuming: bool = False  # the launcher starts all of it again, from the last checkpoint
+    may_restart: bool = False  # the launcher can start all of it again, from the last checkpoint
 
 
 class Stop(Message, frozen=True):

@@ -9,6 +9,7 @@ Actors know nothing of what launched them: `ActorSpec` is all they are given.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ import msgspec
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.config import Config, from_yaml
+from asyncspec.faults import Faults
 from asyncspec.heartbeat import Heart
 from asyncspec.timing import clock
 from asyncspec.timing.delays import Delays
@@ -59,6 +61,7 @@ class Actor(ABC):
         self.config: Config = from_yaml(spec.config_yaml)
         self.recorder = Recorder(self.config.deployment.record)
         self.delay = Delays(self.config.deployment.delays)
+        self.fault = Faults(self.config.deployment.faults, self.name, Path(spec.run_dir))
         self.counters: dict[str, float] = {}
         self.stopping = ""
         self.idle = False  # nothing is left to do
@@ -110,6 +113,10 @@ class Actor(ABC):
             self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
             self.load()
             self._loaded = True
+            # What is loaded stays: going through it again in every full collection would stop all threads, the heart's too, for half a second.
+            gc.collect()
+            gc.freeze()
+            self.fault("boot")
             # Only now: the broadcast groups wait for whoever has said Hello.
             self.control.send(m.Hello(self.name, self.inbox.address, self.device))
             welcome = self._await(m.Welcome)
@@ -191,6 +198,7 @@ class Actor(ABC):
         """Join a broadcast group in its thread; Ready is said once all are joined."""
         worker.form(membership, self.config.deployment.start_timeout_s,
                     lambda: self._to_join.discard(membership.kind))
+        self.fault("join")
 
     def ready_if_joined(self) -> None:
         deadline = time.monotonic() + self.config.deployment.start_timeout_s

@@ -25,6 +25,7 @@ from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.tickets import ARRIVED, GENERATED, Evaluations, TicketBook, TicketMaker
 from asyncspec.config import from_yaml, resolve_path
 from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S
+from asyncspec.faults import Faults
 from asyncspec.heartbeat import SUFFIX, Vigil
 from asyncspec.lag import PolicyClock
 from asyncspec.rl import tasks
@@ -33,6 +34,7 @@ from asyncspec.timing.exporters import Console, RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.timeline import TimelineFile
 
+RESTART = 75  # the exit code that asks the launcher to start all again from the last checkpoint
 PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two pictures of the timeline in TensorBoard, and in each
 
 
@@ -57,6 +59,7 @@ class Controller:
         self.run_dir, self.resume = Path(spec.run_dir), spec.resume
         transport.use_keys(self.run_dir)
         deployment = self.config.deployment
+        self.fault = Faults(deployment.faults, "controller", self.run_dir)
         self.server = transport.ControlServer(deployment.host)
         self.address = self.server.address
         self.names = actor_names(self.config)
@@ -83,7 +86,7 @@ class Controller:
         self._beaten = 0.0
 
     def run(self) -> int:
-        """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted."""
+        """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART."""
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
         self.console = Console(self.config, self.run_dir, self.first_step)
         self.metrics, self.timeline = RunMetrics(self.run_dir, self.first_step), TimelineFile(self.run_dir, self.first_step)
@@ -96,6 +99,7 @@ class Controller:
             self._start()
             while not self.stop_reason:
                 self._issue()
+                self.fault("work")
                 self._dispatch()
                 self._listen(0.02)
                 self._watch()
@@ -108,7 +112,7 @@ class Controller:
         self._stop_all()
         self._close()
         self.console.end(self.failure, self.stop_reason, self.metrics.rows, self.resuming)
-        return 1 if self.failure or self.resuming else 0 if self.stop_reason == "finished" else 130
+        return RESTART if self.resuming else 1 if self.failure else 0 if self.stop_reason == "finished" else 130
 
     # Beginning and end.
     def _load_data(self) -> None:
@@ -362,13 +366,15 @@ class Controller:
         self.gone.add(name)
         self.vigil.forget(name)
         self.ledger.note("lost", actor=name, reason=message.reason)
-        if message.resuming:
-            self.resuming, self.stop_reason = True, self.stop_reason or message.reason
-        elif message.replacement and self.started and not self.stop_reason:
+        ending = self.stop_reason
+        if ending and role != "trainer":  # whose checkpoint alone is waited for
+            return
+        if message.replacement and self.started:
             self._replace(name, role, message)
+        elif message.may_restart and ending in ("", "finished"):
+            self.resuming, self.stop_reason = True, message.reason
         else:
-            self.stop_reason = self.stop_reason or message.reason
-            self.failure = self.failure or message.reason
+            self.failure, self.stop_reason = self.failure or message.reason, ending or message.reason
 
     def _lost_adapter(self, name: str, reason: str) -> None:
         """The run goes on with the draft it has: nobody waits for the draft adapter."""

@@ -79,6 +79,7 @@ class DraftAdapter(Actor):
             self.wait(0.05)
             return
         supervision, arrays, _ = item
+        self.fault("work")
         with self.recorder.span("adapt", ticket=supervision.ticket_id, version=supervision.policy_version):
             loss, rates = self.trainer.step(unpack(arrays, self.device))
         self.policy_version = supervision.policy_version
@@ -88,11 +89,13 @@ class DraftAdapter(Actor):
             self.published += 1
             self.publisher.publish(
                 m.Publish("draft", self.published, self.policy_version), dict(self.module.named_parameters()), self.control.send)
+            self.fault("send")
 
     def _checkpoint(self) -> None:
         """Write what goes on from here, under the version of the policy that it was last trained for."""
         try:
             self.checkpoints.save(self.policy_version, self._state())
+            self.fault("checkpoint")
         except OSError as error:
             self.log(str(error))
 

@@ -88,6 +88,7 @@ class Generator(Actor):
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
             self.receivers[message.kind].expect(message.version, message.epoch)
+            self.fault("receive")
 
     def turn(self) -> None:
         self._swap_weights()
@@ -95,6 +96,7 @@ class Generator(Actor):
         if self.engine.live or self.engine.waiting:
             self._busy_since = self._busy_since or now()
             self.delay("generate")
+            self.fault("work")
             for completion in self.engine.poll():
                 group = self.open_groups[completion.request_id]
                 group.completions.append(completion)
@@ -118,6 +120,7 @@ class Generator(Actor):
             if new is not None:
                 self._end_busy_span()
                 version, tensors = new
+                self.fault("swap")
                 with self.recorder.span(f"swap {kind}", version=version):
                     start = now()
                     (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
@@ -161,6 +164,7 @@ class Generator(Actor):
                 "versions": versions,
                 "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
             })
+        self.fault("send")
 
     def _cut(self, name: str, start: float, end: float) -> list[m.Phase]:
         """A phase without what the generator did besides: rewarding other groups, swapping weights."""

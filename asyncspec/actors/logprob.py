@@ -71,6 +71,7 @@ class Logprob(Actor):
             self.join(self.receiver, message)
         elif isinstance(message, m.Receive):
             self.receiver.expect(message.version, message.epoch)
+            self.fault("receive")
 
     def turn(self) -> None:
         while self._received:
@@ -92,6 +93,7 @@ class Logprob(Actor):
     def _swap_weights(self) -> None:
         if (new := self.receiver.take()) is not None:
             self.version, tensors = new
+            self.fault("swap")
             with self.recorder.span("swap policy", version=self.version), torch.no_grad():
                 for name, parameter in self.model.named_parameters():
                     parameter.copy_(tensors[name])
@@ -105,6 +107,7 @@ class Logprob(Actor):
 
         start, ticket = now(), group.ticket
         self.delay("logprob")
+        self.fault("work")
         # Weights that came while the group lay here are what it waited for, if it needed them.
         needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
         waited_until = self.swapped if needed else arrived
@@ -125,6 +128,7 @@ class Logprob(Actor):
         self.to_trainer.put(
             m.Group(ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
                     group.accepted, group.draft_version, phases, self.version), arrays)
+        self.fault("send")
         if supervising:
             with self.recorder.span("offer", ticket.step, ticket.ticket_id, self.version):
                 self._offer(ticket, from_pass(self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))

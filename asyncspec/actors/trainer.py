@@ -212,6 +212,7 @@ class Trainer(Actor):
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
         with self._part("prepare", step):
             self.publisher.publish(m.Publish("policy", step + 1), dict(self.model.named_parameters()), self.control.send)
+            self.fault("send")
             if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.steps >= self.mtp_due:
                 self.mtp_due = self.mtp.steps + self.config.draft.publish_every
                 self.publishers["draft"].publish(
@@ -241,6 +242,7 @@ class Trainer(Actor):
         self.saved_version = self.step_index
         try:
             self.checkpoints.save(self.step_index, self._state())
+            self.fault("checkpoint")
         except OSError as error:
             self._not_saved(error)
 
@@ -273,6 +275,7 @@ class Trainer(Actor):
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
         self.kept.append((group, arrays))
         self.delay("train")
+        self.fault("work")
         forward = self.accumulator.add(group, arrays)
         if self.mtp is not None and forward is not None and self.mtp_groups < self.config.draft.groups_per_step:
             self.mtp_groups += 1

@@ -151,6 +151,8 @@ class _Attempt:
                     if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
                         self._replace(spec)
                     value = 1
+                elif name == "controller":
+                    self.supervisor.ended(value)
                 if name == "controller":
                     code = value
             self.supervisor.turn()

@@ -136,6 +136,8 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
             if name in codes or (code := child.poll()) is None:
                 continue
             codes[name] = code
+            if name == "controller" and code >= 0:
+                supervisor.ended(code)
             # An actor that fails by itself (a code above 0) would fail again; it has said why.
             if code < 0 and not run_ended and (new := supervisor.died(name, signal.Signals(-code).name)) is not None:
                 codes[name] = 0

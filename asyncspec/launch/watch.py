@@ -14,6 +14,7 @@ import msgspec
 
 from asyncspec import transport
 from asyncspec.actors.base import ActorSpec, first_name
+from asyncspec.actors.controller import RESTART
 from asyncspec.config import Config
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.heartbeat import Vigil
@@ -88,10 +89,12 @@ class Supervisor:
             number = name.removeprefix(first_name(name)).lstrip(".")
             new = msgspec.structs.replace(spec, name=f"{first_name(name)}.{int(number or 0) + 1}")
             self.specs[new.name] = new
-        elif spec is not None and spec.role == "trainer":
-            self.resuming = going_on and self.may_restart
-        self._client.send(Interrupt(f"{name} died: {how}", name, new.name if new else "", self.resuming))
+        self._client.send(Interrupt(f"{name} died: {how}", name, new.name if new else "", going_on and self.may_restart))
         return new
+
+    def ended(self, code: int) -> None:
+        """The controller has ended by itself."""
+        self.resuming = code == RESTART and self.may_restart and not self.interrupt.count
 
     def close(self) -> None:
         self._client.close()

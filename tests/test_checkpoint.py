@@ -1,0 +1,108 @@
+"""Checkpoints: whole or not at all, the newest whole one is found, damage is named."""
+
+import resource
+
+import pytest
+import torch
+
+from asyncspec import checkpoint
+
+
+def module_and_optimizer(seed=0):
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def step(module, optimizer, seed):
+    module(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(tmp_path, versions, keep=2):
+    """Checkpoints of a module in training, one a step; returns what it was in each."""
+    module, optimizer = module_and_optimizer()
+    checkpoints, states = checkpoint.Checkpoints(tmp_path, "trainer", keep), {}
+    for version in versions:
+        step(module, optimizer, version)
+        checkpoints.save(version, {"learned": checkpoint.learned(module, optimizer), "version": version})
+        states[version] = [p.detach().clone() for p in module.parameters()]
+        step(module, optimizer, 1000)  # training goes on while it is written
+        with torch.no_grad():
+            for parameter, kept in zip(module.parameters(), states[version]):
+                parameter.copy_(kept)
+        assert checkpoints.saved(wait=True) == version
+    return states
+
+
+def test_what_is_loaded_is_what_was_saved_and_goes_on_the_same(tmp_path):
+    module, optimizer = module_and_optimizer()
+    step(module, optimizer, 1)
+    checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 1)
+    checkpoints.save(1, {"learned": checkpoint.learned(module, optimizer), "count": [3, 4]})
+    step(module, optimizer, 2)  # after the snapshot: not in it
+    assert checkpoints.saved(wait=True) == 1
+    other, other_optimizer = module_and_optimizer(seed=9)
+    state = {"learned": checkpoint.learned(other, other_optimizer), "count": [0, 0]}
+    checkpoint.load(checkpoint.where(tmp_path, "trainer", 1), state)
+    assert state["count"] == [3, 4]
+    step(other, other_optimizer, 2)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters()))
+
+
+def test_the_newest_ones_stay_and_the_newest_is_found(tmp_path):
+    saved(tmp_path, range(1, 5), keep=2)
+    assert checkpoint.newest(tmp_path, "trainer") == (4, tmp_path / "checkpoints" / "trainer-000004")
+    assert checkpoint.newest(tmp_path, "trainer", at_most=3)[0] == 3
+    assert checkpoint.newest(tmp_path, "trainer", at_most=2) is None and checkpoint.newest(tmp_path, "draft") is None
+    checkpoint.drop_after(tmp_path, "trainer", 3)
+    assert checkpoint.newest(tmp_path, "trainer")[0] == 3
+
+
+@pytest.mark.parametrize("harm,named", [
+    (lambda path: (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1]), "__0_0.distcp has"),
+    (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+    (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp is not what was written"),
+    (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
+    (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
+    (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    (lambda path: (path / "manifest.json").write_text('{"files": 3}'), "manifest.json is damaged"),
+], ids=["shortened", "missing", "bit", "metadata", "no manifest", "torn manifest", "other manifest"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm, named):
+    saved(tmp_path, [1, 2])
+    harm(checkpoint.where(tmp_path, "trainer", 2))
+    told = []
+    assert checkpoint.newest(tmp_path, "trainer", told.append)[0] == 1
+    assert len(told) == 1 and told[0].startswith("checkpoint trainer-000002 is passed over: ") and named in told[0]
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_one_that_was_cut_short_was_never_there(tmp_path):
+    saved(tmp_path, [1])
+    final = checkpoint.where(tmp_path, "trainer", 1)
+    final.rename(final.with_name("trainer-000007.partial"))
+    assert checkpoint.newest(tmp_path, "trainer") is None
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_checkpoints_before(tmp_path):
+    """The limit on a file's size stands for the disk: the same error comes from the same calls."""
+    module, optimizer = module_and_optimizer()
+    saved(tmp_path, [1])
+    checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        checkpoints.save(2, {"learned": checkpoint.learned(module, optimizer)})
+        with pytest.raises(OSError, match="checkpoint of version 2: .Errno 27. File too large"):
+            checkpoints.saved(wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint.newest(tmp_path, "trainer")[0] == 1 and not list((tmp_path / "checkpoints").glob("*.partial"))
+    checkpoints.save(3, {"learned": checkpoint.learned(module, optimizer)})
+    assert checkpoints.saved(wait=True) == 3
