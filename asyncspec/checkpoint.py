@@ -64,7 +64,7 @@ class Checkpoints:
         self._writing = None
         try:
             future.result()
-        except Exception as error:  # torch wraps what the file system raised
+        except BaseException as error:  # as torch wraps what the file system raised
             shutil.rmtree(self._partial(version), ignore_errors=True)
             raise OSError(f"checkpoint of version {version}: {_root(error)}") from error
         return version
@@ -176,8 +176,13 @@ def _sync(folder: Path) -> None:
 
 def _root(error: BaseException) -> str:
     """The operating system's own words inside what torch makes of them."""
-    text = str(error)
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    found = re.search(r"\[Errno \d+\] [^\n]*", str(error)) or re.search(r"\[Errno \d+\] [^\n]*", text)
-    return found[0] if found else (str(error) or type(error).__name__).splitlines()[-1]
+    waiting, seen = [error], []
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, OSError):
+            return str(current)
+        seen.append(current)
+        # A CheckpointException keeps what went wrong in each rank apart, with its stack.
+        inside = [failure[0] for failure in getattr(current, "failures", {}).values()]
+        waiting += [e for e in (*inside, current.__cause__, current.__context__) if e is not None and e not in seen]
+    return (str(seen[-1]) or type(seen[-1]).__name__).splitlines()[0]
