@@ -6,7 +6,7 @@ than the policy lag allows or newer than the policy it trained; steps and versio
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Iterable
 
@@ -18,6 +18,21 @@ SHOWN = 10  # violations printed one by one
 FATES = ("trained", "evaluated", "dropped")
 
 
+def fates(events: Iterable[dict]) -> dict[int, Counter]:
+    """How often each ticket that was issued was trained, evaluated and dropped; of what a resumed run made void nothing counts."""
+    counts: dict[int, Counter] = {}
+    step_of: dict[int, int] = {}
+    for event in events:
+        if event["event"] == "resumed":
+            counts = {ticket: ends for ticket, ends in counts.items() if step_of[ticket] < event["version"]}
+        elif event["event"] == "issued":
+            counts.setdefault(event["ticket"], Counter())
+            step_of[event["ticket"]] = event["step"]
+        elif event["event"] in FATES and event["ticket"] in counts:
+            counts[event["ticket"]][event["event"]] += 1
+    return counts
+
+
 def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_trained: int) -> list[str]:
     """What in a ledger breaks a promise, a line each; none if all is well.
 
@@ -26,22 +41,25 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         steps_trained: rows of metrics.jsonl.
     """
     found: list[str] = []
-    fates: dict[int, Counter] = defaultdict(Counter)
+    issued: Counter = Counter()
     step_of: dict[int, int] = {}
     steps: Counter = Counter()  # tickets trained in each
+    events = list(events)
     for event in events:
-        if event["event"] == "resumed":  # from a checkpoint: what came later than that is void, and happens anew
+        kind = event["event"]
+        if kind == "resumed":  # from a checkpoint: what came later than that is void, and happens anew
             version = event["version"]
             if version > max(steps, default=-1) + 1:
                 found.append(f"resumed from version {version}, which was never trained")
-            fates = defaultdict(Counter, {t: c for t, c in fates.items() if step_of[t] < version})
-            steps = Counter({step: count for step, count in steps.items() if step < version})
-        if "ticket" not in event or event["event"] == "reissued":  # of the run; or an actor died with the ticket, which is the same
+            issued = Counter({ticket: n for ticket, n in issued.items() if step_of[ticket] < version})
+            steps = Counter({step: n for step, n in steps.items() if step < version})
+        if kind not in ("issued", *FATES):  # of the run; or an actor died with the ticket, which is the same
             continue
-        ticket, kind, step = event["ticket"], event["event"], event["step"]
-        fates[ticket][kind] += 1
+        ticket, step = event["ticket"], event["step"]
         step_of[ticket] = step
-        if kind != "issued" and not fates[ticket]["issued"]:
+        if kind == "issued":
+            issued[ticket] += 1
+        elif not issued[ticket]:
             found.append(f"ticket {ticket}: {kind} before it was issued")
         if kind == "dropped" and not event.get("reason"):
             found.append(f"ticket {ticket}: dropped without a reason")
@@ -54,12 +72,12 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             found.append(f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy lag {lag}")
         if event["version_max"] > step:
             found.append(f"ticket {ticket}: a token of version {event['version_max']} trained in step {step}, which made version {step + 1}")
-    for ticket, counts in fates.items():
-        ended = {fate: counts[fate] for fate in FATES if counts[fate]}
-        if counts["issued"] != 1:
-            found.append(f"ticket {ticket}: issued {counts['issued']} times")
-        if sum(ended.values()) != 1:
-            found.append(f"ticket {ticket}: " + (", ".join(f"{fate} {n} times" for fate, n in ended.items()) or "no end: neither trained nor dropped"))
+    for ticket, times in issued.items():
+        if times > 1:
+            found.append(f"ticket {ticket}: issued {times} times")
+    for ticket, ends in fates(events).items():
+        if sum(ends.values()) != 1:
+            found.append(f"ticket {ticket}: " + (", ".join(f"{fate} {n} times" for fate, n in ends.items()) or "no end: neither trained nor dropped"))
     for step in range(max(steps, default=-1) + 1):
         if steps[step] != groups_per_step:
             found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")

@@ -38,7 +38,7 @@ class Heart:
         client = transport.ControlClient(self._address, self.name + SUFFIX)
         while not self._stop.wait(BEAT_EVERY_S):
             client.send(Beat(self.name, time.monotonic() - self._turned))
-        client.socket.close(0)
+        client.close(0)
 
 
 class Vigil:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Iterable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S
 from asyncspec.messages import Arrays, Message, WireError, decode, encode
@@ -269,17 +270,26 @@ class ControlServer:
 
 
 class ControlClient:
-    """An actor's end."""
+    """An actor's end, or a launcher's."""
 
     def __init__(self, address: str, name: str) -> None:
         self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.identity = name.encode()
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._lost_at = 0.0
         self.socket.connect(address)
         self.rejected = 0
 
     def send(self, body: Message) -> None:
         self.socket.send_multipart(encode(body))
+
+    def lost_for(self) -> float:
+        """Seconds since the connection was lost; 0 while it stands, or was never there."""
+        while self._monitor.poll(0):
+            down = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+            self._lost_at = time.monotonic() if down else 0.0
+        return time.monotonic() - self._lost_at if self._lost_at else 0.0
 
     def receive(self) -> Message | None:
         """A message, or None if there is none; what is none of ours is passed over."""
@@ -290,5 +300,11 @@ class ControlClient:
                 self.rejected += 1
         return None
 
-    def close(self) -> None:
-        self.socket.close()
+    def close(self, linger: int | None = None) -> None:
+        """
+        Args:
+            linger: milliseconds to hand over what was sent last; None: as usual.
+        """
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(linger)

@@ -181,12 +181,9 @@ class _Worker:
         threading.Thread(target=lane.run, name=f"{self._name}-{membership.epoch}", daemon=True).start()
 
     def check(self) -> None:
-        """Raises what the thread raised, once no new epoch has come for REGROUP_S; at once if the first one failed to form."""
+        """Raises what the thread raised, once no new epoch has come for REGROUP_S."""
         lane = self._lane
-        if lane is None or lane.error is None:
-            return
-        never_formed = lane.membership.epoch == 1 and lane.group is None
-        if never_formed or time.monotonic() - lane.failed_at > REGROUP_S:
+        if lane is not None and lane.error is not None and time.monotonic() - lane.failed_at > REGROUP_S:
             raise BroadcastError(str(lane.error)) from lane.error
 
     def close(self) -> None:

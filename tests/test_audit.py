@@ -43,7 +43,7 @@ def test_a_good_ledger_has_no_violation():
     (lambda e: e[9].update(version_max=3), "ticket 4: a token of version 3 trained in step 2, which made version 3"),
     (lambda e: e[9].update(trained_in=1), "ticket 4: trained in step 1, issued for step 2"),
     (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
-    (lambda e: e.pop(0), "ticket 0: issued 0 times"),
+    (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
     (lambda e: e[13].pop("reason"), "ticket 6: dropped without a reason"),
     (lambda e: (e.pop(2), e.pop(2)), "step 0: 1 tickets trained, expected 2"),
 ])

@@ -29,6 +29,7 @@ from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 
 REPORT_EVERY_S = 1.0
+GONE = "the controller is gone"
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
@@ -73,6 +74,7 @@ class Actor(ABC):
         self._to_join: set[str] = set()
         self._reported = time.monotonic()
         self.host, self._clock = clock.host(), clock.Estimate()
+        self._patience_s = self.config.deployment.silent_timeout_s  # with a lost connection to the controller
         self._loaded, self._code = False, 0
 
     # What a role fills in.
@@ -155,6 +157,7 @@ class Actor(ABC):
     def pump(self) -> None:
         """Handle what the controller sent, send what there is credit for, report now and then."""
         self.heart.turned()
+        self._check_controller()
         while (message := self.control.receive()) is not None:
             if isinstance(message, m.Stop):
                 self.stopping = message.reason
@@ -172,8 +175,13 @@ class Actor(ABC):
             worker.tend(self.control.send)
         self.report()
 
+    def _check_controller(self) -> None:
+        if self.control.lost_for() > self._patience_s:
+            self.stopping = self.stopping or GONE
+
     def _clock_told(self, told: m.ClockTold) -> None:
-        if told.host == self.host:  # one clock already
+        if told.host == self.host:  # one clock already, and no network that could have failed
+            self._patience_s = 0.0
             return
         self._clock.add(told.sent, told.time, time.monotonic())
         clock.align(self._clock.offset)
@@ -235,6 +243,8 @@ class Actor(ABC):
                 return message
             if isinstance(message, m.Stop):
                 self.stopping = message.reason
+            self._check_controller()
+            if self.stopping:
                 raise StopRequested
         raise TimeoutError(f"no {kind.__name__} from the controller within start_timeout_s")
 
@@ -242,9 +252,10 @@ class Actor(ABC):
         self.heart.stop()
         for worker in self.workers:
             worker.close()
-        for socket in [self.inbox, *self.outboxes, self.control]:
+        for socket in [self.inbox, *self.outboxes]:
             if socket is not None:
                 socket.close()
+        self.control.close(0 if self.stopping == GONE else None)
         # Closing only queues what was sent last; ending the context sends it, within the sockets' linger.
         transport.context().term()
 

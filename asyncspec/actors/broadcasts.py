@@ -7,6 +7,8 @@ from typing import Callable
 
 from asyncspec import messages as m
 
+MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived in one
+
 
 def broadcast_backend(devices: list[str]) -> str:
     """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo."""
@@ -32,6 +34,7 @@ class Broadcasts:
         self.epochs: dict[str, int] = {}
         self.versions = {"policy": 0, "draft": 0}  # the newest published
         self.devices: dict[str, str] = {}  # of the members
+        self._broken: dict[str, int] = {}  # epochs in a row that failed
         self._headless: set[str] = set()  # kinds whose sender is gone and may come back
 
     def make(self, kind: str, members: list[str]) -> None:
@@ -76,11 +79,23 @@ class Broadcasts:
                 self.form(kind)
 
     def broken(self, message: m.Broken) -> bool:
-        """A member says that an epoch failed; True if there is a new one because of that."""
-        if message.kind not in self.members or message.epoch != self.epochs[message.kind] or message.kind in self._headless:
+        """A member says that an epoch failed; True if there is a new one because of that.
+
+        Raises:
+            RuntimeError: too many have failed in a row.
+        """
+        kind = message.kind
+        if kind not in self.members or message.epoch != self.epochs[kind] or kind in self._headless:
             return False
-        self.form(message.kind)
+        self._broken[kind] = self._broken.get(kind, 0) + 1
+        if self._broken[kind] > MOST_BROKEN:
+            raise RuntimeError(f"{kind} weights: {MOST_BROKEN} broadcast groups in a row have failed, the last in {message.name}: {message.error}")
+        self.form(kind)
         return True
+
+    def received(self, kind: str) -> None:
+        """A version has arrived somewhere."""
+        self._broken.pop(kind, None)
 
     def relay(self, message: m.Publish) -> bool:
         """Have the receivers take part; False if the group is no more."""

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from pathlib import Path
+from typing import Callable
 
 from asyncspec import ledger as ledgers
 from asyncspec import messages as m
@@ -64,6 +65,8 @@ class Controller:
         self.address = self.server.address
         self.names = actor_names(self.config)
         self.generators = [name for name, role in self.names.items() if role == "generator"]
+        self.broadcasts: Broadcasts | None = None  # once all actors are up
+        self.hellos: dict[str, m.Hello] = {}
         self.outboxes: dict[str, transport.Outbox] = {}  # to the generators
         self.first_step = max(0, spec.resume)
         self.clock = PolicyClock(self.config.policy_lag, self.first_step)
@@ -141,26 +144,25 @@ class Controller:
         self.console.resumed(self.metrics.rows)
 
     def _start(self) -> None:
-        deployment = self.config.deployment
-        hellos: dict[str, m.Hello] = {}
-        self._listen_until(lambda: len(hellos) == len(self.names), hellos, "to start")
+        self._listen_until(lambda: self._present() - self.hellos.keys(), "to start")
         if self.stop_reason:
             return
-        self.broadcasts = Broadcasts(deployment.host, self.server.send)
-        self.addresses = {name: hello.address for name, hello in hellos.items()}
-        self.broadcasts.devices = {name: hello.device for name, hello in hellos.items()}
-        self.outboxes = {name: transport.Outbox(self.addresses[name]) for name in self.generators}
+        self.broadcasts = Broadcasts(self.config.deployment.host, self.server.send)
+        for name in self._present():
+            self.addresses[first_name(name)] = self.hellos[name].address
+            self.broadcasts.devices[name] = self.hellos[name].device
+        self.outboxes = {name: transport.Outbox(self.hellos[name].address) for name in self.generators}
         welcome = self._welcome()
-        for name in self.names:
+        for name in self._present():
             self.server.send(name, welcome)
-        self.broadcasts.make("policy", ["trainer", "logprob", *self.generators])
+        self.broadcasts.make("policy", [*self._playing("trainer"), *self._playing("logprob"), *self.generators])
         if self.config.draft_trainer:
-            self.broadcasts.make("draft", [self.config.draft_trainer, *self.generators])
-        ready: dict[str, m.Ready] = {}
-        self._listen_until(lambda: len(ready) == len(self.names), ready, "to load and join its broadcast group")
+            self.broadcasts.make("draft", [*self._playing(self.config.draft_trainer), *self.generators])
+        self._listen_until(lambda: self._present() - self.ready, "to load and join its broadcast group")
         if self.stop_reason:
             return
-        self.console.line(f"{len(self.names) + 1} actors ready: controller, {', '.join(self.names)}")
+        self.ledger.note("ready")
+        self.console.line(f"{len(self._present()) + 1} actors ready: controller, {', '.join(sorted(self._present()))}")
         if self._evaluation_due(self.first_step):
             self._evaluate(self.first_step)
         self.moved, self.started = time.monotonic(), True
@@ -168,16 +170,19 @@ class Controller:
     def _welcome(self) -> m.Welcome:
         return m.Welcome(self.addresses, self.config.deployment.host, self.broadcasts.port, self.broadcasts.versions)
 
-    def _listen_until(self, done, into: dict, what: str) -> None:
+    def _present(self) -> set[str]:
+        """Actors that are up or are coming up."""
+        return set(self.names) - self.gone
+
+    def _listen_until(self, missing: Callable[[], set[str]], what: str) -> None:
         deadline = time.monotonic() + self.config.deployment.start_timeout_s
-        while not done():
-            self._listen(0.1, into)
+        while missing():
+            self._listen(0.1)
             self._watch()
             if self.stop_reason:
                 return
             if time.monotonic() > deadline:
-                missing = sorted(set(self.names) - set(into))
-                raise RunFailed(f"waited {self.config.deployment.start_timeout_s:.0f} s for {', '.join(missing)} {what}; "
+                raise RunFailed(f"waited {self.config.deployment.start_timeout_s:.0f} s for {', '.join(sorted(missing()))} {what}; "
                                 f"see {self.run_dir}/logs, or raise deployment.start_timeout_s")
 
     def _check_end(self) -> None:
@@ -190,7 +195,7 @@ class Controller:
             coming = [name for name in self.joining if name not in self.ready | self.gone]
             if not self.book.open and coming:
                 where = f"{', '.join(coming)} to take a dead actor's place"
-            silent = max(set(self.names) - self.gone, key=self.vigil.silence)
+            silent = max(self._present(), key=self.vigil.silence)
             raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; longest silent: {silent}; see "
                             f"{self.run_dir}/logs, or raise deployment.stall_timeout_s")
 
@@ -235,7 +240,7 @@ class Controller:
 
     def _still_there(self) -> set[str]:
         """Actors that have not stopped; replacements that are not up yet are their launcher's."""
-        return set(self.names) - self.gone - {name for name in self.joining if name not in self.ready}
+        return self._present() - {name for name in self.joining if name not in self.ready}
 
     # Tickets.
     def _issue(self) -> None:
@@ -274,7 +279,7 @@ class Controller:
         while (left := until - time.monotonic()) > 0 and self._still_there():
             self._listen(left)
 
-    def _listen(self, timeout_s: float, into: dict | None = None) -> None:
+    def _listen(self, timeout_s: float) -> None:
         # Outboxes are flushed by `_dispatch`, which is not called any more once the run is ending.
         transport.wait([self.server, *(() if self.stop_reason else self.outboxes.values())], min(timeout_s, BEAT_EVERY_S))
         if time.monotonic() - self._beaten > BEAT_EVERY_S:
@@ -282,14 +287,7 @@ class Controller:
             for name in self.launchers:
                 self.server.send(name, m.Beat("controller"))
         while (item := self.server.receive()) is not None:
-            sender, message = item
-            if isinstance(message, m.Ready):
-                self.ready.add(message.name)
-            if isinstance(message, (m.Hello, m.Ready)) and not self.started:
-                if into is not None and message.name in self.names:
-                    into[message.name] = message
-            else:
-                self._handle(sender, message)
+            self._handle(*item)
 
     def _handle(self, sender: str, message: m.Message) -> None:
         if isinstance(message, m.Beat):
@@ -309,6 +307,7 @@ class Controller:
             if self.broadcasts.broken(message):
                 self.counters[f"broadcast/{message.kind}_epochs"] = self.broadcasts.epochs[message.kind]
         elif isinstance(message, m.Received):
+            self.broadcasts.received(message.kind)
             self.moved = time.monotonic()
         elif isinstance(message, m.Generated):
             self.book.moved(message.ticket_id, GENERATED)
@@ -329,7 +328,7 @@ class Controller:
         elif isinstance(message, m.Notice):
             self.console.line(f"{message.name}: {message.text}")
         elif isinstance(message, m.Failed):
-            if self.names.get(message.name) == "draft_adapter" and self.started:
+            if self.names.get(message.name) == "draft_adapter" and self.broadcasts is not None:
                 self._lost_adapter(message.name, message.error)
             elif not self.failure:
                 self.failure = self.stop_reason = (
@@ -360,7 +359,7 @@ class Controller:
         if name in self.gone or name not in self.names:
             return
         role = self.names[name]
-        if role == "draft_adapter" and not message.replacement and self.started:
+        if role == "draft_adapter" and not message.replacement and self.broadcasts is not None:
             self._lost_adapter(name, message.reason)
             return
         self.gone.add(name)
@@ -369,7 +368,7 @@ class Controller:
         ending = self.stop_reason
         if ending and role != "trainer":  # whose checkpoint alone is waited for
             return
-        if message.replacement and self.started:
+        if message.replacement:
             self._replace(name, role, message)
         elif message.may_restart and ending in ("", "finished"):
             self.resuming, self.stop_reason = True, message.reason
@@ -390,11 +389,15 @@ class Controller:
 
     def _replace(self, name: str, role: str, message: m.Interrupt) -> None:
         """Issue again what it had, and let the others go on until its replacement is there."""
-        self.moved = self.joining[message.replacement] = time.monotonic()
+        self.moved = time.monotonic()
+        if self.broadcasts is not None:
+            self.joining[message.replacement] = self.moved
         self.names[message.replacement] = role
         again = 0
         if role == "generator":
             self.generators = [other for other in self.generators if other != name]
+            if self.broadcasts is None:
+                self.generators.append(message.replacement)
             if name in self.outboxes:
                 self.outboxes.pop(name).close()
             # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice the first counts.
@@ -403,27 +406,30 @@ class Controller:
             again = self.book.reissue(lambda generator, place: place == GENERATED, message.reason)
         for counter, count in ((f"recovery/{role}s_lost", 1), ("recovery/tickets_reissued", again)):
             self.counters[counter] = self.counters.get(counter, 0) + count
-        self.broadcasts.remove(name)
-        self.console.line(f"{message.reason}: {again} tickets are issued again; {message.replacement} takes its place")
+        if self.broadcasts is not None:
+            self.broadcasts.remove(name)
+        self.console.line(f"{message.reason}: {f'{again} tickets are issued again; ' if again else ''}{message.replacement} takes its place")
 
     def _arrived(self, hello: m.Hello) -> None:
-        """A replacement is up: tell all where it is, and take it into its broadcast groups."""
-        if hello.name not in self.joining or hello.name in self.gone or hello.name in self.broadcasts.devices:
+        """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
+        if hello.name in self._present():
+            self.hellos.setdefault(hello.name, hello)
+        if self.broadcasts is None or hello.name not in self.joining or hello.name in self.gone or hello.name in self.broadcasts.devices:
             return
         self.addresses[first_name(hello.name)] = hello.address
         welcome = self._welcome()
-        for name in set(self.names) - self.gone:
-            if name in self.ready or name == hello.name:
-                self.server.send(name, welcome)
+        for name in self._present() & self.hellos.keys():
+            self.server.send(name, welcome)
         kinds = {"generator": {"policy": False, "draft": False}, "logprob": {"policy": False}, "draft_adapter": {"draft": True}}
         self.broadcasts.add(hello.name, hello.device, kinds[self.names[hello.name]])
 
     def _joined(self, name: str) -> None:
+        self.ready.add(name)
         if name not in self.joining or name in self.gone:
             return
         self.moved, role = time.monotonic(), self.names[name]
         seconds = self.moved - self.joining[name]
-        if role == "generator":
+        if role == "generator" and name not in self.generators:
             self.outboxes[name] = transport.Outbox(self.addresses[first_name(name)])
             self.generators.append(name)
         self.counters[f"recovery/{role}_s"] = seconds

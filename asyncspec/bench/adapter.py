@@ -35,7 +35,7 @@ class AdapterBenchmark(Benchmark):
         beside = {"slow": _slow_down, "killed": _kill}.get(variant)
         rows = run_job(
             run_dir, "--policy-lag", "0", "--steps", str(STEPS), "eval.every=0", "data.eval_prompts=8", "speculation.draft_length=3",
-            f"draft.adapt={variant != 'off'}", f"seed={repetition}", *self.overrides,
+            f"draft.adapt={variant != 'off'}", "deployment.replacements=0", f"seed={repetition}", *self.overrides,
             beside=None if beside is None else lambda process: beside(process, run_dir))[SKIP:]
         return {
             "step_s": statistics.median(row["time/step"] for row in rows), "train_s": statistics.median(row["time/train"] for row in rows),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Callable
 
@@ -35,14 +36,17 @@ def train_draft(out: Path, *arguments: str) -> None:
 
 def _run(arguments: list[str], what: str, beside=None) -> None:
     command = [sys.executable, "-m", "asyncspec.cli", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    # A file, not a pipe: nobody reads while `beside` is at work.
+    with tempfile.TemporaryFile("w+") as written, subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT) as process:
         try:
             if beside is not None:
                 beside(process)
-            output = process.communicate()[0]
+            process.wait()
         except BaseException:
             process.terminate()
             raise
+        written.seek(0)
+        output = written.read()
     if process.returncode:
         lines = [line for line in output.splitlines() if line.startswith(("failed:", "asyncspec:"))] or [""]
         raise ConfigError(f"{what} ended with code {process.returncode}: {lines[-1]}")

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from asyncspec import transport
-from asyncspec.actors.base import ActorSpec
+from asyncspec.actors.base import ActorSpec, first_name
 from asyncspec.config import Config
-from asyncspec.deadlines import MESH_STOP_S, STANDBY_AFTER_S
+from asyncspec.deadlines import EXIT_GRACE_S, MESH_STOP_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
@@ -64,68 +64,97 @@ def launch(config: Config, resume: bool = False) -> int:
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # `_Attempt.watch` through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
-    for left in range(config.deployment.restarts, -1, -1):
-        attempt = _Attempt(config, version, interrupt, left)
-        try:
-            code = attempt.watch()
-        finally:
-            attempt.stop()
-        if not attempt.resuming or interrupt.count:
-            break
-        version = roles.prepare_resume(config)
-    os.close(lock)
-    return code
+    processes = _Processes()
+    try:
+        for left in range(config.deployment.restarts, -1, -1):
+            attempt = _Attempt(config, version, interrupt, left, processes)
+            try:
+                code = attempt.watch()
+            finally:
+                attempt.end()
+            if not attempt.resuming or interrupt.count:
+                return 1 if code not in (0, 130) else code
+            version = roles.prepare_resume(config)
+        return 1
+    finally:
+        processes.stop()
+        os.close(lock)
+
+
+class _Processes:
+    """Processes with a `_Host` in each. One whose actor has ended in order can play another of the same kind: its libraries are loaded."""
+
+    def __init__(self) -> None:
+        self._host = monarch.this_host()
+        self._meshes: list = []
+        self._idle: dict[str, list] = {}  # by first name of the actor it has played
+        self._spare = None
+
+    def make(self):
+        self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}"))
+        return self._meshes[-1].spawn("host", _Host)
+
+    def take(self, name: str):
+        """A host for an actor, as warm as there is."""
+        if self._idle.get(first_name(name)):
+            return self._idle[first_name(name)].pop()
+        if self._spare is not None:
+            host, self._spare = self._spare, None
+            return host
+        return self.make()
+
+    def give_back(self, name: str, host) -> None:
+        self._idle.setdefault(first_name(name), []).append(host)
+
+    def keep_spare(self) -> None:
+        if self._spare is None:
+            self._spare = self.make()
+            self._spare.warm.call_one()
+
+    def stop(self) -> None:
+        """End every process. A mesh takes a second to stop, so all at once."""
+        with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
+            pool.map(_stop, self._meshes)
 
 
 class _Attempt:
-    """The actors' processes from one start of all of them to their end."""
+    """The actors from one start of all of them to their end."""
 
-    def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int) -> None:
+    def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int, processes: _Processes) -> None:
         transport.use_keys(Path(config.run_dir))
-        self.config, self.interrupt, self.restarts_left = config, interrupt, restarts_left
-        self.host, self.resuming = monarch.this_host(), False
-        self.meshes: dict = {}
-        self.spare = None
+        self.config, self.interrupt, self.restarts_left, self.processes = config, interrupt, restarts_left, processes
+        self.resuming = False
+        self.hosts: dict = {}
         self.prepared: dict = {}  # actor -> future of its pid
         self.results: dict = {}  # actor -> future of its exit code
         self.pids: dict[str, int] = {}
         self.started = time.monotonic()
         self.specs = roles.specs(config, version)
 
-    def _host(self, name: str):
-        """A process with a `_Host` in it."""
-        # Names of meshes are used once, and have no dots.
-        self.meshes[name] = self.host.spawn_procs(name=f"{name.replace('.', '_')}_{self.restarts_left}")
-        return self.meshes[name].spawn("host", _Host)
-
-    def _play(self, spec: ActorSpec, host) -> None:
+    def _play(self, spec: ActorSpec) -> None:
+        host = self.hosts[spec.name]
         self.prepared[spec.name] = host.prepare.call_one(msgspec.structs.asdict(spec))
         self.results[spec.name] = host.run.call_one()
         self.started = time.monotonic()
 
-    def _replace(self, spec: ActorSpec) -> None:
-        host, self.spare = self.spare or self._host(spec.name), None
-        self._play(msgspec.structs.replace(spec, control_address=self.address), host)
-
     def _keep_spare(self) -> None:
         due = time.monotonic() - self.started > STANDBY_AFTER_S and not self.prepared
-        if due and self.config.deployment.standby and self.spare is None and self.supervisor.replacements and not self.interrupt.count:
-            self.spare = self._host(f"spare{self.supervisor.replacements}")
-            self.spare.warm.call_one()
+        if due and self.config.deployment.standby and self.supervisor.replacements and not self.interrupt.count:
+            self.processes.keep_spare()
 
     def watch(self) -> int:
         """Start all, and see to them until the controller has ended; returns the exit code."""
-        hosts = {spec.name: self._host(spec.name) for spec in self.specs}
-        self._play(self.specs[0], hosts["controller"])
+        self.hosts = {spec.name: self.processes.take(spec.name) for spec in self.specs}
+        self._play(self.specs[0])
         try:
-            self.pids["controller"], self.address = self._controller()
+            self.pids["controller"], address = self._controller()
         except KeyboardInterrupt:
             print("stopped early: interrupted; nothing was trained yet", flush=True)
             return 130
         for spec in self.specs[1:]:
-            self._play(msgspec.structs.replace(spec, control_address=self.address), hosts[spec.name])
+            self._play(msgspec.structs.replace(spec, control_address=address))
         self.supervisor = Supervisor(
-            self.config, "launcher", self.address, self.specs, self.interrupt, self.restarts_left > 0, self._kill)
+            self.config, "launcher", address, self.specs, self.interrupt, self.restarts_left > 0, self._kill)
         code, names, deaths = None, {}, select.poll()
         while code is None:
             for name, future in list(self.prepared.items()):
@@ -149,26 +178,39 @@ class _Attempt:
                 self.pids.pop(name, None)
                 if isinstance(value, Exception):  # its process ended, or Monarch noticed that first
                     if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
-                        self._replace(spec)
+                        self.hosts[spec.name] = self.processes.take(spec.name)
+                        self._play(msgspec.structs.replace(spec, control_address=address))
                     value = 1
-                elif name == "controller":
-                    self.supervisor.ended(value)
+                else:
+                    self.processes.give_back(name, self.hosts[name])
+                    if name == "controller":
+                        self.supervisor.ended(value)
                 if name == "controller":
                     code = value
             self.supervisor.turn()
             self._keep_spare()
             if self.supervisor.overdue:
                 code = 130
+        for descriptor in names:
+            os.close(descriptor)
         self.resuming = self.supervisor.resuming
         self.supervisor.close()
         return code
 
-    def stop(self) -> None:
-        """End every process that is left. A mesh takes a second to stop, so all at once; who has been asked to leave has left."""
+    def end(self) -> None:
+        """End what still plays: who could be asked to leave was asked by the controller, and has a moment to do so."""
+        deadline = time.monotonic() + (EXIT_GRACE_S if self.resuming else 0.0)
+        while self.results:
+            for name, result in list(self.results.items()):
+                if (value := _outcome(result)) is not None:
+                    del self.results[name]
+                    if not isinstance(value, Exception):
+                        self.pids.pop(name, None)
+                        self.processes.give_back(name, self.hosts[name])
+            if time.monotonic() > deadline:
+                break
         for name in list(self.pids):
             self._kill(name)
-        with ThreadPoolExecutor(len(self.meshes) or 1) as pool:
-            pool.map(_stop, self.meshes.values())
 
     def _kill(self, name: str) -> None:
         if (pid := self.pids.get(name)) is not None:

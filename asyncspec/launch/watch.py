@@ -97,4 +97,4 @@ class Supervisor:
         self.resuming = code == RESTART and self.may_restart and not self.interrupt.count
 
     def close(self) -> None:
-        self._client.close()
+        self._client.close(None if not self.resuming else 0)

@@ -1,0 +1,154 @@
+"""bench chaos: faults at random moments in a default run: any actor killed or frozen, a hundred times. Does it end, learn as without them,
+and train every ticket once, within the lag?
+
+Variants: the same job without faults and with them. A fault hits whichever process plays a role at that moment, also one that is still
+coming up in place of another. Detection is from the signal to the ledger's `lost`; recovery to its `joined`, or, where all is started
+again, to `ready`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from asyncspec import ledger
+from asyncspec.audit import fates, violations
+from asyncspec.bench.harness import Benchmark, Samples
+from asyncspec.bench.jobs import run_job
+from asyncspec.config import load
+
+FAULTS = 100
+BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly
+FREEZES = 0.25  # share of faults that are not deaths
+ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
+SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5")
+REPLACED = ("generator0", "logprob", "draft_adapter")
+
+
+class ChaosBenchmark(Benchmark):
+    name = "chaos"
+    repeats = 1
+    variants = ("undisturbed", "faults")
+    columns = ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "accuracy_gain", "seconds")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out
+        self.faults: list[dict] = []  # of all repetitions
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        run_dir, started = self.out / f"{variant}-{repetition}", time.monotonic()
+        storm = Storm(run_dir, np.random.default_rng([repetition, 0xFA])) if variant == "faults" else None
+        rows = run_job(run_dir, f"seed={repetition}", *SETTINGS, *self.overrides, beside=storm)
+        events = list(ledger.read(run_dir))
+        faults = [] if storm is None else timed(storm.faults, events)
+        self.faults += faults
+        config = load(str(run_dir / "config.yaml"))
+        ends = fates(events)
+        found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
+        accuracy = [row["eval/accuracy"] for row in rows if row["eval/accuracy"] is not None]
+        return {
+            "faults": len(faults), "seconds": time.monotonic() - started, "violations": len(found),
+            "tickets_lost": sum(not sum(counts.values()) for counts in ends.values()),
+            "tickets_doubled": sum(sum(counts.values()) > 1 for counts in ends.values()),
+            "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > config.policy_lag for row in rows),
+            "accuracy_gain": accuracy[-1] - accuracy[0],
+            **{f"{role}_{what}_s": value for role in ROLES for what in ("detected", "recovered")
+               if (value := median_of(faults, role, what)) is not None}}
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        disturbed = samples["faults"]
+        total = {key: sum(sample[key] for sample in disturbed) for key in ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "violations")}
+        gain = {variant: statistics.median(sample["accuracy_gain"] for sample in samples[variant]) for variant in self.variants}
+        recovery = median_of(self.faults, "generator0", "recovered")
+        return total | {"generator_recovery_s": float("nan") if recovery is None else recovery, "accuracy_gain_faults": gain["faults"],
+                        "accuracy_gain_undisturbed": gain["undisturbed"]}
+
+    def tables(self, samples: Samples) -> list[Table]:
+        table = Table(title="seconds from the signal: median (largest)", title_justify="left")
+        for heading in ("actor", "fault", "times", "detected", "recovered"):
+            table.add_column(heading, justify="left" if heading in ("actor", "fault") else "right")
+        for role in ROLES:
+            for kind in ("killed", "frozen"):
+                of = [fault for fault in self.faults if (fault["role"], fault["kind"]) == (role, kind)]
+                cells = [[fault[what] for fault in of if what in fault] for what in ("detected", "recovered")]
+                table.add_row(role, kind, str(len(of)), *(f"{statistics.median(cell):.2f} ({max(cell):.2f})" if cell else "" for cell in cells))
+        return [*super().tables(samples), table]
+
+    def plot(self, axes, samples: Samples) -> None:
+        for place, role in enumerate(ROLES):
+            for kind, mark in (("killed", "o"), ("frozen", "s")):
+                values = [f["recovered"] for f in self.faults if (f["role"], f["kind"]) == (role, kind) and "recovered" in f]
+                axes.plot([place + (0.1 if kind == "frozen" else -0.1)] * len(values), values, mark, alpha=0.5, label=kind if not place else None)
+        axes.set_xticks(range(len(ROLES)), ROLES)
+        axes.set_ylabel("seconds from the signal to recovery")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+
+class Storm:
+    """Sends the signals, beside a run."""
+
+    def __init__(self, run_dir: Path, rng: np.random.Generator) -> None:
+        self.run_dir, self.rng = run_dir, rng
+        self.faults: list[dict] = []
+
+    def __call__(self, process) -> None:
+        while process.poll() is None and not (self.run_dir / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        while process.poll() is None and len(self.faults) < FAULTS:
+            time.sleep(self.rng.uniform(*BETWEEN_S))
+            role = str(self.rng.choice(list(ROLES), p=list(ROLES.values())))
+            kind = "frozen" if self.rng.random() < FREEZES else "killed"
+            actor, pid = self._newest(role)
+            try:
+                if pid and not _stopped(pid):
+                    os.kill(pid, signal.SIGSTOP if kind == "frozen" else signal.SIGKILL)
+                    self.faults.append({"time": time.time(), "role": role, "kind": kind, "actor": actor})
+            except ProcessLookupError:  # the role is vacant just now
+                pass
+
+    def _newest(self, role: str) -> tuple[str, int]:
+        logs = sorted((self.run_dir / "logs").glob(f"{role}*.log"), key=lambda path: path.stat().st_mtime_ns)
+        found = [(log.stem, pid) for log in logs for pid in re.findall(r"starts, pid (\d+)", log.read_text(errors="replace"))]
+        return (found[-1][0], int(found[-1][1])) if found else ("", 0)
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "TZ"
+    except OSError:
+        return True
+
+
+def timed(faults: list[dict], events: list[dict]) -> list[dict]:
+    """The faults, with seconds until they were detected and recovered from, where the ledger tells."""
+    result = []
+    for fault in faults:
+        later = [event for event in events if event["time"] >= fault["time"] - 0.01]
+        lost = next((e["time"] for e in later if (e["event"] == "lost" and e["actor"] == fault["actor"])
+                     or (fault["role"] == "controller" and e["event"] == "resumed")), None)
+        back = "joined" if fault["role"] in REPLACED else "ready"
+        replaced = next((e["time"] for e in later if lost is not None and e["time"] >= lost and (e["event"] == "ready" or (
+            e["event"] == back and e["actor"].partition(".")[0] == fault["role"]))), None)
+        told = lost is not None and fault["role"] != "controller"  # whose ledger is silent until it is back
+        result.append(fault | ({"detected": lost - fault["time"]} if told else {})
+                      | ({} if replaced is None else {"recovered": replaced - fault["time"]}))
+    return result
+
+
+def median_of(faults: list[dict], role: str, what: str) -> float | None:
+    """Of deaths: a freeze is found by its silence, which is a setting."""
+    values = [fault[what] for fault in faults if fault["role"] == role and fault["kind"] == "killed" and what in fault]
+    return statistics.median(values) if values else None
+
+
+def make(overrides: Sequence[str], out: Path) -> ChaosBenchmark:
+    return ChaosBenchmark(overrides, out)
