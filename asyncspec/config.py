@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
@@ -205,8 +206,10 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         raise ConfigError(f"--config {config}: not readable as YAML: {first_line(error)}") from None
     if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
         raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
-    for key in leaves(OmegaConf.to_container(file_cfg)):
+    given = OmegaConf.to_container(file_cfg)
+    for key in leaves(given):
         _check_key(key, f"in {path.name}")
+        _check_type(key, _inner(given, key))
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
             raise ConfigError(f"override {item!r}: expected field=value, for example trainer.optimizer.lr=1e-4")
@@ -228,9 +231,23 @@ def _override(merged, key: str, text: str) -> None:
     try:
         # A string field takes its text as it stands; for all others YAML's reading of the text counts.
         value = text if _field_type(key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+        _check_type(key, value)
         OmegaConf.update(merged, key, value)
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, YAMLError):
         raise ConfigError(f"{key}={text!r}: expected {_expected(key)}") from None
+
+
+def _check_type(key: str, value: Any) -> None:
+    """Yes and no are no numbers, and no number is yes or no: omegaconf takes either for the other."""
+    interpolated = isinstance(value, str) and value.startswith("${")
+    if not interpolated and (_field_type(key) is bool) != isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r}: expected {_expected(key)}")
+
+
+def _inner(tree: dict, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
 
 
 def to_yaml(config: Config) -> str:

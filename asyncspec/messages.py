@@ -24,11 +24,11 @@ class WireError(ValueError):
     """Frames that are not a message of ours."""
 
 
-class Message(msgspec.Struct, tag=True, frozen=True):
+class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class Phase(msgspec.Struct, frozen=True):
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a group was doing from start to end; the history of a group travels with it."""
 
     name: str  # one of timing.attribution's causes
@@ -36,7 +36,7 @@ class Phase(msgspec.Struct, frozen=True):
     end: float
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stretch of an actor's time, for the trace."""
 
     name: str
@@ -185,7 +185,7 @@ class Received(Message, frozen=True):
     version: int
 
 
-class Wait(msgspec.Struct, frozen=True):
+class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The trainer waited from start to end for the group of a ticket."""
 
     ticket_id: int
@@ -193,7 +193,7 @@ class Wait(msgspec.Struct, frozen=True):
     end: float
 
 
-class GroupRecord(msgspec.Struct, frozen=True):
+class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a group after it is trained."""
 
     ticket_id: int
@@ -294,13 +294,13 @@ AnyMessage = Union[
 ]
 
 
-class _ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+class _ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     wire: int
     body: AnyMessage
     arrays: tuple[_ArraySpec, ...]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Iterable
 
@@ -29,7 +29,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S
-from asyncspec.messages import Arrays, Message, WireError, decode, encode
+from asyncspec.messages import MAX_MESSAGE_BYTES, Arrays, Message, WireError, decode, encode
 from asyncspec.timing.clock import now
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
@@ -67,6 +67,7 @@ def _socket(kind: int, serving: bool) -> zmq.Socket:
     """A socket without bounds of its own, which bind no one."""
     socket = context().socket(kind)
     socket.rcvhwm = socket.sndhwm = 0
+    socket.maxmsgsize = MAX_MESSAGE_BYTES  # who sends a larger frame is cut off
     if _keys is not None:
         socket.curve_publickey, socket.curve_secretkey = _keys
         if serving:
@@ -115,7 +116,8 @@ class Inbox:
         self.address = bind(self.socket, host)
         self.credits = credits
         self.rejected = self.duplicates = 0
-        self._seen: dict[bytes, int] = {}
+        self._seen: dict[bytes, int] = {}  # by sender, the number of its last message
+        self._held: Counter[bytes] = Counter()  # by sender, messages that wait here
         self._waiting: deque[tuple[bytes, bytes, Message, Arrays, float]] = deque()
 
     def __len__(self) -> int:
@@ -128,6 +130,7 @@ class Inbox:
         if not self._waiting:
             return None
         sender, number, body, arrays, arrived = self._waiting.popleft()
+        self._held[sender] -= 1
         self.socket.send_multipart([sender, _ACK, number])
         return body, arrays, arrived
 
@@ -151,6 +154,9 @@ class Inbox:
         if number <= self._seen[sender]:
             self.duplicates += 1
             return
+        if number != self._seen[sender] + 1 or self._held[sender] >= self.credits:  # it skipped one, or sends without credit
+            self.rejected += 1
+            return
         self._seen[sender] = number
         try:
             body, arrays = decode(frames[3:])
@@ -158,6 +164,7 @@ class Inbox:
             self.rejected += 1
             self.socket.send_multipart([sender, _ACK, frames[2]])  # its credit goes back all the same
             return
+        self._held[sender] += 1
         self._waiting.append((sender, frames[2], body, arrays, now()))
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load, resolve_path, to_yaml
@@ -138,3 +139,18 @@ def test_a_typo_ends_the_command_with_one_line():
     result = subprocess.run([sys.executable, "-m", "asyncspec.cli", "train", "trainer.optimiser.lr=1"], capture_output=True, text=True)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and "trainer.optimizer.lr" in result.stderr
+
+
+def test_damaged_configurations_are_refused_in_one_line_or_mean_what_they_say():
+    """bench fuzz, shorter."""
+    from asyncspec.bench.fuzz import fuzz_configs
+
+    counts = fuzz_configs(np.random.default_rng(4), 200)
+    assert counts["crashes"] == counts["silent"] == 0 and counts["refused"] > 100
+
+
+@pytest.mark.parametrize("override", ["engine.compile=1", "steps=true", "steps=!!python/object:os.system {}", "engine.compile='yes'"])
+def test_yes_and_no_are_no_numbers_and_nothing_is_executed(override):
+    with pytest.raises(ConfigError) as error:
+        load("tiny", [override])
+    assert override.split("=")[0] in str(error.value) and "\n" not in str(error.value)

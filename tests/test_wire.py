@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from asyncspec import messages as m
 from asyncspec import transport
+from asyncspec.bench import fuzz
 
 TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
 
@@ -129,6 +130,57 @@ def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):
     settle(inbox, until=lambda: inbox.duplicates == 1 and inbox.rejected == 3)
     assert len(inbox) == 1
     stranger.close()
+
+
+def test_who_skips_a_number_or_sends_without_credit_is_not_heard(queue):
+    inbox, outbox = queue
+    settle(inbox, outbox, until=lambda: outbox.credits == 4)
+    for number in (1, 3, 2, 3, 4, 5):  # 3 comes too early once; 5 is one more than the credits allow
+        outbox.socket.send_multipart([b"D", transport._NUMBER.pack(number), *m.encode(m.Ready(str(number)))])
+    settle(inbox, until=lambda: inbox.rejected == 2)
+    assert [inbox.take()[0].name for _ in range(len(inbox))] == ["1", "2", "3", "4"]
+
+
+def test_what_a_dead_consumer_had_not_taken_goes_to_its_successor(queue):
+    first, outbox = queue
+    for i in range(10):
+        outbox.put(m.Ready(str(i)))
+    settle(first, outbox, until=lambda: len(first) == 4)
+    assert [first.take()[0].name for _ in range(3)] == ["0", "1", "2"]
+    settle(first, outbox, until=lambda: len(outbox.unacknowledged) + outbox.backlog == 7)
+    second = transport.Inbox("127.0.0.1", credits=4)
+    outbox.redirect(second.address)
+    names = []
+    while len(names) < 7:
+        settle(second, outbox, until=lambda: len(second) > 0)
+        names.append(second.take()[0].name)
+    assert names == [str(i) for i in range(3, 10)]
+    second.close()
+
+
+def test_an_actor_notices_that_the_controller_is_gone():
+    server = transport.ControlServer("127.0.0.1")
+    client = transport.ControlClient(server.address, "trainer")
+    client.send(m.Ready("trainer"))
+    settle(server, until=lambda: server.receive() is not None)
+    assert client.lost_for() == 0
+    server.socket.close(0)
+    deadline = time.monotonic() + 5
+    while not client.lost_for() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert 0.1 <= client.lost_for() < 5
+    client.close(0)
+
+
+def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
+    """bench fuzz, shorter; with the keys and without."""
+    rng = np.random.default_rng(3)
+    insider, stranger = fuzz.fuzz_frames(rng, 20_000, stranger=False), fuzz.fuzz_frames(rng, 5_000, stranger=True)
+    for counts in (insider, stranger):
+        assert counts["crashes"] == counts["silent"] == counts["lost"] == 0
+    assert insider["accepted"] and insider["refused"] > 0.8 * insider["tried"]  # a changed letter in a name is a message still
+    assert stranger["accepted"] == 0
 
 
 def test_control_reaches_named_actors_and_reports_who_is_absent():

@@ -21,7 +21,7 @@ from typing import Callable
 from asyncspec import ledger as ledgers
 from asyncspec import messages as m
 from asyncspec import transport
-from asyncspec.actors.base import ActorSpec, first_name
+from asyncspec.actors.base import REPORT_EVERY_S, ActorSpec, first_name, held
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.tickets import ARRIVED, GENERATED, Evaluations, TicketBook, TicketMaker
 from asyncspec.config import from_yaml, resolve_path
@@ -86,7 +86,7 @@ class Controller:
         self.host = clock.host()
         self.latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self.started = False  # all actors are up: there may be something to save
-        self._beaten = 0.0
+        self._beaten = self._measured = 0.0
 
     def run(self) -> int:
         """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART."""
@@ -114,7 +114,7 @@ class Controller:
             self._note_error(error)
         self._stop_all()
         self._close()
-        self.console.end(self.failure, self.stop_reason, self.metrics.rows, self.resuming)
+        self.console.end(self.failure, self.stop_reason, self.metrics, self.resuming)
         return RESTART if self.resuming else 1 if self.failure else 0 if self.stop_reason == "finished" else 130
 
     # Beginning and end.
@@ -139,9 +139,9 @@ class Controller:
             self.ledger.note("dropped", ticket=ticket, step=issued["step"], min_version=issued["min_version"],
                              evaluation=issued["evaluation"], reason="the run was cut short")
         self.ledger.note("resumed", version=self.resume)
-        if self.metrics.rows:
-            self.accuracy = {key: self.metrics.rows[-1][key] for key in self.accuracy}
-        self.console.resumed(self.metrics.rows)
+        if self.metrics.last is not None:
+            self.accuracy = {key: self.metrics.last[key] for key in self.accuracy}
+        self.console.resumed(self.metrics)
 
     def _start(self) -> None:
         self._listen_until(lambda: self._present() - self.hellos.keys(), "to start")
@@ -470,6 +470,9 @@ class Controller:
         self.latest.append(message)
         if (message.step + 1) % PICTURE_EVERY == 0:
             self.metrics.picture(list(self.latest))
+        if time.monotonic() - self._measured > REPORT_EVERY_S:
+            self._measured = time.monotonic()
+            self.counters |= {f"process/controller_{what}": value for what, value in held().items()}
         row = step_row(message, self.counters, self.accuracy)
         self.metrics.write(row, final=message.step + 1 == self.config.steps and bool(self.held_out))
         self.console.step(row)

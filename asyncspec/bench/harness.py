@@ -30,7 +30,7 @@ from asyncspec.config import ConfigError
 NAMES = {
     "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
     "drafts": "asyncspec.bench.drafts", "adapter": "asyncspec.bench.adapter", "attribution": "asyncspec.bench.attribution",
-    "chaos": "asyncspec.bench.chaos",
+    "chaos": "asyncspec.bench.chaos", "fuzz": "asyncspec.bench.fuzz", "soak": "asyncspec.bench.soak",
 }
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 

@@ -7,21 +7,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
 from asyncspec.config import ConfigError
 
 
-def run_job(run_dir: Path, *arguments: str, beside: Callable[[subprocess.Popen], None] | None = None) -> list[dict]:
+def run_job(run_dir: Path, *arguments: str, beside: Callable[[subprocess.Popen], None] | None = None,
+            expected: Sequence[int] = (0,)) -> list[dict]:
     """Run `asyncspec train`; returns the rows of its metrics.
 
     Args:
         beside: called with the process while it runs.
+        expected: exit codes that are as they should be.
 
     Raises:
         ConfigError: it did not finish; with its last line.
     """
-    _run(["train", "--run-dir", str(run_dir), *arguments], f"the run {run_dir}", beside)
+    _run(["train", "--run-dir", str(run_dir), *arguments], f"the run {run_dir}", beside, expected)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -34,7 +36,7 @@ def train_draft(out: Path, *arguments: str) -> None:
     _run(["draft", "train", "--out", str(out), *arguments], f"training the draft {out}")
 
 
-def _run(arguments: list[str], what: str, beside=None) -> None:
+def _run(arguments: list[str], what: str, beside=None, expected: Sequence[int] = (0,)) -> None:
     command = [sys.executable, "-m", "asyncspec.cli", *arguments]
     # A file, not a pipe: nobody reads while `beside` is at work.
     with tempfile.TemporaryFile("w+") as written, subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT) as process:
@@ -47,6 +49,6 @@ def _run(arguments: list[str], what: str, beside=None) -> None:
             raise
         written.seek(0)
         output = written.read()
-    if process.returncode:
+    if process.returncode not in expected:
         lines = [line for line in output.splitlines() if line.startswith(("failed:", "asyncspec:"))] or [""]
         raise ConfigError(f"{what} ended with code {process.returncode}: {lines[-1]}")

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from array import array
 from pathlib import Path
 from typing import Sequence
 
@@ -39,19 +40,25 @@ class RunMetrics:
         from torch.utils.tensorboard import SummaryWriter
 
         path = run_dir / "metrics.jsonl"
-        self.rows = [row for row in read_rows(path) if row["step"] < first_step] if path.exists() else []
+        rows = [row for row in read_rows(path) if row["step"] < first_step] if path.exists() else []
         if path.exists():
             partial = path.with_name("metrics.jsonl.partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
             partial.replace(path)
+        self.last = rows[-1] if rows else None
+        # For the table at the end; whole rows of a long run would fill the memory.
+        self.columns = {key: array("f", [math.nan if row[key] is None else row[key] for row in rows]) for key in (*(key for _, key in TABLE_ROWS), "lag/max")}
+        known = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+        self.first_accuracy = known[0] if known else None
         self._file = open(path, "a")
         self._board = SummaryWriter(str(run_dir / "tb"), purge_step=first_step or None)
         self._held: dict | None = None
 
     def write(self, row: dict, final: bool = False) -> None:
         """Write a step's row; the final one waits for the evaluation of the last version."""
-        self.rows.append(row)
-        self._held = row
+        self._held = self.last = row
+        for key, column in self.columns.items():
+            column.append(row[key])
         if not final:
             self.flush()
 
@@ -182,12 +189,11 @@ class Console:
         self.line(f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
                   f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}")
 
-    def resumed(self, rows: list[dict]) -> None:
+    def resumed(self, metrics: RunMetrics) -> None:
         """Say where a run goes on that was begun before; its first accuracy was measured then."""
-        known = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
-        if known:
-            self._first_accuracy, self._accuracy = known[0], known[-1]
-        self.line(f"going on from version {self.first_step}, with {len(rows)} steps trained")
+        if metrics.first_accuracy is not None:
+            self._first_accuracy, self._accuracy = metrics.first_accuracy, metrics.last["eval/accuracy"]
+        self.line(f"going on from version {self.first_step}, with {self.first_step} steps trained")
 
     def line(self, text: str) -> None:
         self._out.print(text, markup=False)
@@ -229,33 +235,33 @@ class Console:
             f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
             f"{row['time/exposed_generation']:.2f})  left {int(left) // 60}:{int(left) % 60:02d}")
 
-    def end(self, failure: str, reason: str, rows: list[dict], resuming: bool = False) -> None:
+    def end(self, failure: str, reason: str, metrics: RunMetrics, resuming: bool = False) -> None:
         if self._bars is not None:
             self._bars.stop()
         if resuming:
             self.line(f"{reason}: all is started again from the last checkpoint")
             return
-        if rows:
+        columns = metrics.columns
+        if steps := len(columns["time/step"]):
             # The first step holds the filling of the pipeline; with more than one it is shown apart.
-            steady = rows[1:] or rows
-            table = Table(title=f"Seconds per step, median and mean of {len(steady)} steps after the first", title_justify="left")
+            table = Table(title=f"Seconds per step, median and mean of {steps - 1 or 1} steps after the first", title_justify="left")
             for heading in ("part", "median", "mean", "share", "first step"):
                 table.add_column(heading, justify="left" if heading == "part" else "right")
-            total = float(np.mean([r["time/step"] for r in steady]))
+            total = float(np.mean(columns["time/step"][1:] or columns["time/step"]))
             for label, key in TABLE_ROWS:
-                values = [r[key] for r in steady]
+                values = columns[key][1:] or columns[key]
                 table.add_row(label, f"{np.median(values):.3f}", f"{np.mean(values):.3f}", f"{np.mean(values) / total:.0%}",
-                              f"{rows[0][key]:.3f}", end_section=key in ("time/other", "time/step"))
+                              f"{columns[key][0]:.3f}", end_section=key in ("time/other", "time/step"))
             self._out.print(table)
-        if self._first_accuracy is not None and rows:
+        if self._first_accuracy is not None and steps:
             self.line(f"held-out accuracy {self._first_accuracy:.1%} -> {self._accuracy:.1%}; "
-                      f"largest lag {max(r['lag/max'] for r in rows):.0f} of {self.config.policy_lag} allowed; "
+                      f"largest lag {max(columns['lag/max']):.0f} of {self.config.policy_lag} allowed; "
                       f"{time.monotonic() - self._started:.0f} s")
         if failure:
             self.line(f"failed: {failure}")
         elif reason != "finished":
-            self.line(f"stopped early: {reason}; " + ("the checkpoint holds what was trained" if rows else "nothing was trained yet"))
-        if reason != "finished" and rows:
+            self.line(f"stopped early: {reason}; " + ("the checkpoint holds what was trained" if steps else "nothing was trained yet"))
+        if reason != "finished" and steps:
             self.line(f"to go on: asyncspec train --resume {self.run_dir}")
         left = [name for name in RESULTS if (self.run_dir / name).exists()]
         self.line(f"results in {self.run_dir}: {', '.join(left)}")
