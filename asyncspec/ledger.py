@@ -7,12 +7,14 @@ ones before that line is void, those tickets are issued anew. Lines of the run, 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import IO, Iterable, Iterator
 
+from asyncspec.deadlines import LEDGER_S
 from asyncspec.messages import Ticket
 
 FILE = "ledger.jsonl"
@@ -20,10 +22,12 @@ FILE = "ledger.jsonl"
 
 class Ledger:
     def __init__(self, run_dir: Path) -> None:
-        path = run_dir / FILE
-        if path.exists():
-            _cut_torn_end(path)
-        self._file = open(path, "a", buffering=1)
+        """Raises:
+            OSError: another process goes on writing it.
+        """
+        self._file = open(run_dir / FILE, "a", buffering=1)
+        _lock(self._file)
+        _cut_torn_end(run_dir / FILE)
 
     def write(self, event: str, ticket: Ticket, **details) -> None:
         """An event in a ticket's life."""
@@ -71,6 +75,19 @@ def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
         elif event["event"] == "resumed":
             found = {ticket: issued for ticket, issued in found.items() if issued["step"] < event["version"]}
     return found
+
+
+def _lock(file: IO) -> None:
+    """Claim the ledger. A controller that has lost its launcher may need a moment to let go of it."""
+    deadline = time.monotonic() + LEDGER_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise OSError(f"{FILE}: another process writes it still, after {LEDGER_S:.0f} s") from None
+            time.sleep(0.05)
 
 
 def _cut_torn_end(path: Path) -> None:

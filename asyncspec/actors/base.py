@@ -29,7 +29,7 @@ from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 
 REPORT_EVERY_S = 1.0
-GONE = "the controller is gone"
+GONE = "the controller or the launcher is gone"
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
@@ -74,6 +74,7 @@ class Actor(ABC):
         self._to_join: set[str] = set()
         self._reported = time.monotonic()
         self.host, self._clock = clock.host(), clock.Estimate()
+        self._parent = os.getppid()
         self._patience_s = self.config.deployment.silent_timeout_s  # with a lost connection to the controller
         self._loaded, self._code = False, 0
 
@@ -176,7 +177,7 @@ class Actor(ABC):
         self.report()
 
     def _check_controller(self) -> None:
-        if self.control.lost_for() > self._patience_s:
+        if self.control.lost_for() > self._patience_s or os.getppid() != self._parent:
             self.stopping = self.stopping or GONE
 
     def _clock_told(self, told: m.ClockTold) -> None:

@@ -86,6 +86,7 @@ class Controller:
         self.host = clock.host()
         self.latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self.started = False  # all actors are up: there may be something to save
+        self._parent = os.getppid()
         self._beaten = self._measured = 0.0
 
     def run(self) -> int:
@@ -346,7 +347,9 @@ class Controller:
 
     # Faults.
     def _watch(self) -> None:
-        """Have those killed that live no more as they should."""
+        """Have those killed that live no more as they should; end without a launcher."""
+        if os.getppid() != self._parent:
+            self.failure = self.stop_reason = "the launcher is gone"
         for name, what in self.vigil.overdue():
             self.ledger.note("frozen", actor=name, what=what)
             self.console.line(f"{name} is {what}")

@@ -1,7 +1,7 @@
 """bench chaos: faults at random moments in a default run: any actor killed or frozen, a hundred times. Does it end, learn as without them,
 and train every ticket once, within the lag?
 
-Variants: the same job without faults and with them. A fault hits whichever process plays a role at that moment, also one that is still
+Variants: the same job without faults, with them, and cut short by a SIGKILL of its launcher and resumed, ten times. A fault hits whichever process plays a role at that moment, also one that is still
 coming up in place of another. Detection is from the signal to the ledger's `lost`; recovery to its `joined`, or, where all is started
 again, to `ready`.
 """
@@ -24,11 +24,13 @@ from asyncspec.audit import fates, violations
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job
 from asyncspec.config import load
+from asyncspec.timing.exporters import read_rows
 
 FAULTS = 100
 BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly
 FREEZES = 0.25  # share of faults that are not deaths
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
+CUTS = 10
 SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5")
 REPLACED = ("generator0", "logprob", "draft_adapter")
 
@@ -36,7 +38,7 @@ REPLACED = ("generator0", "logprob", "draft_adapter")
 class ChaosBenchmark(Benchmark):
     name = "chaos"
     repeats = 1
-    variants = ("undisturbed", "faults")
+    variants = ("undisturbed", "faults", "resumed")
     columns = ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "accuracy_gain", "seconds")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
@@ -46,7 +48,8 @@ class ChaosBenchmark(Benchmark):
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         run_dir, started = self.out / f"{variant}-{repetition}", time.monotonic()
         storm = Storm(run_dir, np.random.default_rng([repetition, 0xFA])) if variant == "faults" else None
-        rows = run_job(run_dir, f"seed={repetition}", *SETTINGS, *self.overrides, beside=storm)
+        arguments = (f"seed={repetition}", *SETTINGS, *self.overrides)
+        rows = cut_and_resume(run_dir, arguments) if variant == "resumed" else run_job(run_dir, *arguments, beside=storm)
         events = list(ledger.read(run_dir))
         faults = [] if storm is None else timed(storm.faults, events)
         self.faults += faults
@@ -55,7 +58,7 @@ class ChaosBenchmark(Benchmark):
         found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
         accuracy = [row["eval/accuracy"] for row in rows if row["eval/accuracy"] is not None]
         return {
-            "faults": len(faults), "seconds": time.monotonic() - started, "violations": len(found),
+            "faults": CUTS if variant == "resumed" else len(faults), "seconds": time.monotonic() - started, "violations": len(found),
             "tickets_lost": sum(not sum(counts.values()) for counts in ends.values()),
             "tickets_doubled": sum(sum(counts.values()) > 1 for counts in ends.values()),
             "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > config.policy_lag for row in rows),
@@ -64,12 +67,11 @@ class ChaosBenchmark(Benchmark):
                if (value := median_of(faults, role, what)) is not None}}
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        disturbed = samples["faults"]
+        disturbed = samples["faults"] + samples["resumed"]
         total = {key: sum(sample[key] for sample in disturbed) for key in ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "violations")}
         gain = {variant: statistics.median(sample["accuracy_gain"] for sample in samples[variant]) for variant in self.variants}
         recovery = median_of(self.faults, "generator0", "recovered")
-        return total | {"generator_recovery_s": float("nan") if recovery is None else recovery, "accuracy_gain_faults": gain["faults"],
-                        "accuracy_gain_undisturbed": gain["undisturbed"]}
+        return total | {"generator_recovery_s": float("nan") if recovery is None else recovery, **{f"accuracy_gain_{variant}": value for variant, value in gain.items()}}
 
     def tables(self, samples: Samples) -> list[Table]:
         table = Table(title="seconds from the signal: median (largest)", title_justify="left")
@@ -119,6 +121,20 @@ class Storm:
         logs = sorted((self.run_dir / "logs").glob(f"{role}*.log"), key=lambda path: path.stat().st_mtime_ns)
         found = [(log.stem, pid) for log in logs for pid in re.findall(r"starts, pid (\d+)", log.read_text(errors="replace"))]
         return (found[-1][0], int(found[-1][1])) if found else ("", 0)
+
+
+def cut_and_resume(run_dir: Path, arguments: Sequence[str]) -> list[dict]:
+    """A run whose launcher is killed every so many steps, and resumed; returns the rows of its metrics."""
+    steps = load("tiny", arguments).steps
+    for cut in range(CUTS):
+        def until_its_turn(process) -> None:
+            path = run_dir / "metrics.jsonl"
+            while process.poll() is None and (not path.exists() or len(read_rows(path)) < (cut + 1) * steps // (CUTS + 1)):
+                time.sleep(0.05)
+            process.kill()
+
+        run_job(run_dir, *(arguments if not cut else ()), beside=until_its_turn, expected=(-signal.SIGKILL,), resume=bool(cut))
+    return run_job(run_dir, resume=True)
 
 
 def _stopped(pid: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -10,21 +9,23 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from asyncspec.config import ConfigError
+from asyncspec.timing.exporters import read_rows
 
 
 def run_job(run_dir: Path, *arguments: str, beside: Callable[[subprocess.Popen], None] | None = None,
-            expected: Sequence[int] = (0,)) -> list[dict]:
+            expected: Sequence[int] = (0,), resume: bool = False) -> list[dict]:
     """Run `asyncspec train`; returns the rows of its metrics.
 
     Args:
         beside: called with the process while it runs.
         expected: exit codes that are as they should be.
+        resume: go on with the run in that directory.
 
     Raises:
         ConfigError: it did not finish; with its last line.
     """
-    _run(["train", "--run-dir", str(run_dir), *arguments], f"the run {run_dir}", beside, expected)
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    _run(["train", "--resume" if resume else "--run-dir", str(run_dir), *arguments], f"the run {run_dir}", beside, expected)
+    return read_rows(run_dir / "metrics.jsonl")
 
 
 def train_draft(out: Path, *arguments: str) -> None:
