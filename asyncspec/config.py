@@ -134,7 +134,7 @@ class DeploymentConfig:
     host: str = "127.0.0.1"  # address the actors of this host bind to
     replacements: int = 8  # generators, logprob actors and draft adapters that may be started in place of ones that died, in a run
     restarts: int = 3  # times all may be started again from the last checkpoint because the trainer or the controller died
-    standby: bool = True  # keep a spare process, which has loaded all libraries, for the next replacement
+    standby: int = 1  # spare processes, which have loaded all libraries, kept for the next replacements
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
     start_timeout_s: float = 120.0  # until every actor has joined
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for

@@ -40,7 +40,7 @@ def check(config: Config) -> None:
                  "sampling.max_response_tokens", "data.train_prompts", "checkpoint.keep"):
         at_least(name, 1)
     for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps",
-                 "trainer.optimizer.weight_decay", "checkpoint.every", "deployment.replacements", "deployment.restarts"):
+                 "trainer.optimizer.weight_decay", "checkpoint.every", "deployment.replacements", "deployment.restarts", "deployment.standby"):
         at_least(name, 0)
     for name in ("rl.clip_low", "rl.clip_high", "trainer.optimizer.eps", "trainer.optimizer.max_grad_norm", "draft.lr",
                  "data.reward_timeout_s", "deployment.start_timeout_s", "deployment.stall_timeout_s", "deployment.turn_timeout_s",

@@ -12,5 +12,5 @@ DATA_LINGER_S = 1.0  # the same for groups
 LEDGER_S = 10.0  # for a controller that was left behind to let go of the ledger
 MESH_STOP_S = 2.0  # a process mesh of Monarch to stop
 EARLY_STOP_S = 0.5  # actors that have not said they are up, once the run is to end
-STANDBY_AFTER_S = 3.0  # from the last start of an actor until a spare process is made: others start first
+STANDBY_AFTER_S = 1.0  # from the last start of an actor until a spare process is made: others start first
 EXIT_GRACE_S = 0.5  # a launcher, beyond deployment.stop_timeout_s

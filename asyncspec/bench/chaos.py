@@ -31,8 +31,7 @@ BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly
 FREEZES = 0.25  # share of faults that are not deaths
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
 CUTS = 10
-SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5")
-REPLACED = ("generator0", "logprob", "draft_adapter")
+SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5", "deployment.standby=2")
 
 
 class ChaosBenchmark(Benchmark):
@@ -149,13 +148,12 @@ def timed(faults: list[dict], events: list[dict]) -> list[dict]:
     result = []
     for fault in faults:
         later = [event for event in events if event["time"] >= fault["time"] - 0.01]
-        lost = next((e["time"] for e in later if (e["event"] == "lost" and e["actor"] == fault["actor"])
-                     or (fault["role"] == "controller" and e["event"] == "resumed")), None)
-        back = "joined" if fault["role"] in REPLACED else "ready"
+        # A fault that hits while all is being started again has no loss of its own: the restart mends it too.
+        noted = next((e for e in later if e["event"] == "resumed" or (e["event"] == "lost" and e["actor"] == fault["actor"])), None)
+        lost = noted["time"] if noted is not None else None
         replaced = next((e["time"] for e in later if lost is not None and e["time"] >= lost and (e["event"] == "ready" or (
-            e["event"] == back and e["actor"].partition(".")[0] == fault["role"]))), None)
-        told = lost is not None and fault["role"] != "controller"  # whose ledger is silent until it is back
-        result.append(fault | ({"detected": lost - fault["time"]} if told else {})
+            e["event"] == "joined" and noted["event"] == "lost" and e["actor"].partition(".")[0] == fault["role"]))), None)
+        result.append(fault | ({"detected": lost - fault["time"]} if noted is not None and noted["event"] == "lost" else {})
                       | ({} if replaced is None else {"recovered": replaced - fault["time"]}))
     return result
 

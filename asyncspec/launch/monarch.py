@@ -2,7 +2,7 @@
 
 Monarch starts the processes and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
 own supervision may take half a minute). The actors do not know Monarch; `_Host` is the only Monarch actor and plays whatever
-role it is given. One spare process, with all libraries loaded, waits for whichever actor dies next.
+role it is given. Spare processes, with all libraries loaded, wait for whichever actors die next.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Processes:
         self._host = monarch.this_host()
         self._meshes: list = []
         self._idle: dict[str, list] = {}  # by first name of the actor it has played
-        self._spare = None
+        self._spares: list = []
 
     def make(self):
         self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}"))
@@ -98,18 +98,15 @@ class _Processes:
         """A host for an actor, as warm as there is."""
         if self._idle.get(first_name(name)):
             return self._idle[first_name(name)].pop()
-        if self._spare is not None:
-            host, self._spare = self._spare, None
-            return host
-        return self.make()
+        return self._spares.pop(0) if self._spares else self.make()
 
     def give_back(self, name: str, host) -> None:
         self._idle.setdefault(first_name(name), []).append(host)
 
-    def keep_spare(self) -> None:
-        if self._spare is None:
-            self._spare = self.make()
-            self._spare.warm.call_one()
+    def keep_spares(self, count: int) -> None:
+        if len(self._spares) < count:
+            self._spares.append(self.make())
+            self._spares[-1].warm.call_one()
 
     def stop(self) -> None:
         """End every process. A mesh takes a second to stop, so all at once."""
@@ -137,10 +134,9 @@ class _Attempt:
         self.results[spec.name] = host.run.call_one()
         self.started = time.monotonic()
 
-    def _keep_spare(self) -> None:
-        due = time.monotonic() - self.started > STANDBY_AFTER_S and not self.prepared
-        if due and self.config.deployment.standby and self.supervisor.replacements and not self.interrupt.count:
-            self.processes.keep_spare()
+    def _keep_spares(self) -> None:
+        if time.monotonic() - self.started > STANDBY_AFTER_S and not self.prepared and not self.interrupt.count:
+            self.processes.keep_spares(min(self.config.deployment.standby, self.supervisor.replacements))
 
     def watch(self) -> int:
         """Start all, and see to them until the controller has ended; returns the exit code."""
@@ -188,7 +184,7 @@ class _Attempt:
                 if name == "controller":
                     code = value
             self.supervisor.turn()
-            self._keep_spare()
+            self._keep_spares()
             if self.supervisor.overdue:
                 code = 130
         for descriptor in names:

@@ -121,7 +121,8 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
     Args:
         ended: callable(whether the controller has ended, as far as this rank knows) -> whether it has.
     """
-    codes, run_ended, killed, started, spare = {}, 0.0, set(), time.monotonic(), None
+    codes, run_ended, killed, started = {}, 0.0, set(), time.monotonic()
+    spares: list[subprocess.Popen] = []
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
@@ -142,14 +143,15 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
             if code < 0 and not run_ended and (new := supervisor.died(name, signal.Signals(-code).name)) is not None:
                 codes[name] = 0
                 new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()
-                children[new.name], spare = _play(spare, new) if spare and spare.poll() is None else _start(new), None
-        if (config.deployment.standby and spare is None and supervisor.replaceable and supervisor.replacements and not run_ended
-                and time.monotonic() - started > STANDBY_AFTER_S):
-            spare = _start(None)
+                spares = [spare for spare in spares if spare.poll() is None]
+                children[new.name] = _play(spares.pop(0), new) if spares else _start(new)
+        wanted = min(config.deployment.standby, supervisor.replacements) if supervisor.replaceable and not run_ended else 0
+        if len(spares) < wanted and time.monotonic() - started > STANDBY_AFTER_S:
+            spares.append(_start(None))
         if supervisor.overdue:
             for child in children.values():
                 child.kill()
-    if spare is not None:
+    for spare in spares:
         spare.kill()
         spare.wait()
     ended("controller" in codes)
