@@ -167,8 +167,10 @@ def _add_bench(commands) -> None:
                     "  attribution  whether time is charged to its cause: delays put into known places, and found again (about 10 minutes)\n"
                     "  chaos        a hundred actors killed or frozen at random in a default run (about 15 minutes)\n"
                     "  fuzz         a million damaged frames and a thousand damaged configurations: what is refused (about 5 minutes)\n"
-                    "  soak         half an hour of a small job: memory, file descriptors and threads of each actor")
-    bench.add_argument("name", help="async, engine, speculation, drafts, adapter, attribution, chaos, fuzz or soak")
+                    "  soak         half an hour of a small job: memory, file descriptors and threads of each actor\n"
+                    "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside published\n"
+                    "               figures; needs root (about 10 minutes)")
+    bench.add_argument("name", help="async, engine, speculation, drafts, adapter, attribution, chaos, fuzz, soak or deployment")
     bench.add_argument("--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)")
     bench.add_argument("--repeats", type=int, default=0, metavar="N", help="repetitions of each variant (default: the benchmark's own)")
     bench.add_argument("overrides", nargs="*", default=[], metavar="field=value",

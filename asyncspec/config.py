@@ -59,6 +59,7 @@ class SamplingConfig:
 
 @dataclass
 class EngineConfig:
+    kind: str = "torch"  # torch: the embedded engine; mock: waits instead of computing, see mock
     slots: int = 64  # sequences in flight in one generator
     max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
@@ -98,6 +99,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
+    kind: str = "torch"  # torch; mock: trainer and logprob wait instead of computing, see mock
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     threads: int = 1  # CPU threads of the trainer
     logprob_threads: int = 1  # CPU threads of the logprob actor
@@ -125,6 +127,25 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = 20  # steps between two checkpoints to resume from, written in the background; 0: one at the end
     keep: int = 2  # newest ones that stay
+
+
+@dataclass
+class MockConfig:
+    time_scale: float = 0.05  # seconds here for one on the machines that are mocked; all below is in theirs
+    gpus: int = 8  # that one generator stands for
+    token_s: float = 0.003  # a decoding step of a GPU: reading the weights
+    row_s: float = 0.0001  # and what each live sequence of the GPU adds
+    acceptance: float = 2.77  # tokens a verification emits
+    draft_length: int = 3  # k
+    draft_share: float = 0.266  # of a decoding step, that each proposed token adds
+    tokens_median: float = 6000.0  # of a response, log-normal
+    tokens_sigma: float = 0.6  # of its logarithm
+    tokens_max: int = 20480  # where it is cut off
+    token_unit: int = 64  # tokens for which one is really sent
+    logprob_s: float = 17.9  # all groups of a step in logprob
+    train_s: float = 31.4  # all groups of a step in the trainer
+    prepare_s: float = 2.1  # from a version's publication to its arrival in the generators
+    weights: int = 100_000  # elements really broadcast
 
 
 @dataclass
@@ -161,6 +182,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    mock: MockConfig = field(default_factory=MockConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
 
@@ -176,7 +198,7 @@ class Config:
     @property
     def draft_trainer(self) -> str:
         """Who trains the draft while the policy moves: draft_adapter, the trainer (mtp, the policy's own), or nobody ("")."""
-        if not self.draft.adapt:
+        if not self.draft.adapt or self.trainer.kind == "mock":
             return ""
         return {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}.get(self.speculation.method, "")
 

@@ -62,6 +62,16 @@ def check(config: Config) -> None:
         parse_faults(config.deployment.faults)
     except ValueError as error:
         raise ConfigError(f"deployment.faults={config.deployment.faults!r}: {error}; expected for example generator0:swap:2:kill") from None
+    choice("engine.kind", ("torch", "mock"))
+    choice("trainer.kind", ("torch", "mock"))
+    need((config.engine.kind == "mock") == (config.trainer.kind == "mock"), "trainer.kind",
+         f"{config.engine.kind}, as engine.kind: what one sends the other must be able to learn from", config.engine.kind)
+    for name in ("time_scale", "token_s", "tokens_median", "tokens_sigma", "acceptance"):
+        need(value_of(config, f"mock.{name}") > 0, f"mock.{name}", "more than 0", default_of(f"mock.{name}"))
+    for name in ("gpus", "tokens_max", "token_unit", "weights"):
+        at_least(f"mock.{name}", 1)
+    for name in ("row_s", "draft_share", "draft_length", "logprob_s", "train_s", "prepare_s"):
+        at_least(f"mock.{name}", 0)
     choice("engine.kv_at_swap", ("keep", "recompute"))
     choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))

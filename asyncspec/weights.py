@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class BroadcastGroup:
             else:
                 options = dist.ProcessGroupGloo._Options()
                 options._timeout = timeout
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=store_host)]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(store_host, store_port))]
                 self._group = dist.ProcessGroupGloo(prefix, rank, size, options)
         except RuntimeError as error:
             raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
@@ -122,6 +123,13 @@ class BroadcastGroup:
     def record(self, version: int, elements: int) -> torch.Tensor:
         """The commit record that follows a payload."""
         return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This host's address on the way to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return probe.getsockname()[0]
 
 
 class _Lane:

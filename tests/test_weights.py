@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncspec import weights
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.messages import Membership, Publish
 from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver
@@ -79,14 +80,18 @@ def test_each_version_arrives_whole_and_in_order():
     publisher.close()
 
 
-def test_a_member_that_never_comes_is_an_error_and_not_a_hang():
+def test_a_member_that_never_comes_is_reported_and_without_a_new_epoch_an_error(monkeypatch):
+    monkeypatch.setattr(weights, "REGROUP_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(tensors(0)))
     publisher.form(Membership("policy", 1, ["trainer", "absent"], "gloo"), 1.0, lambda: None)
+    told = []
     with pytest.raises(BroadcastError, match="absent"):
         for _ in range(200):
+            publisher.tend(told.append)
             publisher.check()
             time.sleep(0.05)
+    assert [(message.name, message.kind, message.epoch) for message in told] == [("trainer", "policy", 1)]
 
 
 def test_a_snapshot_is_a_copy_and_views_name_its_parts():

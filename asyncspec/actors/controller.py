@@ -25,7 +25,7 @@ from asyncspec.actors.base import REPORT_EVERY_S, ActorSpec, first_name, held
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.tickets import ARRIVED, GENERATED, Evaluations, TicketBook, TicketMaker
 from asyncspec.config import from_yaml, resolve_path
-from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S
+from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S
 from asyncspec.faults import Faults
 from asyncspec.heartbeat import SUFFIX, Vigil
 from asyncspec.lag import PolicyClock
@@ -77,6 +77,7 @@ class Controller:
         self.accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
         self.counters: dict[str, float] = {}
         self.vigil = Vigil(deployment.silent_timeout_s, deployment.turn_timeout_s)
+        self.condemned: dict[str, float] = {}  # actors whose launcher was asked to kill them, and when
         self.ready: set[str] = set()
         self.launchers: set[str] = set()
         self.gone: set[str] = set()
@@ -294,6 +295,9 @@ class Controller:
         if isinstance(message, m.Beat):
             if sender == message.name:  # a launcher's: its own loop beats
                 self.launchers.add(sender)
+            elif message.name in self.gone and message.name in self.condemned:
+                if time.monotonic() - self.condemned[message.name] > KILLED_S:
+                    self._condemn(message.name, "was cut off")
             elif message.name not in self.gone and message.name in self.names and sender == message.name + SUFFIX:
                 self.vigil.heard(message.name, message.turn_s if message.name in self.ready else 0.0)
         elif isinstance(message, m.ClockAsked):
@@ -353,15 +357,29 @@ class Controller:
         for name, what in self.vigil.overdue():
             self.ledger.note("frozen", actor=name, what=what)
             self.console.line(f"{name} is {what}")
-            for launcher in self.launchers:
-                self.server.send(launcher, m.Kill(name, what))
+            self._condemn(name, what)
+        for name, at in list(self.condemned.items()):
+            if time.monotonic() - at > KILLED_S and name in self._present():  # nobody has answered for it
+                self._lost(m.Interrupt(f"{name} is cut off", name))
+
+    def _condemn(self, name: str, what: str) -> None:
+        """Ask whichever launcher has it to end its process."""
+        self.condemned[name] = time.monotonic()
+        for launcher in self.launchers:
+            self.server.send(launcher, m.Kill(name, what))
 
     def _lost(self, message: m.Interrupt) -> None:
         """An actor's process has died."""
         name = message.lost
-        if name in self.gone or name not in self.names:
+        if name not in self.names:
             return
         role = self.names[name]
+        if name in self.gone:
+            if name in self.condemned and message.replacement and not self.stop_reason:  # cut off, and back again
+                self.joining[message.replacement] = time.monotonic()
+                self.names[message.replacement] = role
+                self.console.line(f"{name} can be reached again; {message.replacement} takes its place")
+            return
         if role == "draft_adapter" and not message.replacement and self.broadcasts is not None:
             self._lost_adapter(name, message.reason)
             return
@@ -371,7 +389,8 @@ class Controller:
         ending = self.stop_reason
         if ending and role != "trainer":  # whose checkpoint alone is waited for
             return
-        if message.replacement:
+        spare = role == "generator" and name in self.condemned and len(self.generators) > 1
+        if message.replacement or spare:
             self._replace(name, role, message)
         elif message.may_restart and ending in ("", "finished"):
             self.resuming, self.stop_reason = True, message.reason
@@ -393,9 +412,10 @@ class Controller:
     def _replace(self, name: str, role: str, message: m.Interrupt) -> None:
         """Issue again what it had, and let the others go on until its replacement is there."""
         self.moved = time.monotonic()
-        if self.broadcasts is not None:
+        if self.broadcasts is not None and message.replacement:
             self.joining[message.replacement] = self.moved
-        self.names[message.replacement] = role
+        if message.replacement:
+            self.names[message.replacement] = role
         again = 0
         if role == "generator":
             self.generators = [other for other in self.generators if other != name]
@@ -411,7 +431,8 @@ class Controller:
             self.counters[counter] = self.counters.get(counter, 0) + count
         if self.broadcasts is not None:
             self.broadcasts.remove(name)
-        self.console.line(f"{message.reason}: {f'{again} tickets are issued again; ' if again else ''}{message.replacement} takes its place")
+        after = f"{message.replacement} takes its place" if message.replacement else "the others go on"
+        self.console.line(f"{message.reason}: {f'{again} tickets are issued again; ' if again else ''}{after}")
 
     def _arrived(self, hello: m.Hello) -> None:
         """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""

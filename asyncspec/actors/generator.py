@@ -48,24 +48,13 @@ class Generator(Actor):
         return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
 
     def load(self) -> None:
-        from asyncspec.engine.torch_engine import TorchEngine
-        from asyncspec.models import policy, tokenizer
-        from asyncspec.speculation.make import drafter_maker
+        from asyncspec.engine.make import make_engine
+        from asyncspec.models import tokenizer
 
         c = self.config
-        path = resolve_path(c.model.path)
         self.rewarder = Rewarder(load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures)
-        self.tokenizer = tokenizer.load(path)
-        model, shape = policy.load(path)
-        self.engine = TorchEngine(
-            shape, drafter_maker(c.speculation.method, resolve_path(c.draft_directory), shape), slots=c.engine.slots,
-            max_prompt_tokens=c.engine.max_prompt_tokens,
-            max_response_tokens=c.sampling.max_response_tokens, draft_length=c.speculation.draft_length,
-            temperature=c.sampling.temperature, top_p=c.sampling.top_p, top_k=c.sampling.top_k,
-            kv_at_swap=c.engine.kv_at_swap, compile_layers=c.engine.compile, device=self.device,
-        )
-        self.engine.load_policy(dict(model.named_parameters()), 0)
-        self.engine.draft_version = 0
+        self.tokenizer = tokenizer.load(resolve_path(c.model.path))
+        self.engine = make_engine(c, self.device)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = self.outbox("logprob", welcome, self.delay.seconds.get("queue", 0.0))
@@ -75,7 +64,7 @@ class Generator(Actor):
         self.receivers = {}
         for kind, module in parts.items():
             self.receivers[kind] = Receiver(
-                welcome.store_host, welcome.store_port, kind, self.name, self.engine.device,
+                welcome.store_host, welcome.store_port, kind, self.name, self.device,
                 Layout.of(dict(module.named_parameters())), lambda version, kind=kind: self._received.append((kind, version)))
         self._received: deque[tuple[str, int]] = deque()
         self.workers = list(self.receivers.values())

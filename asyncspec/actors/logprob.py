@@ -9,6 +9,8 @@ counted: the trainer never waits for the draft.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
+from typing import Callable
 
 import numpy as np
 import torch
@@ -99,28 +101,14 @@ class Logprob(Actor):
                     parameter.copy_(tensors[name])
             self.swapped = now()
 
-    @torch.inference_mode()
     def _process(self, group: m.Group, arrays: m.Arrays, arrived: float) -> None:
-        from asyncspec.drafts.supervision import from_pass
-        from asyncspec.models.policy import hidden_states
-        from asyncspec.rl.batch import padded, response_logprobs
-
         start, ticket = now(), group.ticket
         self.delay("logprob")
         self.fault("work")
         # Weights that came while the group lay here are what it waited for, if it needed them.
         needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
         waited_until = self.swapped if needed else arrived
-        temperature = self.config.sampling.temperature
-        tokens_GL, mask_GL = padded(ticket.prompt_tokens, arrays, self.device)
-        supervising = self._wants_supervision(ticket.step)
-        hidden_GLD, features_GLE = hidden_states(
-            self.model, tokens_GL, None, self.aux_layers if supervising else ())
-        logits_GLV = self.model.lm_head(hidden_GLD)
-        arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
-        if self.reference is not None:
-            reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
-            arrays["reference"] = response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
+        supervision = self.score(group, arrays, self._wants_supervision(ticket.step))
         end = now()
         self.recorder.add("logprob", start, end, ticket.step, ticket.ticket_id, self.version)
         phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
@@ -129,9 +117,32 @@ class Logprob(Actor):
             m.Group(ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
                     group.accepted, group.draft_version, phases, self.version), arrays)
         self.fault("send")
-        if supervising:
+        if supervision is not None:
             with self.recorder.span("offer", ticket.step, ticket.ticket_id, self.version):
-                self._offer(ticket, from_pass(self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))
+                self._offer(ticket, supervision())
+
+    @torch.inference_mode()
+    def score(self, group: m.Group, arrays: m.Arrays, supervising: bool) -> Callable | None:
+        """The target's pass over a group: adds proximal and, with a KL term, reference logprobs to its arrays.
+
+        Returns:
+            With `supervising`, what makes the draft's supervision from the same pass, once there is time for it.
+        """
+        from asyncspec.drafts.supervision import from_pass
+        from asyncspec.models.policy import hidden_states
+        from asyncspec.rl.batch import padded, response_logprobs
+
+        temperature = self.config.sampling.temperature
+        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays, self.device)
+        hidden_GLD, features_GLE = hidden_states(
+            self.model, tokens_GL, None, self.aux_layers if supervising else ())
+        logits_GLV = self.model.lm_head(hidden_GLD)
+        arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
+        if self.reference is not None:
+            reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
+            arrays["reference"] = response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
+        if supervising:
+            return torch.inference_mode()(partial(from_pass, self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))
 
     def _wants_supervision(self, step: int) -> bool:
         if self.to_adapter is None or self.waiting:

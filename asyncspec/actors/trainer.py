@@ -149,8 +149,12 @@ class Trainer(Actor):
 
             mtp = draft.load("mtp", resolve_path(c.draft_directory), self.shape, self.model)
             self.mtp = DraftTrainer(mtp.module.to(self.device), mtp.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
+        self.load_checkpoint()
+
+    def load_checkpoint(self) -> None:
+        """Go on from where the run was, if it was begun before."""
         run_dir = Path(self.spec.run_dir)
-        self.checkpoints = checkpoint.Checkpoints(run_dir, "trainer", c.checkpoint.keep)
+        self.checkpoints = checkpoint.Checkpoints(run_dir, "trainer", self.config.checkpoint.keep)
         if self.step_index:
             self._restore(checkpoint.where(run_dir, "trainer", self.step_index))
 
@@ -258,17 +262,21 @@ class Trainer(Actor):
         self.control.send(m.Notice(self.name, f"{error}; the run goes on, the checkpoints before it are as they were"))
 
     def finish(self) -> None:
-        """Write the policy as a Hugging Face directory, and a checkpoint to resume from."""
-        from asyncspec.models import policy
-
-        directory = Path(self.spec.run_dir) / "checkpoint" / "policy"
-        policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path), self.mtp and self.mtp.draft)
-        self.log(f"policy of version {self.step_index} written to {directory}")
+        """Write the policy, and a checkpoint to resume from."""
+        self.save_policy()
         self._tend_checkpoint(wait=True)
         self.accumulator.clear()  # of a step that was begun
         if self.saved_version < self.step_index and not self._code:
             self._save()
             self._tend_checkpoint(wait=True)
+
+    def save_policy(self) -> None:
+        """Write the policy as a Hugging Face directory."""
+        from asyncspec.models import policy
+
+        directory = Path(self.spec.run_dir) / "checkpoint" / "policy"
+        policy.save(self.model, self.shape, directory, resolve_path(self.config.model.path), self.mtp and self.mtp.draft)
+        self.log(f"policy of version {self.step_index} written to {directory}")
 
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]

@@ -31,6 +31,7 @@ NAMES = {
     "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
     "drafts": "asyncspec.bench.drafts", "adapter": "asyncspec.bench.adapter", "attribution": "asyncspec.bench.attribution",
     "chaos": "asyncspec.bench.chaos", "fuzz": "asyncspec.bench.fuzz", "soak": "asyncspec.bench.soak",
+    "deployment": "asyncspec.bench.deployment",
 }
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 

@@ -24,9 +24,13 @@ CLASSES = {
 }
 
 
+MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "logprob": ("asyncspec.mock.actors", "MockLogprob")}
+
+
 def make(spec: ActorSpec):
     """The actor object; modules are imported only for the role that is played."""
-    module, name = CLASSES[spec.role]
+    mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
+    module, name = (MOCKED if mocked else CLASSES)[spec.role]
     return getattr(importlib.import_module(module), name)(spec)
 
 

@@ -1,0 +1,125 @@
+"""bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace and a torchrun for each process's host, real
+queues, lag, broadcasts and attribution; only the computing is waited for (configs/mock_rl_think_8b.yaml says how long, and why).
+
+Variants: no speculation; speculation; speculation with one generating node cut off from the network for a while. One process stands for
+the two nodes that train and one for the two of logprob, so there are 15 hosts, the controller's included.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Sequence
+
+from asyncspec import ledger
+from asyncspec.audit import violations
+from asyncspec.bench.harness import Benchmark, Samples, ratio
+from asyncspec.bench.hosts import Hosts
+from asyncspec.config import Config, ConfigError, load
+from asyncspec.timing.exporters import read_rows
+
+CONFIG, SKIP = "mock_rl_think_8b", 2  # steps that fill the pipeline
+LONGEST_S = 900.0
+CUT_AFTER, CUT_S = 4, 12.0  # steps, and seconds here
+PUBLISHED = {"exposed_generation_ar_s": 10.4, "exposed_generation_spec_s": 0.6, "step_ar_s": 75.0, "step_spec_s": 60.5}
+
+
+class DeploymentBenchmark(Benchmark):
+    name = "deployment"
+    repeats = 1
+    variants = ("ar", "spec", "spec, a node cut off")
+    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "prepare_s", "recovery_s", "train_s", "lag_violations", "generators_lost")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out.absolute()
+        self.config = self._config("ar")
+        self.hosts = Hosts(3 + self.config.deployment.generators)
+
+    def _config(self, variant: str) -> Config:
+        return load(CONFIG, self._settings(variant))
+
+    def _settings(self, variant: str) -> list[str]:
+        return [f"speculation.method={'none' if variant == 'ar' else 'ngram'}", "deployment.silent_timeout_s=3", *self.overrides]
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        run_dir = self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}"
+        logs = run_dir.with_suffix(".hosts")
+        logs.mkdir(parents=True, exist_ok=True)
+        nodes = []
+        for i in range(self.hosts.count):
+            nodes.append(self.hosts.start(i, [
+                "-m", "torch.distributed.run", "--nnodes", str(self.hosts.count), "--nproc-per-node", "1", "--node-rank", str(i),
+                "--master-addr", self.hosts.address(0), "--master-port", str(29500 + repetition), "-m", "asyncspec.cli", "train", "--config", CONFIG,
+                "--run-dir", str(run_dir), *self._settings(variant), f"deployment.host={self.hosts.address(i)}"], logs / f"{i}.log"))
+        try:
+            self._attend(variant, run_dir, nodes)
+        finally:
+            for node in nodes:
+                if node.poll() is None:
+                    os.killpg(node.pid, signal.SIGTERM)
+            for node in nodes:
+                try:
+                    node.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(node.pid, signal.SIGKILL)
+        rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+        if len(rows) < self.config.steps:
+            raise ConfigError(f"bench deployment: {variant}: {len(rows)} of {self.config.steps} steps; see {logs} and {run_dir}/logs")
+        scale, steady = self.config.mock.time_scale, rows[SKIP:]
+
+        def mean(key: str) -> float:
+            return statistics.fmean(row[key] for row in steady) / scale
+
+        found = violations(ledger.read(run_dir), self.config.policy_lag, self.config.rl.groups_per_step, len(rows))
+        return {"step_s": mean("time/step"), "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
+                **{f"{part}_s": mean(f"time/{part}") for part in (
+                    "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "admission", "transport", "data", "train", "other")},
+                "generation_s": mean("time/generation"), "violations": len(found), "generators_lost": rows[-1].get("recovery/generators_lost", 0),
+                "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > self.config.policy_lag for row in rows)}
+
+    def _attend(self, variant: str, run_dir: Path, nodes: list[subprocess.Popen]) -> None:
+        """Until the controller's node has ended; cut one off in between, if that is to be."""
+        deadline, cut = time.monotonic() + LONGEST_S, 0.0
+        victim = self.hosts.count - 1
+        while nodes[0].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+            if variant.endswith("cut off") and not cut and (run_dir / "metrics.jsonl").exists() and len(read_rows(run_dir / "metrics.jsonl")) >= CUT_AFTER:
+                cut = time.monotonic()
+                self.hosts.cut_off(victim)
+            if cut > 0 and time.monotonic() - cut > CUT_S:
+                cut = -1.0
+                self.hosts.cut_off(victim, off=False)
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        def mean(variant: str, key: str) -> float:
+            return statistics.fmean(sample[key] for sample in samples[variant])
+
+        return {"exposed_generation_ar_s": mean("ar", "exposed_generation_s"), "exposed_generation_spec_s": mean("spec", "exposed_generation_s"),
+                "step_ar_s": mean("ar", "step_s"), "step_spec_s": mean("spec", "step_s"), "step_speedup": ratio(samples, "step_s", "ar", "spec"),
+                "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
+                "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
+                "step_cut_off_s": mean("spec, a node cut off", "step_s"), "time_scale": self.config.mock.time_scale,
+                "links_shaped": float(self.hosts.shaped)}
+
+    def plot(self, axes, samples: Samples) -> None:
+        parts = ("train", "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "other")
+        left = [0.0] * len(self.variants)
+        for part in parts:
+            values = [statistics.fmean(s[f"{part}_s"] for s in samples[v]) for v in self.variants]
+            axes.barh(self.variants, values, left=left, label=part)
+            left = [a + b for a, b in zip(left, values)]
+        for variant, key in (("ar", "step_ar_s"), ("spec", "step_spec_s")):
+            axes.plot([PUBLISHED[key]], [variant], "k|", markersize=30, label="published" if variant == "ar" else None)
+        axes.set_xlabel("seconds per step on the machines that are mocked")
+        axes.legend(fontsize=7)
+
+    def close(self) -> None:
+        self.hosts.close()
+
+
+def make(overrides: Sequence[str], out: Path) -> DeploymentBenchmark:
+    return DeploymentBenchmark(overrides, out)

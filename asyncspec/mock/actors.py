@@ -1,0 +1,63 @@
+"""Trainer and logprob actors whose passes take time and compute nothing; their queues, order, lag and broadcasts are the real ones."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from asyncspec import checkpoint
+from asyncspec import messages as m
+from asyncspec.actors.logprob import Logprob
+from asyncspec.actors.trainer import Trainer
+from asyncspec.mock.engine import MockModel
+
+
+class MockAccumulator:
+    """In place of GradientAccumulator."""
+
+    def __init__(self, model: MockModel, group_s: float) -> None:
+        self.model, self.group_s, self.updates = model, group_s, 0
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+    def state(self) -> dict:
+        return {**checkpoint.learned(self.model, self.optimizer), "updates": self.updates}
+
+    def restore(self, state: dict) -> None:
+        self.updates = state["updates"]
+
+    def clear(self) -> None:
+        pass
+
+    def add(self, group: m.Group, arrays: m.Arrays) -> None:
+        time.sleep(self.group_s)
+
+    def step(self) -> dict[str, float]:
+        self.updates += 1
+        with torch.no_grad():
+            self.model.weight.fill_(self.updates)
+        return {}
+
+
+class MockTrainer(Trainer):
+    def load(self) -> None:
+        mock = self.config.mock
+        self.model, self.mtp, self.mtp_due = MockModel(mock.weights), None, 0
+        self.accumulator = MockAccumulator(self.model, mock.train_s * mock.time_scale / self.config.rl.groups_per_step)
+        self.delay.seconds["broadcast"] = mock.prepare_s * mock.time_scale
+        self.load_checkpoint()
+
+    def save_policy(self) -> None:
+        """There is none."""
+
+
+class MockLogprob(Logprob):
+    def load(self) -> None:
+        mock = self.config.mock
+        self.model, self.reference = MockModel(mock.weights), None
+        self.group_s = mock.logprob_s * mock.time_scale / self.config.rl.groups_per_step
+
+    def score(self, group: m.Group, arrays: m.Arrays, supervising: bool) -> None:
+        time.sleep(self.group_s)
+        arrays["proximal"] = np.zeros_like(arrays["behaviour"])
