@@ -359,7 +359,8 @@ class Controller:
             self.console.line(f"{name} is {what}")
             self._condemn(name, what)
         for name, at in list(self.condemned.items()):
-            if time.monotonic() - at > KILLED_S and name in self._present():  # nobody has answered for it
+            dispensable = name in self.generators and len(self.generators) > 1
+            if time.monotonic() - at > KILLED_S and dispensable:  # nobody has answered for it
                 self._lost(m.Interrupt(f"{name} is cut off", name))
 
     def _condemn(self, name: str, what: str) -> None:
@@ -389,8 +390,8 @@ class Controller:
         ending = self.stop_reason
         if ending and role != "trainer":  # whose checkpoint alone is waited for
             return
-        spare = role == "generator" and name in self.condemned and len(self.generators) > 1
-        if message.replacement or spare:
+        others = name in self.condemned and role == "generator" and len(self.generators) > 1
+        if message.replacement or others:
             self._replace(name, role, message)
         elif message.may_restart and ending in ("", "finished"):
             self.resuming, self.stop_reason = True, message.reason
