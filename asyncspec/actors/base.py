@@ -117,6 +117,7 @@ class Actor(ABC):
             self.load()
             self._loaded = True
             # What is loaded stays: going through it again in every full collection would stop all threads, the heart's too, for half a second.
+            gc.unfreeze()  # what an actor that played here before had loaded
             gc.collect()
             gc.freeze()
             self.fault("boot")
