@@ -34,6 +34,7 @@ class Checkpoints:
         import torch.distributed.checkpoint  # noqa: F401  it takes a second, which belongs to loading
 
         self.run_dir, self.folder, self.kind, self.keep = run_dir, run_dir / FOLDER, kind, keep
+        drop_cut_short(run_dir, kind)  # by one whose place this actor takes
         self._pool = ThreadPoolExecutor(1, f"checkpoint-{kind}")
         self._writing: tuple[int, Future] | None = None
 
@@ -134,6 +135,12 @@ def drop_after(run_dir: Path, kind: str, version: int) -> None:
     for later, found in _found(run_dir / FOLDER, kind):
         if later > version:
             shutil.rmtree(found, ignore_errors=True)
+
+
+def drop_cut_short(run_dir: Path, kind: str) -> None:
+    """Remove what a writer that died had begun."""
+    for path in (run_dir / FOLDER).glob(f"{kind}-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def damage(path: Path) -> str:

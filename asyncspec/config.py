@@ -153,7 +153,7 @@ class DeploymentConfig:
     generators: int = 1  # generator actors
     device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
     host: str = "127.0.0.1"  # address the actors of this host bind to
-    replacements: int = 8  # generators, logprob actors and draft adapters that may be started in place of ones that died, in a run
+    replacements: int = 8  # generators, logprob actors and draft adapters that may be started in place of ones that died, between two starts of all
     restarts: int = 3  # times all may be started again from the last checkpoint because the trainer or the controller died
     standby: int = 1  # spare processes, which have loaded all libraries, kept for the next replacements
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect

@@ -10,6 +10,7 @@ REGROUP_S = 30.0  # from a failed broadcast until the controller must have forme
 CONTROL_LINGER_S = 2.0  # what a process that ends may still take to hand over its last words
 DATA_LINGER_S = 1.0  # the same for groups
 KILLED_S = 2.0  # from the order to kill an actor until its launcher tells of its death; then it is cut off
+LATE_WORD_S = 1.0  # by which an actor's word may come after its launcher's
 LEDGER_S = 10.0  # for a controller that was left behind to let go of the ledger
 MESH_STOP_S = 2.0  # a process mesh of Monarch to stop
 EARLY_STOP_S = 0.5  # actors that have not said they are up, once the run is to end

@@ -7,6 +7,7 @@ launcher kill either, and from there on it is a death like any other.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -30,6 +31,10 @@ class Heart:
         """The main loop is alive."""
         self._turned = time.monotonic()
 
+    def ending(self) -> None:
+        """The main loop is over; what is still to be written takes its time."""
+        self._turned = math.inf
+
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
@@ -37,7 +42,7 @@ class Heart:
     def _beat(self) -> None:
         client = transport.ControlClient(self._address, self.name + SUFFIX)
         while not self._stop.wait(BEAT_EVERY_S):
-            client.send(Beat(self.name, time.monotonic() - self._turned))
+            client.send(Beat(self.name, max(0.0, time.monotonic() - self._turned)))
         client.close(0)
 
 

@@ -22,16 +22,16 @@ def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronou
 
 
 def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions():
-    config = load("mock_rl_think_8b", ["mock.time_scale=0.01", "speculation.method=none", "engine.slots=64"])
+    config = load("mock_rl_think_8b", ["mock.time_scale=0.03", "speculation.method=none", "engine.slots=64"])
     engine, seeds = MockEngine(config), list(range(48))
-    expected = timings.generation_s(config.mock, [timings.response_tokens(config.mock, seed) for seed in seeds], config.mock.gpus, 0) * 0.01
+    expected = timings.generation_s(config.mock, [timings.response_tokens(config.mock, seed) for seed in seeds], config.mock.gpus, 0) * 0.03
     engine.submit(Request(1, [1], seeds, 0))
     start, done = time.monotonic(), []
     while engine.live or engine.waiting:
         done += engine.poll()
         if engine.version == 0 and time.monotonic() - start > expected / 4:
             engine.load_policy({"weight": torch.ones(config.mock.weights)}, 1)
-    assert time.monotonic() - start == pytest.approx(expected, rel=0.25)  # sleeping is never shorter than asked
+    assert 0.95 * expected < time.monotonic() - start < 1.5 * expected  # sleeping is never shorter than asked, longer where others run
     assert sorted(c.sample for c in done) == seeds
     for c in done:
         assert len(c.versions) == len(c.tokens) and torch.all(c.versions.diff() >= 0)

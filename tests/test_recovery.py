@@ -28,7 +28,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
                         faults("logprob", kind, work=6, swap=2, receive=2, send=3, join=1),
                         faults("draft_adapter", kind, work=5, send=1, checkpoint=1, join=1)])
     run_dir, steps = tmp_path / "run", 60
-    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.replacements=40", "draft.publish_every=1", f"deployment.faults={planned}")
+    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.replacements=40", "draft.publish_every=1", f"deployment.faults={planned}", seconds=280)
     output = run.end()
     happened = sorted(path.name for path in (run_dir / "faults").iterdir())
     assert len(happened) >= 12, (happened, output)  # the last ones of the adapter may come too late

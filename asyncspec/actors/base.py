@@ -30,6 +30,7 @@ from asyncspec.timing.spans import Recorder
 
 REPORT_EVERY_S = 1.0
 GONE = "the controller or the launcher is gone"
+LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
@@ -101,7 +102,7 @@ class Actor(ABC):
 
     # What is shared.
     def run(self) -> int:
-        """Live until told to stop; 0 if all went well."""
+        """Live until told to stop; returns 0 if all went well, 1, or LEFT_BEHIND."""
         redirect_output(self.spec)
         self.log(f"{self.name} starts, pid {os.getpid()}")
         transport.use_keys(Path(self.spec.run_dir))
@@ -133,7 +134,10 @@ class Actor(ABC):
             pass
         except Exception as error:
             self._failed("", error)
-        if self._loaded:  # also after a failure: what was learned is worth keeping
+        self.heart.ending()
+        if self.stopping == GONE:  # the run may be going on without this actor: it writes no more
+            self._code = LEFT_BEHIND
+        elif self._loaded:  # also after a failure: what was learned is worth keeping
             try:
                 self.finish()
             except Exception as error:

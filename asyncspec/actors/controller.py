@@ -25,7 +25,7 @@ from asyncspec.actors.base import REPORT_EVERY_S, ActorSpec, first_name, held
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.tickets import ARRIVED, GENERATED, Evaluations, TicketBook, TicketMaker
 from asyncspec.config import from_yaml, resolve_path
-from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S
+from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S
 from asyncspec.faults import Faults
 from asyncspec.heartbeat import SUFFIX, Vigil
 from asyncspec.lag import PolicyClock
@@ -94,9 +94,13 @@ class Controller:
         """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART."""
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
         self.console = Console(self.config, self.run_dir, self.first_step)
-        self.metrics, self.timeline = RunMetrics(self.run_dir, self.first_step), TimelineFile(self.run_dir, self.first_step)
-        self.trace = TraceFile(self.run_dir, self.first_step)
-        self.ledger = ledgers.Ledger(self.run_dir)
+        try:
+            self.ledger = ledgers.Ledger(self.run_dir)
+            self.metrics, self.timeline = RunMetrics(self.run_dir, self.first_step), TimelineFile(self.run_dir, self.first_step)
+            self.trace = TraceFile(self.run_dir, self.first_step)
+        except OSError as error:
+            self.console.line(f"failed: {error}")
+            return 1
         self.book = TicketBook(self.ledger)
         try:
             self._load_data()
@@ -114,7 +118,12 @@ class Controller:
             self.failure = self.stop_reason = str(error)
         except Exception as error:
             self._note_error(error)
-        self._stop_all()
+        try:
+            self._stop_all()
+        except Exception as error:  # what comes from the actors is still written: the disk may be full
+            self._note_error(error)
+        for name in self.launchers:  # from here on this process is silent, and not frozen
+            self.server.send(name, m.Stop(self.stop_reason))
         self._close()
         self.console.end(self.failure, self.stop_reason, self.metrics, self.resuming)
         return RESTART if self.resuming else 1 if self.failure else 0 if self.stop_reason == "finished" else 130
@@ -315,7 +324,7 @@ class Controller:
             self.broadcasts.received(message.kind)
             self.moved = time.monotonic()
         elif isinstance(message, m.Generated):
-            self.book.moved(message.ticket_id, GENERATED)
+            self.book.moved(message.ticket_id, GENERATED, sender)
             self.moved = time.monotonic()
         elif isinstance(message, m.Arrived):
             self.book.moved(message.ticket_id, ARRIVED)
@@ -335,6 +344,8 @@ class Controller:
         elif isinstance(message, m.Failed):
             if self.names.get(message.name) == "draft_adapter" and self.broadcasts is not None:
                 self._lost_adapter(message.name, message.error)
+            elif message.name not in self._present():
+                self.console.line(f"{message.name}, which was given up, failed: {message.error}")
             elif not self.failure:
                 self.failure = self.stop_reason = (
                     f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log")
@@ -358,6 +369,11 @@ class Controller:
             self.ledger.note("frozen", actor=name, what=what)
             self.console.line(f"{name} is {what}")
             self._condemn(name, what)
+        for name, at in self.joining.items():
+            limit = self.config.deployment.start_timeout_s
+            if name in self._present() - self.ready - self.condemned.keys() and time.monotonic() - at > limit:
+                self.console.line(f"{name} has not joined within {limit:.0f} s")
+                self._condemn(name, "did not join")
         for name, at in list(self.condemned.items()):
             dispensable = name in self.generators and len(self.generators) > 1
             if time.monotonic() - at > KILLED_S and dispensable:  # nobody has answered for it
@@ -377,8 +393,7 @@ class Controller:
         role = self.names[name]
         if name in self.gone:
             if name in self.condemned and message.replacement and not self.stop_reason:  # cut off, and back again
-                self.joining[message.replacement] = time.monotonic()
-                self.names[message.replacement] = role
+                self._expect(message.replacement, role)
                 self.console.line(f"{name} can be reached again; {message.replacement} takes its place")
             return
         if role == "draft_adapter" and not message.replacement and self.broadcasts is not None:
@@ -413,32 +428,37 @@ class Controller:
     def _replace(self, name: str, role: str, message: m.Interrupt) -> None:
         """Issue again what it had, and let the others go on until its replacement is there."""
         self.moved = time.monotonic()
-        if self.broadcasts is not None and message.replacement:
-            self.joining[message.replacement] = self.moved
-        if message.replacement:
-            self.names[message.replacement] = role
         again = 0
         if role == "generator":
             self.generators = [other for other in self.generators if other != name]
-            if self.broadcasts is None:
+            if self.broadcasts is None and message.replacement:
                 self.generators.append(message.replacement)
             if name in self.outboxes:
                 self.outboxes.pop(name).close()
             # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice the first counts.
-            again = self.book.reissue(lambda generator, place: generator == name and place != ARRIVED, message.reason)
+            again = self.book.reissue(lambda generator, place, since: generator == name and place != ARRIVED, message.reason)
         elif role == "logprob":
-            again = self.book.reissue(lambda generator, place: place == GENERATED, message.reason)
+            again = self.book.reissue(lambda generator, place, since: place == GENERATED, message.reason)
         for counter, count in ((f"recovery/{role}s_lost", 1), ("recovery/tickets_reissued", again)):
             self.counters[counter] = self.counters.get(counter, 0) + count
         if self.broadcasts is not None:
             self.broadcasts.remove(name)
+        if message.replacement:
+            self._expect(message.replacement, role)
         after = f"{message.replacement} takes its place" if message.replacement else "the others go on"
         self.console.line(f"{message.reason}: {f'{again} tickets are issued again; ' if again else ''}{after}")
 
+    def _expect(self, name: str, role: str) -> None:
+        """An actor is coming up in place of another."""
+        self.names[name] = role
+        if self.broadcasts is not None:
+            self.joining[name] = time.monotonic()
+        if name in self.hellos:  # its own word was quicker than its launcher's
+            self._arrived(self.hellos[name])
+
     def _arrived(self, hello: m.Hello) -> None:
         """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
-        if hello.name in self._present():
-            self.hellos.setdefault(hello.name, hello)
+        self.hellos.setdefault(hello.name, hello)
         if self.broadcasts is None or hello.name not in self.joining or hello.name in self.gone or hello.name in self.broadcasts.devices:
             return
         self.addresses[first_name(hello.name)] = hello.address
@@ -446,6 +466,8 @@ class Controller:
         for name in self._present() & self.hellos.keys():
             self.server.send(name, welcome)
         kinds = {"generator": {"policy": False, "draft": False}, "logprob": {"policy": False}, "draft_adapter": {"draft": True}}
+        if self.names[hello.name] == "logprob" and self.config.adapting and "draft" not in self.broadcasts.members:
+            self.server.send(hello.name, m.Membership("draft", 0, [], ""))  # there is no draft adapter any more
         self.broadcasts.add(hello.name, hello.device, kinds[self.names[hello.name]])
 
     def _joined(self, name: str) -> None:
@@ -454,6 +476,10 @@ class Controller:
             return
         self.moved, role = time.monotonic(), self.names[name]
         seconds = self.moved - self.joining[name]
+        if role == "logprob":
+            # Word of a group that left its generator for the dead one may have come after the loss.
+            lost = self.joining[name] + LATE_WORD_S
+            self.book.reissue(lambda generator, place, since: place == GENERATED and since < lost, "its logprob actor died")
         if role == "generator" and name not in self.generators:
             self.outboxes[name] = transport.Outbox(self.addresses[first_name(name)])
             self.generators.append(name)

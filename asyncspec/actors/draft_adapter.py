@@ -33,7 +33,7 @@ class DraftAdapter(Actor):
         from asyncspec.drafts.training import DraftTrainer
         from asyncspec.models import policy
 
-        os.nice(NICENESS)
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         c = self.config
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
         self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape)

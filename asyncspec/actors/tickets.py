@@ -53,6 +53,7 @@ class _Entry:
     generator: str
     sent: float
     place: str = GENERATING
+    since: float = 0.0  # when it came to that place
 
 
 class TicketBook:
@@ -82,11 +83,15 @@ class TicketBook:
                 load[entry.generator] += len(entry.ticket.seeds)
         return load
 
-    def moved(self, ticket_id: int, place: str) -> None:
-        """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is passed over."""
+    def moved(self, ticket_id: int, place: str, generator: str = "") -> None:
+        """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is passed over.
+
+        Args:
+            generator: whose word it is, if a generator's.
+        """
         entry = self.open.get(ticket_id)
-        if entry is not None and entry.place != ARRIVED:
-            entry.place = place
+        if entry is not None and entry.place != ARRIVED and generator in ("", entry.generator):
+            entry.place, entry.since = place, time.monotonic()
 
     def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
         """Take a ticket off the book; None if it is on it no more."""
@@ -99,15 +104,15 @@ class TicketBook:
         self.ledger.write(event, ticket, **details)
         return ticket
 
-    def reissue(self, lost: Callable[[str, str], bool], reason: str) -> int:
+    def reissue(self, lost: Callable[[str, str, float], bool], reason: str) -> int:
         """Issue again what an actor died with; returns how many.
 
         Args:
-            lost: callable(generator, place) -> whether a ticket there is lost.
+            lost: callable(generator, place, since when there) -> whether such a ticket is lost.
         """
         again = []
         for ticket_id, entry in list(self.open.items()):
-            if lost(entry.generator, entry.place):
+            if lost(entry.generator, entry.place, entry.since):
                 del self.open[ticket_id]
                 again.append(msgspec.structs.replace(entry.ticket, lost=entry.ticket.lost or entry.ticket.issued))
                 self.ledger.write("reissued", entry.ticket, reason=reason, generator=entry.generator)

@@ -58,6 +58,7 @@ class DeploymentBenchmark(Benchmark):
         try:
             self._attend(variant, run_dir, nodes)
         finally:
+            self.hosts.cut_off(self.hosts.count - 1, off=False)
             for node in nodes:
                 if node.poll() is None:
                     os.killpg(node.pid, signal.SIGTERM)

@@ -3,13 +3,15 @@ thousand damaged configurations: none may crash anything, none may be taken for 
 
 - frames: a peer that has the keys sends mutated messages, random bytes, repeated, skipped and oversized ones to a queue and a control
   channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word for word, a message.
-- stranger: the same bytes from peers without the keys; nothing arrives.
+- stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives.
 - configs: fields with values of other types, out of range, misspelt; each is refused in one line, or is what the configuration then says.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -25,8 +27,8 @@ from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.bench.harness import Benchmark, Samples
 
-FRAMES, CONFIGS = 1_000_000, 1_000
-GOOD_EVERY = 50  # frames between two good ones
+FRAMES, STRANGERS, CONFIGS = 1_000_000, 5_000, 1_000
+GOOD_EVERY = 50  # frames, or connections, between two good messages
 SETTLE_S = 20.0
 _COUNTS = ("tried", "refused", "accepted", "crashes", "silent", "lost")
 
@@ -41,11 +43,12 @@ class FuzzBenchmark(Benchmark):
         rng = np.random.default_rng([repetition, 0xF0])
         if variant == "configs":
             return fuzz_configs(rng, CONFIGS)
-        return fuzz_frames(rng, FRAMES // 2, stranger=variant == "stranger")
+        return fuzz_frames(rng, FRAMES) if variant == "frames" else fuzz_strangers(rng, STRANGERS)
 
     def headline(self, samples: Samples) -> dict[str, float]:
         total = {key: sum(s[key] for variant in self.variants for s in samples[variant]) for key in _COUNTS}
-        return {"frames": sum(s["tried"] for v in ("frames", "stranger") for s in samples[v]), "configs": samples["configs"][0]["tried"],
+        return {"frames": samples["frames"][0]["tried"], "frames_unheard": samples["frames"][0]["unheard"],
+                "strangers": samples["stranger"][0]["tried"], "configs": samples["configs"][0]["tried"],
                 "crashes": total["crashes"], "silent_acceptances": total["silent"], "good_messages_lost": total["lost"],
                 "accepted_from_strangers": sum(s["accepted"] for s in samples["stranger"])}
 
@@ -106,87 +109,39 @@ def says_so(header: bytes, message: m.Message) -> bool:
     return isinstance(sent, list) and within(sent[1], read[1])
 
 
-def fuzz_frames(rng: np.random.Generator, count: int, stranger: bool) -> dict[str, float]:
-    """Damaged frames to an inbox and a control server, half each.
-
-    Args:
-        stranger: the sender lacks the keys.
-    """
+def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
+    """Damaged frames from a peer that has the keys, to an inbox and a control server, half each."""
     counts = dict.fromkeys(_COUNTS, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        transport.make_keys(Path(folder))
-        transport.use_keys(Path(folder))
-        inbox, server = transport.Inbox("127.0.0.1", 64), transport.ControlServer("127.0.0.1")
-        good_box, good_control = transport.Outbox(inbox.address), transport.ControlClient(server.address, "good")
-        senders = []
-        for address in (inbox.address, server.address):
-            if stranger:
-                transport.use_keys(Path(folder) / "none")
-            sender = transport._socket(zmq.DEALER, serving=False)
-            sender.identity, sender.linger = b"peer", 0
-            sender.sndhwm = 1000
-            sender.connect(address)
-            senders.append(sender)
-        expected, received, told = [], [], []
+    with _Served() as served:
+        queue, control = served.peer(served.inbox.address), served.peer(served.server.address)
+        queue.send(b"O")
         originals = [m.encode(*example) for example in examples()]
-        number = 0
-
-        def good(message: m.Message) -> bool:
-            return isinstance(message, m.Ready) and message.name.startswith("good")
-
-        def drain() -> None:
-            while (item := inbox.take()) is not None:
-                received.append(item[0])
-            while (item := server.receive()) is not None:
-                told.append(item[1])
-
-        def send(sender: zmq.Socket, frames: list[bytes]) -> None:
-            until = time.monotonic() + 0.2
-            while frames and time.monotonic() < until:
-                try:
-                    sender.send_multipart(frames, zmq.NOBLOCK)
-                    return
-                except zmq.Again:  # strangers' frames go nowhere
-                    if stranger:
-                        return
-                    drain()
-
-        senders[0].send(b"O") if not stranger else None
+        number = 0  # of the last queue frame that counts
         for i in range(count):
             frames = damaged(rng, originals[int(rng.integers(len(originals)))])
             if i % 2:
-                skipped = int(rng.integers(-1, 3)) if rng.random() < 0.05 else 1
+                step = int(rng.integers(-1, 3)) if rng.random() < 0.05 else 1
                 framed = rng.random() < 0.95
-                frames = [b"D", transport._NUMBER.pack(number + skipped if number + skipped > 0 else 0), *frames] if framed else frames
-                number += skipped == 1 and framed
+                number += framed and step == 1 and bool(frames)
+                sent = [b"D", transport._NUMBER.pack(max(0, number + step - (step == 1 and bool(frames)))), *frames] if framed else frames
+            else:
+                sent = frames
+            if not sent:
+                continue
             counts["tried"] += 1
             try:
-                send(senders[0] if i % 2 else senders[1], frames)
-                if i % GOOD_EVERY == 0:
-                    expected.append(m.Ready(f"good {i}"))
-                    good_box.put(expected[-1])
-                    good_control.send(expected[-1])
-                    drain()
-                    good_box.flush()
+                (queue if i % 2 else control).send_multipart(sent)
+                served.drain()
+                if counts["tried"] % GOOD_EVERY == 0:
+                    served.send_good(str(i))
+                    served.settle(counts["tried"])
+                    number = served.inbox._seen.get(b"peer", number)
             except Exception:
                 counts["crashes"] += 1
-        until = time.monotonic() + SETTLE_S
-        while time.monotonic() < until and min(len([b for b in got if good(b)]) for got in (received, told)) < len(expected):
-            try:
-                drain()
-                good_box.flush()
-            except Exception:
-                counts["crashes"] += 1
-            time.sleep(0.01)
-        counts["lost"] = sum([b for b in got if good(b)] != expected for got in (received, told))
-        foreign = [b for got in (received, told) for b in got if not good(b)]
-        counts["accepted"] = len(foreign)
-        counts["refused"] = counts["tried"] - len(foreign)
-        for item in (inbox, server, good_box, *senders):
-            (item.socket if hasattr(item, "socket") else item).close(0)
-        good_control.close(0)
-        transport.use_keys(Path(folder) / "none")
-    # What a frame that is accepted says is looked at once more without the sockets.
+        served.settle(counts["tried"])
+        counts["lost"], counts["accepted"], counts["refused"] = served.good_lost(), len(served.foreign()), served.refused()
+        counts["unheard"] = counts["tried"] - counts["accepted"] - counts["refused"]
+    # Once more without the sockets: what is taken for a message must be what the frame says, word for word.
     for _ in range(min(count, 100_000)):
         frames = damaged(rng, originals[int(rng.integers(len(originals)))])
         try:
@@ -198,6 +153,112 @@ def fuzz_frames(rng: np.random.Generator, count: int, stranger: bool) -> dict[st
             continue
         counts["silent"] += not says_so(frames[0], message)
     return counts
+
+
+def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
+    """Connections of peers without the keys: random bytes, damaged greetings, other keys, no encryption. None gets anything through."""
+    counts = dict.fromkeys(_COUNTS, 0)
+    with _Served() as served:
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+        peers = []
+        for i in range(count):
+            address = (served.inbox, served.server)[i % 2].address
+            counts["tried"] += 1
+            try:
+                if i % 50 == 0:  # a whole client: of another run, or unencrypted
+                    transport.use_keys(served.folder / ("none" if i % 100 else "other"))
+                    peers.append(served.peer(address))
+                    for _ in range(20):
+                        peers[-1].send_multipart(m.encode(m.Ready("stranger")), zmq.NOBLOCK)
+                    transport.use_keys(served.folder)
+                else:
+                    host, port = address.removeprefix("tcp://").split(":")
+                    with socket.create_connection((host, int(port)), timeout=1) as raw:
+                        raw.sendall(greeting[: int(rng.integers(len(greeting) + 1))] + rng.bytes(int(rng.integers(200))))
+                served.drain()
+                if i % GOOD_EVERY == 0:
+                    served.send_good(str(i))
+            except (ConnectionError, TimeoutError):  # it was shown the door
+                pass
+            except Exception:
+                counts["crashes"] += 1
+        served.settle(0)
+        counts["lost"], counts["accepted"] = served.good_lost(), len(served.foreign())
+        counts["refused"] = counts["tried"] - counts["accepted"]
+        for peer in peers:
+            peer.close(0)
+    return counts
+
+
+class _Served:
+    """An inbox and a control server with keys, and somebody who sends good messages to both."""
+
+    def __enter__(self) -> "_Served":
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = Path(self._folder.name)
+        (self.folder / "other").mkdir()
+        for folder in (self.folder / "other", self.folder):
+            transport.make_keys(folder)
+            transport.use_keys(folder)
+        self.inbox, self.server = transport.Inbox("127.0.0.1", 64), transport.ControlServer("127.0.0.1")
+        self.box, self.control = transport.Outbox(self.inbox.address), transport.ControlClient(self.server.address, "good")
+        self.received: list[m.Message] = []  # by queue
+        self.told: list[m.Message] = []  # by control channel
+        self.expected: list[m.Message] = []
+        self._peers: list[zmq.Socket] = []
+        return self
+
+    def __exit__(self, *error) -> None:
+        for item in (self.inbox, self.server, self.box):
+            item.socket.close(0)
+        for peer in self._peers:
+            peer.close(0)
+        self.control.close(0)
+        transport.use_keys(self.folder / "none")
+        self._folder.cleanup()
+
+    def peer(self, address: str) -> zmq.Socket:
+        peer = transport._socket(zmq.DEALER, serving=False)
+        peer.identity, peer.linger = b"peer" if not self._peers or len(self._peers) == 1 else f"peer{len(self._peers)}".encode(), 0
+        peer.connect(address)
+        self._peers.append(peer)
+        return peer
+
+    def send_good(self, text: str) -> None:
+        self.expected.append(m.Ready(f"good {text}"))
+        self.box.put(self.expected[-1])
+        self.control.send(self.expected[-1])
+
+    def drain(self) -> None:
+        self.box.flush()
+        while (item := self.inbox.take()) is not None:
+            self.received.append(item[0])
+        while (item := self.server.receive()) is not None:
+            self.told.append(item[1])
+
+    def settle(self, tried: int) -> None:
+        """Until all good messages have come, and of the others so many are accounted for."""
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            self.drain()
+            if self.good_lost() == 0 and len(self.foreign()) + self.refused() >= tried:
+                return
+            transport.wait([self.inbox, self.server, self.box], 0.01)
+
+    def refused(self) -> int:
+        return self.inbox.rejected + self.inbox.duplicates + self.server.rejected
+
+    def foreign(self) -> list[m.Message]:
+        return [message for got in (self.received, self.told) for message in got if not _good(message)]
+
+    def good_lost(self) -> int:
+        """Good messages that did not come, or came in another order."""
+        return sum(a != b for got in (self.received, self.told)
+                   for a, b in itertools.zip_longest((message for message in got if _good(message)), self.expected))
+
+
+def _good(message: m.Message) -> bool:
+    return isinstance(message, m.Ready) and message.name.startswith("good")
 
 
 _VALUES = ("", "x", "-1", "0", "1", "1.5", "1e400", "nan", "inf", "-inf", "true", "null", "[]", "{}", "[1, 2]", "{a: 1}", "0x10", "1_000", "1e-9",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,12 @@ class Hosts:
 
     def close(self) -> None:
         for i in range(self.count):
+            left = subprocess.run(["ip", "netns", "pids", self._namespace(i)], capture_output=True, text=True).stdout.split()
+            for pid in left:
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
             subprocess.run(["ip", "netns", "del", self._namespace(i)], capture_output=True)
             subprocess.run(["ip", "link", "del", f"{self.name}o{i}"], capture_output=True)
         subprocess.run(["ip", "link", "del", self.name], capture_output=True)

@@ -72,8 +72,10 @@ def launch(config: Config, resume: bool = False) -> int:
                 code = attempt.watch()
             finally:
                 attempt.end()
-            if not attempt.resuming or interrupt.count:
-                return 1 if code not in (0, 130) else code
+            if attempt.resuming and interrupt.count:
+                return 130
+            if not attempt.resuming:
+                return code if code in (0, 130) else 130 if interrupt.count else 1
             version = roles.prepare_resume(config)
         return 1
     finally:
@@ -145,7 +147,7 @@ class _Attempt:
         try:
             self.pids["controller"], address = self._controller()
         except KeyboardInterrupt:
-            print("stopped early: interrupted; nothing was trained yet", flush=True)
+            print("stopped early: interrupted while starting", flush=True)
             return 130
         for spec in self.specs[1:]:
             self._play(msgspec.structs.replace(spec, control_address=address))

@@ -22,9 +22,10 @@ from typing import Callable
 import msgspec
 
 from asyncspec import transport
-from asyncspec.actors.base import ActorSpec
+from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
+from asyncspec.actors.controller import RESTART
 from asyncspec.config import Config
-from asyncspec.deadlines import STANDBY_AFTER_S
+from asyncspec.deadlines import LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
@@ -123,6 +124,7 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
     """
     codes, run_ended, killed, started = {}, 0.0, set(), time.monotonic()
     spares: list[subprocess.Popen] = []
+    left_behind: dict[str, float] = {}
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
@@ -136,11 +138,17 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
         for name, child in list(children.items()):
             if name in codes or (code := child.poll()) is None:
                 continue
-            codes[name] = code
+            if code == LEFT_BEHIND:
+                # The controller has ended, which this rank is about to hear; or the network between the two has failed.
+                since = left_behind.setdefault(name, time.monotonic())
+                if not run_ended and time.monotonic() - since < LATE_WORD_S:
+                    continue
+            codes[name] = 0 if code == LEFT_BEHIND else code
             if name == "controller" and code >= 0:
                 supervisor.ended(code)
-            # An actor that fails by itself (a code above 0) would fail again; it has said why.
-            if code < 0 and not run_ended and (new := supervisor.died(name, signal.Signals(-code).name)) is not None:
+            # An actor that fails by itself (another code above 0) would fail again; it has said why.
+            how = "lost the controller" if code == LEFT_BEHIND else signal.Signals(-code).name if code < 0 else ""
+            if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
                 new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()
                 spares = [spare for spare in spares if spare.poll() is None]
@@ -157,6 +165,8 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
     ended("controller" in codes)
     if supervisor.resuming:
         return 1
+    if codes.get("controller") == RESTART:  # which an interrupt has overtaken
+        return 130
     # The run can do without the draft adapter, and without what was still starting when it ended.
     return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
 

@@ -34,7 +34,7 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
     before = load(str(run_dir / "config.yaml"), [f"run_dir={run_dir}"])
     after = load(str(run_dir / "config.yaml"), [*overrides, f"run_dir={run_dir}"])
     for name in [item.split("=", 1)[0] for item in overrides]:
-        if not name.startswith(CHANGEABLE) and value_of(before, name) != value_of(after, name):
+        if (not name.startswith(CHANGEABLE) or name.endswith(".kind")) and value_of(before, name) != value_of(after, name):
             raise ConfigError(f"{name}={value_of(after, name)!r}: the run was begun with {value_of(before, name)!r}, and this may not change; "
                               f"nearest valid choice: {name}={value_of(before, name)}")
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0

@@ -97,6 +97,7 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     version = found[0] if found else 0
     for kind in ("trainer", "draft"):
         checkpoint.drop_after(run_dir, kind, version)
+        checkpoint.drop_cut_short(run_dir, kind)
     _write_run_dir(config)
     return version
 
@@ -123,7 +124,9 @@ def _write_run_dir(config: configuration.Config) -> None:
         (run_dir / "config.yaml").write_text(configuration.to_yaml(config))
         if config.deployment.encrypt:
             transport.make_keys(run_dir)
-        free, needed = shutil.disk_usage(run_dir).free, room_needed(config)
+        # What the run holds already makes room for what comes.
+        held = sum(file.stat().st_size for name in ("checkpoints", "checkpoint") for file in (run_dir / name).rglob("*") if file.is_file())
+        free, needed = shutil.disk_usage(run_dir).free + held, room_needed(config)
     except OSError as error:
         raise configuration.ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
     if free < needed:

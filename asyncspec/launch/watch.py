@@ -19,7 +19,7 @@ from asyncspec.config import Config
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.heartbeat import Vigil
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.messages import Beat, Interrupt, Kill
+from asyncspec.messages import Beat, Interrupt, Kill, Stop
 
 REPLACEABLE = ("generator", "logprob", "draft_adapter")
 
@@ -51,6 +51,8 @@ class Supervisor:
         while (message := self._client.receive()) is not None:
             if isinstance(message, Beat):
                 self._vigil.heard(message.name)
+            elif isinstance(message, Stop):  # it writes its last, and beats no more
+                self._vigil.forget("controller")
             elif isinstance(message, Kill):
                 self._kill(message.name)
         for name, what in self._vigil.overdue():
