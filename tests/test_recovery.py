@@ -1,5 +1,8 @@
 """Faults: any actor killed or frozen at any moment; runs cut short and resumed. The audit has the last word."""
 
+import os
+import signal
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -92,11 +95,13 @@ def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
 
 
 def test_of_two_processes_only_one_trains_in_a_directory(tmp_path):
-    run = Running.new(tmp_path / "run", "--steps", "4")
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "10000")
     run.wait_for_steps(1)
-    second = Running.resumed(tmp_path / "run")
-    assert "another process is training in it" in second.end(2)
-    run.end()
-    assert "all of its 4 steps are trained; steps=8, for example, would go on" in Running.resumed(tmp_path / "run").end(2)
-    assert "rl.group_size=8: the run was begun with 4, and this may not change" in Running.resumed(tmp_path / "run", "rl.group_size=8").end(2)
+    assert "another process is training in it" in Running.resumed(run_dir).end(2)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert f"to go on: asyncspec train --resume {run_dir}" in run.end(130)
+    trained = len(rows(run_dir))
+    assert f"all of its {trained} steps are trained; steps={2 * trained}, for example" in Running.resumed(run_dir, f"steps={trained}").end(2)
+    assert "rl.group_size=8: the run was begun with 4, and this may not change" in Running.resumed(run_dir, "rl.group_size=8").end(2)
     assert "no config.yaml in it; expected the directory of a run; nearest: " in Running.resumed(tmp_path / "rum").end(2)
