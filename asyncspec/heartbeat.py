@@ -59,6 +59,7 @@ class Vigil:
         self._heard: dict[str, float] = {}
         self._turns: dict[str, float] = {}
         self._looked = time.monotonic()
+        self.slept = 0.0  # seconds before the last look in which this process did not run: stopped, or the machine asleep
 
     def heard(self, name: str, turn_s: float = 0.0) -> None:
         self._heard[name], self._turns[name] = time.monotonic(), turn_s
@@ -73,9 +74,9 @@ class Vigil:
     def overdue(self) -> list[tuple[str, str]]:
         """(name, what is wrong) of those frozen or stuck, each once. Call it often."""
         now = time.monotonic()
-        slept, self._looked = now - self._looked, now
-        if slept > self.silent_s / 4:
-            self._heard = {name: at + slept for name, at in self._heard.items()}
+        between, self._looked = now - self._looked, now
+        self.slept = between if between > self.silent_s / 4 else 0.0
+        self._heard = {name: at + self.slept for name, at in self._heard.items()}
         found = []
         for name, at in list(self._heard.items()):
             if now - at > self.silent_s:

@@ -2,13 +2,14 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from asyncspec.audit import audit
-from runs import SCRIPT, TORCHRUN, Running, events, rows
+from runs import SCRIPT, TORCHRUN, Running, descendants, events, rows
 
 QUICK = ("checkpoint.every=3", "deployment.silent_timeout_s=2")
 
@@ -62,6 +63,22 @@ def test_actors_may_be_lost_while_starting(tmp_path):
     check(run_dir, 3)
     assert len(list((run_dir / "faults").iterdir())) >= 3, output
     assert output.count("all is started again from the last checkpoint") == 1, output
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
+    """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "30", "deployment.silent_timeout_s=2", "deployment.stall_timeout_s=4")
+    run.wait_for_steps(3)
+    everyone = [run.process.pid, *descendants(run.process.pid)]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6)
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    run.end()
+    check(run_dir, 30)
+    assert not [event for event in events(run_dir) if event["event"] == "lost"]
 
 
 def policy_of(run_dir):

@@ -86,6 +86,7 @@ class Controller:
         self.resuming = False  # the launcher starts all of it again
         self.host = clock.host()
         self.latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
+        self.moved = time.monotonic()  # when anything last went forward
         self.started = False  # all actors are up: there may be something to save
         self._parent = os.getppid()
         self._beaten = self._measured = 0.0
@@ -365,7 +366,9 @@ class Controller:
         """Have those killed that live no more as they should; end without a launcher."""
         if os.getppid() != self._parent:
             self.failure = self.stop_reason = "the launcher is gone"
-        for name, what in self.vigil.overdue():
+        overdue = self.vigil.overdue()
+        self.moved += self.vigil.slept
+        for name, what in overdue:
             self.ledger.note("frozen", actor=name, what=what)
             self.console.line(f"{name} is {what}")
             self._condemn(name, what)
