@@ -34,14 +34,14 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
     run_dir, steps = tmp_path / "run", 60
     run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.replacements=40", "draft.publish_every=1", f"deployment.faults={planned}", seconds=280)
     output = run.end()
-    happened = sorted(path.name for path in (run_dir / "faults").iterdir())
-    assert len(happened) >= 12, (happened, output)  # the last ones of the adapter may come too late
     check(run_dir, steps)
-    lost = {event["actor"] for event in events(run_dir) if event["event"] == "lost"}
-    assert {"generator0.4", "logprob.4", "draft_adapter"} <= lost
-    assert kind == "kill" or output.count("is frozen: no sign of life for") >= 12, output
-    joined = [event["seconds"] for event in events(run_dir) if event["event"] == "joined"]
-    assert len(joined) >= 10
+    happened = sorted(path.name for path in (run_dir / "faults").iterdir())
+    # The last ones of the adapter may come too late; and where processors are scarce it may seem frozen by itself, it runs at low priority.
+    assert sum(name.startswith(("generator0", "logprob")) for name in happened) == 10, (happened, output)
+    named = {what: {event["actor"] for event in events(run_dir) if event["event"] == what} for what in ("frozen", "lost", "joined")}
+    victims = {f"{first}{number}" for first in ("generator0", "logprob") for number in ("", ".1", ".2", ".3", ".4")}
+    assert victims <= named["lost"] and "draft_adapter" in named["lost"] and {"generator0.5", "logprob.5"} <= named["joined"]
+    assert kind == "kill" or victims <= named["frozen"], output
 
 
 def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path):
