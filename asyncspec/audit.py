@@ -49,7 +49,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         kind = event["event"]
         if kind == "resumed":  # from a checkpoint: what came later than that is void, and happens anew
             version = event["version"]
-            if version > max(steps, default=-1) + 1:
+            if version and steps[version - 1] != groups_per_step:
                 found.append(f"resumed from version {version}, which was never trained")
             issued = Counter({ticket: n for ticket, n in issued.items() if step_of[ticket] < version})
             steps = Counter({step: n for step, n in steps.items() if step < version})
@@ -109,6 +109,8 @@ def audit(directory: str) -> int:
     if len(found) > SHOWN:
         print(f"and {len(found) - SHOWN} more")
     faults = ", ".join(f"{count} {name}" for name in ("frozen", "lost", "joined", "resumed", "reissued") if (count := counts[name]))
+    if undone := sum(event.get("tickets_undone", 0) for event in events if event["event"] == "resumed"):
+        faults += f", {undone} trained tickets undone by going back to a checkpoint, and trained again"
     if faults:
         print(f"{directory}: {faults}")
     print(f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "

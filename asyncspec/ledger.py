@@ -77,6 +77,17 @@ def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
     return found
 
 
+def undone(events: Iterable[dict], version: int) -> int:
+    """How many tickets were trained by versions that going on from `version` unmakes."""
+    steps: list[int] = []  # of the tickets that are trained
+    for event in events:
+        if event["event"] == "resumed":
+            steps = [step for step in steps if step < event["version"]]
+        elif event["event"] == "trained":
+            steps.append(event["step"])
+    return sum(step >= version for step in steps)
+
+
 def _lock(file: IO) -> None:
     """Claim the ledger. A controller that has lost its launcher may need a moment to let go of it."""
     deadline = time.monotonic() + LEDGER_S

@@ -61,6 +61,21 @@ def audit(directory):
     return subprocess.run([sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=60)
 
 
+def test_what_a_resumed_run_made_void_is_trained_again():
+    """Cut short after version 2 was trained twice over from a checkpoint of version 1: the same tickets, once each in what counts."""
+    from asyncspec.ledger import open_tickets, undone
+
+    whole = good()
+    cut = [e for e in whole if e["step"] <= 1 and e["ticket"] < 1 << 40][:7]  # step 0 trained, step 1 half trained
+    again = [e for e in whole if e["step"] >= 1 or e["ticket"] >= 1 << 40]
+    events = [*cut, {"event": "resumed", "version": 1}, *again]
+    assert check(events) == []
+    assert undone(cut, 1) == 1 and undone(cut, 0) == 3 and undone([*cut, {"event": "resumed", "version": 1}], 1) == 0
+    assert set(open_tickets(cut)) == {3} and open_tickets([*cut, {"event": "resumed", "version": 1}]) == {}
+    assert any("issued 2 times" in line for line in check([*cut, *again]))  # without the line that voids them
+    assert "resumed from version 2, which was never trained" in check([*cut, {"event": "resumed", "version": 2}, *again])
+
+
 def test_a_real_run_passes_and_a_falsified_one_fails_loudly(tmp_path):
     assert train(tmp_path / "run", "--steps", "4").returncode == 0
     done = audit(tmp_path / "run")

@@ -146,11 +146,13 @@ class Controller:
         """Go on from where a run was left: what its ledger leaves open is void, or ends here."""
         if self.resume < 0:
             return
-        cut_short = ledgers.open_tickets([*ledgers.read(self.run_dir), {"event": "resumed", "version": self.resume}])
+        before = list(ledgers.read(self.run_dir))
+        self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
+        cut_short = ledgers.open_tickets([*before, {"event": "resumed", "version": self.resume}])
         for ticket, issued in cut_short.items():
             self.ledger.note("dropped", ticket=ticket, step=issued["step"], min_version=issued["min_version"],
                              evaluation=issued["evaluation"], reason="the run was cut short")
-        self.ledger.note("resumed", version=self.resume)
+        self.ledger.note("resumed", version=self.resume, tickets_undone=ledgers.undone(before, self.resume))
         if self.metrics.last is not None:
             self.accuracy = {key: self.metrics.last[key] for key in self.accuracy}
         self.console.resumed(self.metrics)
