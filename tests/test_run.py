@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
 import torch

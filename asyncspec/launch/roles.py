@@ -40,7 +40,7 @@ def specs(config: configuration.Config, resume: int = -1) -> list[ActorSpec]:
     Args:
         resume: the version to go on from; -1: a new run.
     """
-    from asyncspec.actors.controller import actor_names
+    from asyncspec.actors.crew import actor_names
 
     text, names = configuration.to_yaml(config), actor_names(config)
     placed = zip(names.items(), devices(config.deployment.device, len(names)))

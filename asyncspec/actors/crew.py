@@ -1,0 +1,91 @@
+"""The crew: which actors play which roles, and where each one is in its life.
+
+Coming up, then up (it has said Hello), ready (it has joined its broadcast groups), and gone (it has stopped, or was lost). One that comes up
+in place of another is joining until it is ready. One that has frozen or cannot be reached is condemned: its launcher is to kill it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Callable
+
+from asyncspec import messages as m
+from asyncspec.actors.base import first_name
+from asyncspec.config import Config
+from asyncspec.deadlines import KILLED_S
+from asyncspec.heartbeat import SUFFIX, Vigil
+
+
+def actor_names(config: Config) -> dict[str, str]:
+    """name -> role of every actor but the controller."""
+    names = {"trainer": "trainer", "logprob": "logprob"}
+    names |= {f"generator{i}": "generator" for i in range(config.deployment.generators)}
+    if config.adapting:
+        names["draft_adapter"] = "draft_adapter"
+    return names
+
+
+class Crew:
+    def __init__(self, config: Config, send: Callable[[str, m.Message], bool]) -> None:
+        """
+        Args:
+            send: callable(name of an actor or a launcher, message).
+        """
+        self.roles = actor_names(config)  # of all that ever were, by name
+        self.hellos: dict[str, m.Hello] = {}
+        self.ready: set[str] = set()
+        self.gone: set[str] = set()
+        self.joining: dict[str, float] = {}  # those that came in place of others, and when those were lost
+        self.condemned: dict[str, float] = {}  # those whose launcher was asked to kill them, and when
+        self.launchers: set[str] = set()
+        self.vigil = Vigil(config.deployment.silent_timeout_s, config.deployment.turn_timeout_s)
+        self._send = send
+
+    @property
+    def present(self) -> set[str]:
+        """Those that are up or are coming up."""
+        return set(self.roles) - self.gone
+
+    @property
+    def settled(self) -> set[str]:
+        """Those of them that are not still coming up in place of another."""
+        return self.present - (self.joining.keys() - self.ready)
+
+    @property
+    def generators(self) -> list[str]:
+        """Those that tickets can be sent to."""
+        settled = self.settled
+        return [name for name in self.playing("generator") if name in settled]
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Of the inboxes, by first name; of one that is lost until another has its place."""
+        return {first_name(name): hello.address for name, hello in self.hellos.items() if name in self.roles}
+
+    def playing(self, role: str) -> list[str]:
+        return [name for name, played in self.roles.items() if played == role and name not in self.gone]
+
+    def heard(self, sender: str, beat: m.Beat) -> None:
+        """A sign of life, of an actor or of a launcher."""
+        name = beat.name
+        if sender == name:  # a launcher's: its own loop beats
+            self.launchers.add(sender)
+        elif name in self.gone and name in self.condemned:
+            if time.monotonic() - self.condemned[name] > KILLED_S:
+                self.condemn(name, "was cut off")
+        elif name in self.present and sender == name + SUFFIX:
+            self.vigil.heard(name, beat.turn_s if name in self.ready else 0.0)
+
+    def leave(self, name: str) -> None:
+        """An actor is gone."""
+        self.gone.add(name)
+        self.vigil.forget(name)
+
+    def condemn(self, name: str, what: str) -> None:
+        """Ask whichever launcher has it to end its process."""
+        self.condemned[name] = time.monotonic()
+        self.tell_launchers(m.Kill(name, what))
+
+    def tell_launchers(self, message: m.Message) -> None:
+        for launcher in self.launchers:
+            self._send(launcher, message)

@@ -1,0 +1,86 @@
+"""What a run leaves behind, and what the person who watches it sees: ledger, metrics, timeline, trace and console, in one hand."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Callable
+
+from asyncspec import ledger as ledgers
+from asyncspec import messages as m
+from asyncspec.actors.base import REPORT_EVERY_S, held
+from asyncspec.timing.exporters import Console, RunMetrics, TraceFile
+from asyncspec.timing.metrics import step_row
+from asyncspec.timing.timeline import TimelineFile
+
+PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two pictures of the timeline in TensorBoard, and in each
+
+
+class Records:
+    def __init__(self, run_dir: Path, first_step: int, console: Console) -> None:
+        """
+        Args:
+            first_step: of a run that goes on; what was written of it and later steps is void.
+
+        Raises:
+            OSError: a file cannot be written, or another process writes the ledger.
+        """
+        self.run_dir, self.console = run_dir, console
+        self.ledger = ledgers.Ledger(run_dir)
+        self.metrics, self.timeline = RunMetrics(run_dir, first_step), TimelineFile(run_dir, first_step)
+        self.trace = TraceFile(run_dir, first_step)
+        self.line, self.note = console.line, self.ledger.note
+        self.counters: dict[str, float] = {}  # the latest of all actors, for the next row of metrics
+        self._accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
+        self._latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
+        self._measured = 0.0
+
+    def take_up(self, version: int) -> None:
+        """Go on from where a run was left: what its ledger leaves open is void, or ends here."""
+        before = list(ledgers.read(self.run_dir))
+        self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
+        cut_short = ledgers.open_tickets([*before, {"event": "resumed", "version": version}])
+        for ticket, issued in cut_short.items():
+            self.note("dropped", ticket=ticket, step=issued["step"], min_version=issued["min_version"],
+                      evaluation=issued["evaluation"], reason="the run was cut short")
+        self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version))
+        if self.metrics.last is not None:
+            self._accuracy = {key: self.metrics.last[key] for key in self._accuracy}
+        self.console.resumed(self.metrics)
+
+    def spans(self, message: m.Spans) -> None:
+        """What an actor did, and its counters."""
+        self.trace.write(message.actor, message.spans)
+        self.counters |= message.counters
+
+    def evaluated(self, accuracy: dict, rollouts: int) -> None:
+        """All held-out prompts of a version are back: its eval/ fields."""
+        self._accuracy = accuracy
+        self.console.evaluated(accuracy, rollouts)
+        self.metrics.evaluated(accuracy)
+
+    def step(self, done: m.StepDone, final: bool) -> None:
+        """A step is trained.
+
+        Args:
+            final: its row waits for the evaluation of the version it made.
+        """
+        for record in done.groups:
+            self.trace.write_group(done.step, record)
+        self.ledger.sync()
+        self.timeline.write(done)
+        self._latest.append(done)
+        if (done.step + 1) % PICTURE_EVERY == 0:
+            self.metrics.picture(list(self._latest))
+        if time.monotonic() - self._measured > REPORT_EVERY_S:
+            self._measured = time.monotonic()
+            self.counters |= {f"process/controller_{what}": value for what, value in held().items()}
+        row = step_row(done, self.counters, self._accuracy)
+        self.metrics.write(row, final)
+        self.console.step(row)
+
+    def closing(self) -> list[Callable[[], None]]:
+        """What is to be called at the end, each for itself: one file may be on a disk that is full."""
+        clock_error = max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3
+        return [self.ledger.close, self.metrics.close, lambda: self.trace.close(clock_error), self.timeline.close]

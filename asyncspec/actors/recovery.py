@@ -1,0 +1,159 @@
+"""What the controller does about actors that are lost: who takes their place, which tickets are issued again, and when the run must end or be
+started again as a whole. See docs/recovery.md.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from asyncspec import messages as m
+from asyncspec import transport
+from asyncspec.actors.broadcasts import Broadcasts
+from asyncspec.actors.crew import Crew
+from asyncspec.actors.records import Records
+from asyncspec.actors.tickets import ARRIVED, GENERATED, TicketBook
+from asyncspec.config import Config
+from asyncspec.deadlines import KILLED_S, LATE_WORD_S
+
+_KINDS = {  # the broadcast groups that a role's replacement joins, and whether as their sender
+    "generator": {"policy": False, "draft": False}, "logprob": {"policy": False}, "draft_adapter": {"draft": True}}
+
+
+@dataclass
+class RunState:
+    """How the run is going, and how it is to end."""
+
+    stop_reason: str = ""  # why it is to end; "": it goes on
+    failure: str = ""  # what went wrong, in a line for the user
+    resuming: bool = False  # the launcher is to start all of it again
+    moved: float = field(default_factory=time.monotonic)  # when anything last went forward
+
+
+class Recovery:
+    def __init__(self, config: Config, crew: Crew, book: TicketBook, state: RunState, records: Records, server: transport.ControlServer) -> None:
+        self.config, self.crew, self.book, self.state, self.records, self.server = config, crew, book, state, records, server
+        self.broadcasts: Broadcasts | None = None  # once all actors are up
+        self.outboxes: dict[str, transport.Outbox] = {}  # to the generators
+
+    def watch(self) -> None:
+        """Have those killed that live no more as they should, and go on without those that nobody answers for."""
+        crew, now, limit = self.crew, time.monotonic(), self.config.deployment.start_timeout_s
+        overdue = crew.vigil.overdue()
+        self.state.moved += crew.vigil.slept
+        for name, what in overdue:
+            self.records.note("frozen", actor=name, what=what)
+            self.records.line(f"{name} is {what}")
+            crew.condemn(name, what)
+        for name, since in crew.joining.items():
+            if name in crew.present - crew.ready - crew.condemned.keys() and now - since > limit:
+                self.records.line(f"{name} has not joined within {limit:.0f} s")
+                crew.condemn(name, "did not join")
+        for name, since in list(crew.condemned.items()):
+            if now - since > KILLED_S and name in crew.generators and len(crew.generators) > 1:  # nobody has answered for it
+                self.lost(m.Interrupt(f"{name} is cut off", name))
+
+    def lost(self, message: m.Interrupt) -> None:
+        """An actor's process has died, or is cut off."""
+        crew, state, name = self.crew, self.state, message.lost
+        if name not in crew.roles:
+            return
+        role = crew.roles[name]
+        if name in crew.gone:
+            if name in crew.condemned and message.replacement and not state.stop_reason:  # cut off, and back again
+                self._expect(message.replacement, role)
+                self.records.line(f"{name} can be reached again; {message.replacement} takes its place")
+            return
+        if role == "draft_adapter" and not message.replacement and self.broadcasts is not None:
+            self.lost_adapter(name, message.reason)
+            return
+        others = name in crew.condemned and role == "generator" and len(crew.generators) > 1
+        crew.leave(name)
+        self.records.note("lost", actor=name, reason=message.reason)
+        ending = state.stop_reason
+        if ending and role != "trainer":  # whose checkpoint alone is waited for
+            return
+        if message.replacement or others:
+            self._replace(name, role, message)
+        elif message.may_restart and ending in ("", "finished"):
+            state.resuming, state.stop_reason = True, message.reason
+        else:
+            state.failure, state.stop_reason = state.failure or message.reason, ending or message.reason
+
+    def lost_adapter(self, name: str, reason: str) -> None:
+        """The run goes on with the draft it has: nobody waits for the draft adapter."""
+        self.crew.leave(name)
+        if "draft" in self.broadcasts.members and not self.state.stop_reason:
+            self.records.note("lost", actor=name, reason=reason)
+            self.records.counters["draft/adapter_lost"] = 1
+            self.records.line(f"the draft adapter is gone ({reason}): the draft stays as it is")
+            self.broadcasts.end("draft")
+            for other in self.crew.playing("logprob"):
+                self._end_offers(other)
+
+    def arrived(self, hello: m.Hello) -> None:
+        """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
+        crew, name = self.crew, hello.name
+        crew.hellos.setdefault(name, hello)
+        if self.broadcasts is None or name not in crew.joining or name in crew.gone or name in self.broadcasts.devices:
+            return
+        self.welcome()
+        if crew.roles[name] == "logprob" and self.config.adapting and "draft" not in self.broadcasts.members:
+            self._end_offers(name)
+        self.broadcasts.add(name, hello.device, _KINDS[crew.roles[name]])
+
+    def joined(self, name: str) -> None:
+        """An actor is ready."""
+        crew = self.crew
+        crew.ready.add(name)
+        if name not in crew.joining or name in crew.gone:
+            return
+        self.state.moved, role = time.monotonic(), crew.roles[name]
+        seconds = self.state.moved - crew.joining[name]
+        if role == "logprob":
+            # Word of a group that left its generator for the dead one may have come after the loss.
+            late = crew.joining[name] + LATE_WORD_S
+            self.book.reissue(lambda generator, place, since: place == GENERATED and since < late, "its logprob actor died")
+        if role == "generator" and name not in self.outboxes:
+            self.outboxes[name] = transport.Outbox(crew.hellos[name].address)
+        self.records.counters[f"recovery/{role}_s"] = seconds
+        self.records.note("joined", actor=name, seconds=round(seconds, 3))
+        self.records.line(f"{name} has joined, {seconds:.1f} s after the loss")
+
+    def welcome(self) -> None:
+        """Tell all that are up where everybody is."""
+        welcome = m.Welcome(self.crew.addresses, self.config.deployment.host, self.broadcasts.port, self.broadcasts.versions)
+        for name in self.crew.present & self.crew.hellos.keys():
+            self.server.send(name, welcome)
+
+    def _replace(self, name: str, role: str, message: m.Interrupt) -> None:
+        """Issue again what it had, and let the others go on until its replacement is there."""
+        self.state.moved = time.monotonic()
+        again = 0
+        if role == "generator":
+            if name in self.outboxes:
+                self.outboxes.pop(name).close()
+            # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice the first counts.
+            again = self.book.reissue(lambda generator, place, since: generator == name and place != ARRIVED, message.reason)
+        elif role == "logprob":
+            again = self.book.reissue(lambda generator, place, since: place == GENERATED, message.reason)
+        for counter, count in ((f"recovery/{role}s_lost", 1), ("recovery/tickets_reissued", again)):
+            self.records.counters[counter] = self.records.counters.get(counter, 0) + count
+        if self.broadcasts is not None:
+            self.broadcasts.remove(name)
+        if message.replacement:
+            self._expect(message.replacement, role)
+        after = f"{message.replacement} takes its place" if message.replacement else "the others go on"
+        self.records.line(f"{message.reason}: {f'{again} tickets are issued again; ' if again else ''}{after}")
+
+    def _expect(self, name: str, role: str) -> None:
+        """An actor is coming up in place of another."""
+        self.crew.roles[name] = role
+        if self.broadcasts is not None:
+            self.crew.joining[name] = time.monotonic()
+        if name in self.crew.hellos:  # its own word was quicker than its launcher's
+            self.arrived(self.crew.hellos[name])
+
+    def _end_offers(self, logprob: str) -> None:
+        """There is no draft adapter any more for logprob to offer anything to."""
+        self.server.send(logprob, m.Membership("draft", 0, [], ""))
