@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Sequence
 
-import numpy as np
 import torch
 
 from asyncspec import config as configuration
