@@ -25,16 +25,19 @@ _BLOCK = 1 << 22
 class Checkpoints:
     """The checkpoints one actor writes in a run."""
 
-    def __init__(self, run_dir: Path, kind: str, keep: int) -> None:
+    def __init__(self, run_dir: Path, kind: str, keep: int, ranks=None) -> None:
         """
         Args:
             kind: whose they are: trainer or draft.
             keep: how many complete ones stay.
+            ranks: the `Ranks` that write one together, into a directory that all reach; None: this process alone.
         """
         import torch.distributed.checkpoint  # noqa: F401  it takes a second, which belongs to loading
 
         self.run_dir, self.folder, self.kind, self.keep = run_dir, run_dir / FOLDER, kind, keep
-        drop_cut_short(run_dir, kind)  # by one whose place this actor takes
+        self._leads, self._group = (True, None) if ranks is None else (ranks.rank == 0, ranks.checkpoints)
+        if self._leads:
+            drop_cut_short(run_dir, kind)  # by one whose place this actor takes
         self._pool = ThreadPoolExecutor(1, f"checkpoint-{kind}")
         self._writing: tuple[int, Future] | None = None
 
@@ -48,9 +51,10 @@ class Checkpoints:
 
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that this is one process
         partial = self._partial(version)
-        shutil.rmtree(partial, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        staged = dcp.async_save(state, checkpoint_id=str(partial), no_dist=True)
+        if self._leads:
+            shutil.rmtree(partial, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+        staged = dcp.async_save(state, checkpoint_id=str(partial), no_dist=self._group is None, process_group=self._group)
         self._writing = version, self._pool.submit(self._seal, staged, partial, version)
 
     def saved(self, wait: bool = False) -> int | None:
@@ -66,7 +70,8 @@ class Checkpoints:
         try:
             future.result()
         except BaseException as error:  # as torch wraps what the file system raised
-            shutil.rmtree(self._partial(version), ignore_errors=True)
+            if self._leads:
+                shutil.rmtree(self._partial(version), ignore_errors=True)
             raise OSError(f"checkpoint of version {version}: {_root(error)}") from error
         return version
 
@@ -75,7 +80,9 @@ class Checkpoints:
         return final.with_name(final.name + PARTIAL)
 
     def _seal(self, staged: Future, partial: Path, version: int) -> None:
-        staged.result()
+        staged.result()  # of all ranks
+        if not self._leads:
+            return
         files = {file.name: [file.stat().st_size, _crc(file)] for file in sorted(partial.iterdir())}
         with open(partial / MANIFEST, "w") as manifest:
             json.dump({"kind": self.kind, "version": version, "files": files}, manifest)

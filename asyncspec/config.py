@@ -101,7 +101,11 @@ class OptimizerConfig:
 class TrainerConfig:
     kind: str = "torch"  # torch; mock: trainer and logprob wait instead of computing, see mock
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    threads: int = 1  # CPU threads of the trainer
+    ranks: int = 1  # processes that hold and train one policy together, by FSDP
+    tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
+    dtype: str = "float32"  # float32, bfloat16: what is computed in; weights, gradients' sums and the optimizer stay in float32
+    recompute: bool = False  # activations in the backward pass instead of keeping them: less memory, a third more work
+    threads: int = 1  # CPU threads of each rank
     logprob_threads: int = 1  # CPU threads of the logprob actor
 
 

@@ -36,7 +36,7 @@ def check(config: Config) -> None:
         value = value_of(config, name)
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
     for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
-                 "trainer.threads", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
+                 "trainer.threads", "trainer.ranks", "trainer.tensor_parallel", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
                  "sampling.max_response_tokens", "data.train_prompts", "checkpoint.keep"):
         at_least(name, 1)
     for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps",
@@ -72,6 +72,15 @@ def check(config: Config) -> None:
         at_least(f"mock.{name}", 1)
     for name in ("row_s", "draft_share", "draft_length", "logprob_s", "train_s", "prepare_s"):
         at_least(f"mock.{name}", 0)
+    choice("trainer.dtype", ("float32", "bfloat16"))
+    ranks, parallel = config.trainer.ranks, config.trainer.tensor_parallel
+    need(ranks % parallel == 0, "trainer.tensor_parallel", f"a divisor of trainer.ranks={ranks}", math.gcd(ranks, parallel))
+    need(ranks // parallel <= config.rl.groups_per_step, "trainer.ranks",
+         f"at most {config.rl.groups_per_step} ranks that read different groups, as rl.groups_per_step", config.rl.groups_per_step * parallel)
+    plain = ranks == 1 and config.trainer.dtype == "float32"
+    need(plain or config.draft_trainer != "trainer", "speculation.method", "another than mtp, which one rank in float32 trains with the policy; "
+         "or draft.adapt=false", "eagle3")
+    need(plain or config.trainer.kind == "torch", "trainer.ranks", "1 with trainer.kind=mock, which stands for any number", 1)
     choice("engine.kv_at_swap", ("keep", "recompute"))
     choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))
@@ -118,6 +127,10 @@ def _check_models(config: Config) -> None:
                           f"model.path={default_of('model.path')} is the shipped one")
     if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
         raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
+    parallel, heads = config.trainer.tensor_parallel, policy.get("num_key_value_heads", 1)
+    if heads % parallel:
+        raise ConfigError(f"trainer.tensor_parallel={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
+                          f"trainer.tensor_parallel={math.gcd(heads, parallel)}")
     method, directory = config.speculation.method, config.draft_directory
     if not directory:
         return

@@ -12,7 +12,7 @@ import threading
 import time
 
 from asyncspec import transport
-from asyncspec.deadlines import BEAT_EVERY_S
+from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
 from asyncspec.messages import Beat
 
 SUFFIX = "~beat"  # of the name that a heart's own connection goes by
@@ -58,11 +58,17 @@ class Vigil:
         self.silent_s, self.turn_s = silent_s, turn_s
         self._heard: dict[str, float] = {}
         self._turns: dict[str, float] = {}
+        self._loading: set[str] = set()
         self._looked = time.monotonic()
         self.slept = 0.0  # seconds before the last look in which this process did not run: stopped, or the machine asleep
 
-    def heard(self, name: str, turn_s: float = 0.0) -> None:
-        self._heard[name], self._turns[name] = time.monotonic(), turn_s
+    def heard(self, name: str, turn_s: float = 0.0, loading: bool = False) -> None:
+        """
+        Args:
+            loading: it is not at work yet; libraries that are being loaded hold the interpreter, its heart's thread included.
+        """
+        self._heard[name], self._turns[name] = time.monotonic(), 0.0 if loading else turn_s
+        (self._loading.add if loading else self._loading.discard)(name)
 
     def forget(self, name: str) -> None:
         self._heard.pop(name, None)
@@ -79,7 +85,7 @@ class Vigil:
         self._heard = {name: at + self.slept for name, at in self._heard.items()}
         found = []
         for name, at in list(self._heard.items()):
-            if now - at > self.silent_s:
+            if now - at > self.silent_s * (LOADING_PATIENCE if name in self._loading else 1):
                 found.append((name, f"frozen: no sign of life for {now - at:.1f} s"))
             elif self._turns[name] > self.turn_s:
                 found.append((name, f"stuck: busy with one thing for {self._turns[name]:.0f} s"))

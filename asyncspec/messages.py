@@ -12,7 +12,7 @@ from typing import Union
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_DIMENSIONS = 8
 MAX_MESSAGE_BYTES = 1 << 30
 _DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}
@@ -89,6 +89,13 @@ class Supervision(Message, frozen=True):
 
     ticket_id: int
     policy_version: int
+
+
+class Order(Message, frozen=True):
+    """To the trainer's other ranks: what all of them do next, see actors/trainer_rank.py."""
+
+    what: str
+    version: int = -1
 
 
 # --- control: between every actor and the controller ------------------------------------------------------------------
@@ -289,8 +296,8 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Hello, Ready, Beat, Kill, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken, Received, StepDone,
-    Arrived, Generated, Checkpointed, EvalDone, Spans, Notice, Failed, Interrupt, Stop, Stopped,
+    Ticket, Group, Supervision, Order, Hello, Ready, Beat, Kill, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken, Received,
+    StepDone, Arrived, Generated, Checkpointed, EvalDone, Spans, Notice, Failed, Interrupt, Stop, Stopped,
 ]
 
 

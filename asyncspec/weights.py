@@ -5,8 +5,8 @@ each member has a GPU of its own, else gloo through host memory; one code path. 
 how; each membership has its epoch, its group and, in each member, a thread of its own. When a member dies the others get a new
 epoch without it, in which the sender begins with its newest version; a thread that still hangs in the old epoch is left to its deadline.
 
-    sender    snapshot(v+1) | announce -> broadcast payload, record          (a thread; training goes on)
-    receiver                    staging <- payload, record matches v+1       (a thread; generation goes on)
+    sender    snapshot(v+1) | announce -> broadcast buckets, record          (a thread; training goes on)
+    receiver                    staging <- buckets, record matches v+1       (a thread; generation goes on)
     receiver                                                      take() -> v+1, between two engine steps
 
 A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record (version,
@@ -22,7 +22,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Mapping
+from typing import Callable, Iterator, Mapping, Protocol
 
 import msgspec
 import torch
@@ -30,6 +30,8 @@ import torch.distributed as dist
 
 from asyncspec.deadlines import COLLECTIVE_S, REGROUP_S
 from asyncspec.messages import Broken, Membership, Message, Publish
+
+BUCKET_ELEMENTS = 1 << 24  # 64 MB: what travels, and is gathered from several ranks, at a time
 
 
 class BroadcastError(RuntimeError):
@@ -51,6 +53,18 @@ class Layout:
             offset += tensor.numel()
         return cls(tuple(entries), offset)
 
+    @property
+    def buckets(self) -> list[tuple[list[str], int, int]]:
+        """Stretches of the buffer, of whole tensors each: their names, first element and end."""
+        found, names, first = [], [], 0
+        for name, shape, offset in self.entries:
+            end = offset + torch.Size(shape).numel()
+            names.append(name)
+            if end - first >= BUCKET_ELEMENTS or end == self.elements:
+                found.append((names, first, end))
+                names, first = [], end
+        return found
+
     @torch.no_grad()
     def snapshot(self, tensors: Mapping[str, torch.Tensor], device: str) -> torch.Tensor:
         """A copy of all tensors on `device`, float32 [elements]; later changes of the tensors do not reach it."""
@@ -62,6 +76,24 @@ class Layout:
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The named tensors inside a flat buffer."""
         return {name: flat[offset : offset + torch.Size(shape).numel()].view(shape) for name, shape, offset in self.entries}
+
+
+class Snapshot(Protocol):
+    """One version's weights, which later training does not reach."""
+
+    def begin(self) -> Iterator[torch.Tensor]:
+        """What to send, float32 [elements of the bucket] for each bucket in turn. Called by the owner, iterated in a thread; may be
+        begun again, which ends the iteration before."""
+
+
+class WholeSnapshot:
+    """Of weights that lie whole on one device."""
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: str) -> None:
+        self.layout, self.flat = layout, layout.snapshot(tensors, device)
+
+    def begin(self) -> Iterator[torch.Tensor]:
+        return (self.flat[first:end] for _, first, end in self.layout.buckets)
 
 
 class BroadcastGroup:
@@ -98,7 +130,7 @@ class BroadcastGroup:
             else:
                 options = dist.ProcessGroupGloo._Options()
                 options._timeout = timeout
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(store_host, store_port))]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store_host, store_port))]
                 self._group = dist.ProcessGroupGloo(prefix, rank, size, options)
         except RuntimeError as error:
             raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
@@ -125,7 +157,7 @@ class BroadcastGroup:
         return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
 
 
-def _own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
     """This host's address on the way to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing
@@ -202,13 +234,13 @@ class _Worker:
 class Publisher(_Worker):
     """The sending end: one snapshot under way at a time."""
 
-    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout, delay_s: float = 0.0) -> None:
+    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, delay_s: float = 0.0) -> None:
         """
         Args:
             delay_s: how long each version is held back, to test what that is charged to.
         """
-        self.layout, self.delay_s = layout, delay_s
-        self._newest: tuple[Publish, torch.Tensor] | None = None
+        self.delay_s = delay_s
+        self._newest: tuple[Publish, Snapshot] | None = None
         self._sent_in = 0  # the newest epoch in which anything was sent
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
 
@@ -224,8 +256,8 @@ class Publisher(_Worker):
         if behind and not lane.busy and lane.error is None:
             self._send(send)
 
-    def publish(self, announcement: Publish, tensors: Mapping[str, torch.Tensor], send: Callable[[Message], None]) -> None:
-        """Snapshot now, announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`tend`).
+    def publish(self, announcement: Publish, snapshot: Snapshot, send: Callable[[Message], None]) -> None:
+        """Announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`tend`).
 
         Args:
             announcement: what the controller is told; the epoch is filled in.
@@ -238,25 +270,28 @@ class Publisher(_Worker):
         self.check()
         if self.busy:
             raise BroadcastError(f"version {announcement.version} published while the broadcast before it is under way")
-        self._newest = (announcement, self.layout.snapshot(tensors, self._lane.device))
+        self._newest = (announcement, snapshot)
         self._send(send)
 
-    def begin_with(self, announcement: Publish, tensors: Mapping[str, torch.Tensor]) -> None:
+    def begin_with(self, announcement: Publish, snapshot: Snapshot) -> None:
         """What the members of the first epoch are sent: the version that is gone on from."""
-        self._newest = (announcement, self.layout.snapshot(tensors, "cpu"))
+        self._newest = (announcement, snapshot)
 
     def _send(self, send: Callable[[Message], None]) -> None:
         """Announce and broadcast the newest version in this epoch."""
-        lane, (announcement, flat) = self._lane, self._newest
+        lane, (announcement, snapshot) = self._lane, self._newest
         self._sent_in = self.epoch
         lane.busy = lane.error is None
         send(msgspec.structs.replace(announcement, epoch=self.epoch))
+        payloads = snapshot.begin()
 
         def task() -> None:
             time.sleep(self.delay_s)
-            payload = flat.to(lane.device)
-            lane.group.broadcast(payload)
-            lane.group.broadcast(lane.group.record(announcement.version, payload.numel()))
+            elements = 0
+            for payload in payloads:
+                lane.group.broadcast(payload.to(lane.device))
+                elements += payload.numel()
+            lane.group.broadcast(lane.group.record(announcement.version, elements))
             lane.busy = False
 
         lane.tasks.put(task)
@@ -286,7 +321,8 @@ class Receiver(_Worker):
 
         def task() -> None:
             flat = torch.empty(self.layout.elements, dtype=torch.float32, device=lane.device)
-            lane.group.broadcast(flat)
+            for _, first, end in self.layout.buckets:
+                lane.group.broadcast(flat[first:end])
             expected = lane.group.record(version, flat.numel())
             record = torch.zeros_like(expected)
             lane.group.broadcast(record)

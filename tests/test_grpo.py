@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncspec import messages as m
-from asyncspec.actors.trainer import GradientAccumulator
 from asyncspec.config import OptimizerConfig, RLConfig
+from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.grpo import group_advantages, policy_loss
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
@@ -153,20 +153,23 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
 
     from asyncspec import config as configuration
     from asyncspec.actors import trainer as trainers
+    from asyncspec.actors.trainer_rank import Team
+    from asyncspec.rl.learner import Learner
 
     model, said = trainable, []
     actor = trainers.Trainer.__new__(trainers.Trainer)
     actor.name, actor.config, actor.spec = "trainer", configuration.Config(), SimpleNamespace(run_dir=str(tmp_path))
     actor.control = SimpleNamespace(send=said.append)
-    actor.skipped = actor.skipped_in_a_row = 0
-    actor.accumulator = trainers.GradientAccumulator(model, actor.config.trainer.optimizer, actor.config.rl, 1.0)
+    actor.learner = Learner(actor.config, tmp_path, "cpu")
+    actor.learner.accumulator = GradientAccumulator(model, actor.config.trainer.optimizer, actor.config.rl, 1.0)
+    actor.team = Team(actor, actor.learner)
     group_, arrays = group(0, [2, 3], [3, 4], 1)
     bad = {**arrays, "behaviour": np.full_like(arrays["behaviour"], np.nan)}
     before = {name: p.clone() for name, p in model.named_parameters()}
 
     def step(number, arrays):
         actor.kept = [(group_, arrays)]
-        actor.accumulator.add(group_, arrays)
+        actor.team.add(group_, arrays)
         return actor._update(number)
 
     assert step(7, bad) == {"grad/skipped": 1}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from asyncspec import weights
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.messages import Membership, Publish
-from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver
+from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver, WholeSnapshot
 
 MEMBERS = ["trainer", "generator0", "logprob"]
 MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")
@@ -57,7 +57,7 @@ def test_each_version_arrives_whole_and_in_order():
     for child in children:
         child.start()
     live = tensors(0)
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(live))
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
     joined = threading.Event()
     publisher.form(MEMBERSHIP, 60, joined.set)
     assert joined.wait(60)
@@ -65,7 +65,7 @@ def test_each_version_arrives_whole_and_in_order():
         for tensor in live.values():
             tensor.fill_(version)
         wait_until_idle(publisher)
-        publisher.publish(Publish("policy", version), live, lambda message: [q.put(message.version) for q in announced.values()])
+        publisher.publish(Publish("policy", version), WholeSnapshot(Layout.of(live), live, "cpu"), lambda message: [q.put(message.version) for q in announced.values()])
         for tensor in live.values():  # the optimizer goes on changing what was published: it must not be seen
             tensor.fill_(-1)
     wait_until_idle(publisher)
@@ -83,7 +83,7 @@ def test_each_version_arrives_whole_and_in_order():
 def test_a_member_that_never_comes_is_reported_and_without_a_new_epoch_an_error(monkeypatch):
     monkeypatch.setattr(weights, "REGROUP_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(tensors(0)))
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
     publisher.form(Membership("policy", 1, ["trainer", "absent"], "gloo"), 1.0, lambda: None)
     told = []
     with pytest.raises(BroadcastError, match="absent"):

@@ -16,9 +16,17 @@ from asyncspec.deadlines import KILLED_S
 from asyncspec.heartbeat import SUFFIX, Vigil
 
 
+TRAINER_RANK = "trainer_rank"
+
+
+def rank_names(config: Config) -> dict[str, str]:
+    """name -> role of the trainer's ranks beyond the first, in order."""
+    return {f"{TRAINER_RANK}{rank}": TRAINER_RANK for rank in range(1, config.trainer.ranks)}
+
+
 def actor_names(config: Config) -> dict[str, str]:
     """name -> role of every actor but the controller."""
-    names = {"trainer": "trainer", "logprob": "logprob"}
+    names = {"trainer": "trainer"} | rank_names(config) | {"logprob": "logprob"}
     names |= {f"generator{i}": "generator" for i in range(config.deployment.generators)}
     if config.adapting:
         names["draft_adapter"] = "draft_adapter"
@@ -74,7 +82,7 @@ class Crew:
             if time.monotonic() - self.condemned[name] > KILLED_S:
                 self.condemn(name, "was cut off")
         elif name in self.present and sender == name + SUFFIX:
-            self.vigil.heard(name, beat.turn_s if name in self.ready else 0.0)
+            self.vigil.heard(name, beat.turn_s, loading=name not in self.ready)
 
     def leave(self, name: str) -> None:
         """An actor is gone."""

@@ -53,16 +53,20 @@ class DraftAdapter(Actor):
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Publisher
 
-        self.publisher = Publisher(
-            welcome.store_host, welcome.store_port, "draft", self.name, self.device,
-            Layout.of(dict(self.module.named_parameters())))
+        self.publisher = Publisher(welcome.store_host, welcome.store_port, "draft", self.name, self.device)
+        self.layout = Layout.of(dict(self.module.named_parameters()))
         if self.published:  # later than whatever the generators have, also of one this took the place of
             self.published = max(self.published, welcome.versions["draft"] + 1)
-            self.publisher.begin_with(m.Publish("draft", self.published, self.policy_version), dict(self.module.named_parameters()))
+            self.publisher.begin_with(m.Publish("draft", self.published, self.policy_version), self._snapshot())
         else:
             self.published = welcome.versions["draft"]
         self.workers = [self.publisher]
         return {"draft"}
+
+    def _snapshot(self):
+        from asyncspec.weights import WholeSnapshot
+
+        return WholeSnapshot(self.layout, dict(self.module.named_parameters()), self.device)
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership):
@@ -87,8 +91,7 @@ class DraftAdapter(Actor):
                           "draft/skipped": self.trainer.skipped}
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:
             self.published += 1
-            self.publisher.publish(
-                m.Publish("draft", self.published, self.policy_version), dict(self.module.named_parameters()), self.control.send)
+            self.publisher.publish(m.Publish("draft", self.published, self.policy_version), self._snapshot(), self.control.send)
             self.fault("send")
 
     def _checkpoint(self) -> None:

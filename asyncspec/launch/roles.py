@@ -20,6 +20,7 @@ CLASSES = {
     "generator": ("asyncspec.actors.generator", "Generator"),
     "logprob": ("asyncspec.actors.logprob", "Logprob"),
     "trainer": ("asyncspec.actors.trainer", "Trainer"),
+    "trainer_rank": ("asyncspec.actors.trainer_rank", "TrainerRank"),
     "draft_adapter": ("asyncspec.actors.draft_adapter", "DraftAdapter"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from asyncspec import messages as m
 from asyncspec.actors.logprob import Logprob
 from asyncspec.actors.trainer import Trainer
 from asyncspec.mock.engine import MockModel
+from asyncspec.rl.learner import Learner
 
 
 class MockAccumulator:
@@ -30,6 +32,9 @@ class MockAccumulator:
     def clear(self) -> None:
         pass
 
+    def has_gradient(self, group: m.Group) -> bool:
+        return True
+
     def add(self, group: m.Group, arrays: m.Arrays) -> None:
         time.sleep(self.group_s)
 
@@ -40,13 +45,23 @@ class MockAccumulator:
         return {}
 
 
-class MockTrainer(Trainer):
+class MockLearner(Learner):
     def load(self) -> None:
+        self.model = MockModel(self.config.mock.weights)
+
+    def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         mock = self.config.mock
-        self.model, self.mtp, self.mtp_due = MockModel(mock.weights), None, 0
         self.accumulator = MockAccumulator(self.model, mock.train_s * mock.time_scale / self.config.rl.groups_per_step)
-        self.delay.seconds["broadcast"] = mock.prepare_s * mock.time_scale
-        self.load_checkpoint()
+        self._hold()
+
+
+class MockTrainer(Trainer):
+    def _learner(self) -> MockLearner:
+        return MockLearner(self.config, Path(self.spec.run_dir), self.device)
+
+    def load(self) -> None:
+        super().load()
+        self.delay.seconds["broadcast"] = self.config.mock.prepare_s * self.config.mock.time_scale
 
     def save_policy(self) -> None:
         """There is none."""

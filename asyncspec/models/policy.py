@@ -21,6 +21,7 @@ from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 
@@ -140,7 +141,7 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Qwen3Model:
             dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=weight, w2w3_param_init=w2w3
         ),
     )
-    model = Qwen3Model.Config(
+    config = Qwen3Model.Config(
         vocab_size=shape.vocab_size, dim=shape.dim, norm=norm(shape.dim), enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(
             num_embeddings=shape.vocab_size, embedding_dim=shape.dim,
@@ -148,8 +149,9 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Qwen3Model:
         ),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=weight),
         layers=[block] * shape.n_layers,
-    ).build()
-    return model
+    )
+    set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)  # how several ranks would divide it, see parallel.py
+    return config.build()
 
 
 def hidden_states(

@@ -20,6 +20,7 @@ import torch
 from asyncspec.config import RLConfig
 
 LOG_RATIO_CAP = 20.0
+REPORTED = ("loss/policy", "loss/kl", "ppo/clipped", "correction/weight_mean", "correction/truncated", "correction/kl_behaviour_proximal")
 
 
 def group_advantages(rewards: Sequence[float], kind: str) -> torch.Tensor:
@@ -47,7 +48,7 @@ def policy_loss(
         reference_T: logprobs of the reference policy, or None without a KL term.
 
     Returns:
-        The loss summed over tokens, and sums over tokens of what is reported.
+        The loss summed over tokens, and sums over tokens of what is REPORTED.
     """
     ratio_T = _ratio(logprob_T, proximal_T)
     clipped_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)

@@ -1,0 +1,120 @@
+"""One policy update from any number of groups, added one at a time, in one rank or in several."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from asyncspec import checkpoint
+from asyncspec import messages as m
+from asyncspec.config import OptimizerConfig, RLConfig
+from asyncspec.parallel import Ranks
+from asyncspec.rl.batch import padded, response_logprobs
+from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
+
+
+class GradientAccumulator:
+    """The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided among calls and ranks."""
+
+    def __init__(self, model, optimizer_config: OptimizerConfig, rl: RLConfig, temperature: float, ranks: Ranks | None = None) -> None:
+        """
+        Args:
+            ranks: those that hold the model; None: this process alone, in float32.
+        """
+        self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
+        o = optimizer_config
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps)))
+        self.device = next(model.parameters()).device
+        self._hidden = None
+        model.lm_head.register_forward_pre_hook(self._keep_hidden)
+        self.clear()
+
+    def state(self) -> dict:
+        """All that the next step depends on; `restore` takes it back."""
+        return {**checkpoint.learned(self.model, self.optimizer), "updates": self.schedule.last_epoch}
+
+    def restore(self, state: dict) -> None:
+        """Take back what `checkpoint.load` has read into `state`. The learning rate is that of the configuration, as far along its schedule."""
+        self.schedule.last_epoch = updates = state["updates"]
+        self.schedule._last_lr = [base * factor(updates) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas)]
+        for group, lr in zip(self.optimizer.param_groups, self.schedule._last_lr):
+            group["lr"] = lr
+
+    def clear(self) -> None:
+        """Forget the groups added since the last step."""
+        self.optimizer.zero_grad()
+        self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
+
+    def has_gradient(self, group: m.Group) -> bool:
+        """Whether the samples differ in reward, or there is a KL term; otherwise the gradient is exactly zero."""
+        return self.rl.kl_coef > 0 or bool(group_advantages(group.rewards, self.rl.advantage).any())
+
+    def add(self, group: m.Group, arrays: m.Arrays) -> tuple[torch.Tensor, ...] | None:
+        """Forward and backward over one group. Collective if it has a gradient: the other ranks add theirs, or `add_nothing`.
+
+        Returns:
+            tokens_GL, mask_GL, logits_GLV and hidden_GLD of the forward pass, detached; None if the group has no gradient.
+        """
+        tokens = int(arrays["lengths"].sum())
+        self.tokens += tokens
+        if not self.has_gradient(group):
+            return None
+        self.tokens_with_signal += tokens
+        lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
+        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays, self.device)
+        proximal_T, behaviour_T = (torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behaviour"))
+        logits_GLV = self._logits(tokens_GL)
+        logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
+        reference_T = torch.from_numpy(arrays["reference"].copy()).to(self.device) if "reference" in arrays else None
+        advantage_G = group_advantages(group.rewards, self.rl.advantage)
+        loss, stats = policy_loss(
+            logprob_T, proximal_T, behaviour_T, advantage_G.repeat_interleave(lengths_G).to(self.device), reference_T, self.rl)
+        loss.backward()
+        for name, value in stats.items():
+            self.sums[name] += float(value)
+        hidden_GLD, self._hidden = self._hidden, None
+        return tokens_GL, mask_GL, logits_GLV.detach(), hidden_GLD
+
+    def add_nothing(self) -> None:
+        """Take part in the passes of the other ranks, with a gradient of zero."""
+        (0 * self._logits(torch.zeros(1, 2, dtype=torch.int64, device=self.device)).sum()).backward()
+
+    def step(self) -> dict[str, float]:
+        """Divide once, clip, update; returns the gradient norm, and means over the tokens of groups with signal. Collective.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; nothing was changed.
+        """
+        from torch.distributed.tensor import DTensor
+
+        totals = torch.tensor([self.tokens, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)], dtype=torch.float64, device=self.device)
+        tokens, with_signal, *sums = (totals if self.ranks is None else self.ranks.sum_over_groups(totals)).tolist()
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        for grad in grads:
+            grad /= tokens
+        norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not norm.isfinite():
+            raise FloatingPointError(f"gradient norm {float(norm)}: the step was not taken")
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.max_grad_norm, norm)
+        stats = {name: value / with_signal for name, value in zip(REPORTED, sums)} if with_signal else {}
+        stats |= {"grad/norm": float(norm), "optimizer/lr": self.schedule.get_last_lr()[0]}
+        self.optimizer.step()
+        self.schedule.step()
+        self.clear()
+        return stats
+
+    def _logits(self, tokens_GL: torch.Tensor) -> torch.Tensor:
+        """logits_GLV, float32 [G, L, V], with gradient."""
+        from torch.distributed.tensor import DTensor
+
+        logits_GLV = self.model(tokens_GL)
+        return (logits_GLV.full_tensor() if isinstance(logits_GLV, DTensor) else logits_GLV).float()
+
+    def _keep_hidden(self, module, inputs: tuple) -> None:
+        self._hidden = inputs[0].detach()

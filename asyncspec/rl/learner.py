@@ -1,0 +1,109 @@
+"""What each rank of the trainer holds of the policy, and does with it: load, learn, snapshot, checkpoint.
+
+The actors decide when: rank 0 is the trainer (actors/trainer.py), the others do as it says (actors/trainer_rank.py). What is marked as
+collective here must be called in all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable
+
+from asyncspec import checkpoint
+from asyncspec import messages as m
+from asyncspec.config import Config, resolve_path
+from asyncspec.parallel import Ranks
+from asyncspec.weights import Layout, Snapshot, WholeSnapshot
+
+
+class Learner:
+    def __init__(self, config: Config, run_dir: Path, device: str, rank: int = 0) -> None:
+        self.config, self.run_dir, self.device = config, run_dir, device
+        self.ranks = Ranks(config.trainer, rank)
+        self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
+        self.more_state: Callable[[], dict] = dict  # what else belongs into a checkpoint
+
+    def load(self) -> None:
+        """Read the policy."""
+        from asyncspec.models import policy
+
+        # Every rank reads all of it, into host memory, and keeps its share.
+        self.model, self.shape = policy.load(resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device)
+
+    def join(self, store_host: str, store_port: int, collective_s: float) -> None:
+        """Find the other ranks and share the policy with them. Collective."""
+        from asyncspec.rl.accumulate import GradientAccumulator
+
+        c = self.config
+        self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
+        self.model.to(self.device)
+        self.ranks.shard(self.model)
+        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks)
+        self._hold()
+
+    def _hold(self) -> None:
+        self.layout = Layout.of(dict(self.model.named_parameters()))
+        self.checkpoints = checkpoint.Checkpoints(self.run_dir, "trainer", self.config.checkpoint.keep, self.ranks)
+
+    def add(self, group: m.Group, arrays: m.Arrays):
+        """A group with a gradient, while the other ranks add theirs; see `GradientAccumulator.add`. Collective."""
+        return self.accumulator.add(group, arrays)
+
+    def update(self) -> dict[str, float]:
+        """The optimizer's step; returns its statistics. Collective.
+
+        Raises:
+            FloatingPointError: the gradient is not finite, in all ranks alike; it is forgotten.
+        """
+        try:
+            stats = self.accumulator.step()
+            self.skipped_in_a_row = 0
+            return stats
+        except FloatingPointError:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            self.accumulator.clear()
+            raise
+
+    def snapshot(self, tell: Callable[[], None] = lambda: None) -> Snapshot:
+        """The policy as it is now.
+
+        Args:
+            tell: in rank 0: has the other ranks begin to gather theirs.
+        """
+        parameters = dict(self.model.named_parameters())
+        if self.ranks.sharded:
+            return self.ranks.snapshot(self.layout, parameters, tell)
+        return WholeSnapshot(self.layout, parameters, self.device)
+
+    def save(self, version: int) -> None:
+        """Begin a checkpoint. Collective."""
+        self.checkpoints.save(version, self._state())
+
+    def restore(self, version: int) -> None:
+        """Go on from a checkpoint; it may be of another number of ranks."""
+        state = self._state()
+        checkpoint.load(checkpoint.where(self.run_dir, "trainer", version), state)
+        self.accumulator.restore(state["trainer"])
+        self.skipped, self.skipped_in_a_row = state["skipped"]
+        self.restored = state
+
+    def _state(self) -> dict:
+        """What a run goes on from; the order of the data and the samples' seeds are functions of the run's seed."""
+        return {"trainer": self.accumulator.state(), "skipped": [self.skipped, self.skipped_in_a_row], **self.more_state()}
+
+    def save_policy(self, snapshot: Snapshot, mtp=None) -> Path:
+        """Write a snapshot as a Hugging Face directory; in rank 0, whose host holds it whole meanwhile."""
+        import torch
+
+        from asyncspec.models import policy
+
+        directory, model = self.run_dir / "checkpoint" / "policy", self.model
+        if self.ranks.sharded:
+            model = policy.build(self.shape)
+            tensors = self.layout.views(torch.cat(list(snapshot.begin())))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(tensors[name])
+        policy.save(model, self.shape, directory, resolve_path(self.config.model.path), mtp)
+        return directory

@@ -1,0 +1,156 @@
+"""A policy shared by several ranks: real processes over gloo."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncspec import messages as m
+from asyncspec import weights
+from asyncspec.audit import violations
+from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig
+from asyncspec.models.policy import PolicyShape, build
+from asyncspec.parallel import Ranks
+from asyncspec.rl.accumulate import GradientAccumulator
+from asyncspec.weights import Layout
+from runs import Running, events, rows
+
+GROUPS = 5
+
+
+def shape(tied):
+    return PolicyShape(vocab_size=48, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=64, max_positions=128,
+                       rope_theta=1e4, norm_eps=1e-6, tied=tied, eos_token_id=1, pad_token_id=0)
+
+
+def policy(tied):
+    torch.manual_seed(0)
+    model = build(shape(tied))
+    model.init_states()
+    return model
+
+
+def group(number):
+    g = np.random.default_rng(number)
+    lengths = g.integers(1, 20, 4)
+    n = int(lengths.sum())
+    ticket = m.Ticket(number, 0, 0, "", "", g.integers(0, 48, 5).tolist(), [0, 1, 2, 3], 0.0)
+    # The third has no gradient: all its samples are rewarded alike.
+    rewards = [1.0] * 4 if number == 2 else g.random(4).tolist()
+    return m.Group(ticket, "g", rewards, 0, 0, 0, 0, 0, []), {
+        "tokens": g.integers(0, 48, n).astype(np.int32), "behaviour": (-4 * g.random(n)).astype(np.float32),
+        "proximal": (-4 * g.random(n)).astype(np.float32), "versions": np.zeros(n, np.int32), "lengths": lengths.astype(np.int32)}
+
+
+def accumulator(model, ranks=None):
+    # Of a gradient near zero Adam takes the sign, which rounding decides; a large eps keeps its steps smooth.
+    return GradientAccumulator(model, OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3), RLConfig(), 1.0, ranks)
+
+
+def alone(tied):
+    """Two steps of one rank: gradients as the optimizer gets them in the first, weights and statistics after both."""
+    model = policy(tied)
+    one, grads = accumulator(model), []
+    one.optimizer.register_step_pre_hook(lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()}))
+    for _ in range(2):
+        for number in range(GROUPS):
+            one.add(*group(number))
+        stats = one.step()
+    return grads[0], {n: p.detach() for n, p in model.named_parameters()}, stats
+
+
+def work(rank, config, tied, port, results):
+    """The same in one of several ranks: what is left over for none is nothing."""
+    torch.set_num_threads(1)
+    weights.BUCKET_ELEMENTS = 4000
+    ranks = Ranks(config, rank)
+    ranks.join("127.0.0.1", port, "cpu", 60, 60)
+    model, gathered = policy(tied), {}
+    ranks.shard(model)
+    share = accumulator(model, ranks)
+    layout = Layout.of(dict(model.named_parameters()))
+
+    def whole(tensors):
+        pieces = list(ranks.snapshot(layout, tensors, lambda: None).begin())
+        return {n: v.numpy() for n, v in layout.views(torch.cat(pieces)).items()} if rank == 0 else None
+
+    def keep_first(*_):
+        if "grads" not in gathered:
+            gathered["grads"] = whole({n: p.grad for n, p in model.named_parameters()})
+
+    share.optimizer.register_step_pre_hook(keep_first)
+    with_gradient = [n for n in range(GROUPS) if share.has_gradient(group(n)[0])]
+    for _ in range(2):
+        for first in range(0, len(with_gradient), ranks.data_size):
+            mine = first + ranks.data_rank
+            share.add(*group(with_gradient[mine])) if mine < len(with_gradient) else share.add_nothing()
+        if rank == 0:
+            for number in set(range(GROUPS)) - set(with_gradient):
+                share.add(*group(number))
+        stats = share.step()
+    held = sum(p.to_local().numel() for p in model.parameters())
+    results.put((rank, gathered["grads"], whole(dict(model.named_parameters())), stats, held, len(layout.buckets)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks, tensor_parallel, tied, recompute", [
+    (2, 1, True, False), (2, 2, False, False), (4, 2, True, True), (4, 1, False, False)])
+def test_several_ranks_take_the_steps_of_one(ranks, tensor_parallel, tied, recompute):
+    """Tolerance: sums of float32 in another order, 1e-5 of the largest gradient and 1e-3 of a step of Adam."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    config = TrainerConfig(ranks=ranks, tensor_parallel=tensor_parallel, recompute=recompute)
+    children = [context.Process(target=work, args=(rank, config, tied, store.port, results)) for rank in range(ranks)]
+    for child in children:
+        child.start()
+    said = dict((item[0], item[1:]) for item in (results.get(timeout=60) for _ in children))
+    for child in children:
+        child.join(30)
+        assert child.exitcode == 0
+    grads, parameters, stats = alone(tied)
+    total, largest = sum(p.numel() for p in parameters.values()), max(float(g.abs().max()) for g in grads.values())
+    for name in parameters:
+        torch.testing.assert_close(torch.from_numpy(said[0][0][name]), grads[name], atol=1e-5 * largest, rtol=0)
+        torch.testing.assert_close(torch.from_numpy(said[0][1][name]), parameters[name], atol=1e-3 * 1e-2, rtol=0)
+    for _, (_, _, found, held, buckets) in said.items():
+        assert found == pytest.approx(stats, rel=1e-4, abs=1e-6) and buckets > 3
+        assert held < 1.2 * total / ranks + 200  # norms are held by all ranks of a row
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=12), st.integers(1, 300))
+def test_buckets_are_whole_tensors_and_leave_nothing_out(shapes, most):
+    layout = Layout.of({str(i): torch.empty(s) for i, s in enumerate(shapes)})
+    weights.BUCKET_ELEMENTS, before = most, weights.BUCKET_ELEMENTS
+    try:
+        buckets = layout.buckets
+    finally:
+        weights.BUCKET_ELEMENTS = before
+    assert [end for _, _, end in buckets[:-1]] == [first for _, first, _ in buckets[1:]]
+    if layout.elements:
+        assert buckets[0][1] == 0 and buckets[-1][2] == layout.elements
+    sizes = {name: torch.Size(s).numel() for name, s, _ in layout.entries}
+    assert all(end - first == sum(sizes[n] for n in names) for names, first, end in buckets)
+    assert all(end - first < most + max(sizes.values()) for _, first, end in buckets)
+
+
+def test_a_run_of_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(tmp_path):
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "8", "trainer.ranks=2", "checkpoint.every=2")
+    run.wait_for_steps(4)
+    run.signal("trainer_rank1", signal.SIGKILL)
+    output = run.end()
+    assert "started again from the last checkpoint" in output or "trainer_rank1 died" in output
+    assert [row["step"] for row in rows(run_dir)] == list(range(8)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
+    assert any(event["event"] == "resumed" for event in events(run_dir))
+    Running.resumed(run_dir, "steps=10", "trainer.ranks=1").end()
+    assert [row["step"] for row in rows(run_dir)] == list(range(10))
+    assert violations(events(run_dir), 1, 4, 10) == []
+    assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file() and os.listdir(run_dir / "checkpoints")
