@@ -1,6 +1,8 @@
 """The engine against the model it runs: distributions, greedy equality, logprobs, versions, batching."""
 
 import itertools
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -9,6 +11,7 @@ from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
 from asyncspec.engine.base import Request
+from asyncspec.engine.decode import packs
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
@@ -184,3 +187,26 @@ def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy,
     with pytest.raises(ValueError, match=expected):
         engine.submit(request_)
     assert not engine.waiting
+
+
+PRODUCTS = """
+import torch
+from asyncspec.actors.base import held
+from asyncspec.config import load
+from asyncspec.engine.decode import Matrix
+from asyncspec.engine.make import make_engine
+
+make_engine(load("tiny"), "cpu")
+product, x = Matrix(torch.ones(128, 128)), torch.ones(500, 128)
+for rows in range(100, 500):
+    product(x[:rows])
+    if rows == 199:
+        before = held()["mb"]
+print(held()["mb"] - before)
+"""
+
+
+@pytest.mark.skipif(not packs("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
+def test_what_onednn_keeps_is_bounded():
+    done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 from asyncspec.config import Config, resolve_path
 from asyncspec.engine.base import Engine
 
+# For every matrix and number of rows it meets, oneDNN keeps a primitive and torch the description of one: 0.6 MB the two, however small
+# the matrix, and 1024 of each by default. An engine meets new numbers of rows for hours, and what is kept splits up the heap between
+# tensors. With 64 of each, fewer than one product in a hundred is made ready anew, which takes 0.2 ms.
+ONEDNN_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
+
 
 def make_engine(config: Config, device: str) -> Engine:
+    """For a process of its own: what oneDNN keeps in it is bounded, unless the environment has bounds already."""
     if config.engine.kind == "mock":
         from asyncspec.mock.engine import MockEngine
 
@@ -15,6 +23,8 @@ def make_engine(config: Config, device: str) -> Engine:
     from asyncspec.models import policy
     from asyncspec.speculation.make import drafter_maker
 
+    for name, capacity in ONEDNN_CACHES.items():
+        os.environ.setdefault(name, capacity)  # read when oneDNN is first used
     path = resolve_path(config.model.path)
     model, shape = policy.load(path)
     engine = TorchEngine(
