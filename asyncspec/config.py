@@ -22,6 +22,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from asyncspec import topology
+
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
 LONGEST_DRAFT = 7  # the longest draft that speculation.draft_length=auto considers
@@ -155,8 +157,10 @@ class MockConfig:
 @dataclass
 class DeploymentConfig:
     generators: int = 1  # generator actors
+    logprobs: int = 1  # logprob actors; each takes every so manieth group
+    nodes: str = ""  # who plays where on several nodes, for example 4*trainer:4+logprob:4,12*generator:8; then it says how many there are of each
     device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
-    host: str = "127.0.0.1"  # address the actors of this host bind to
+    host: str = "auto"  # address the actors of this host bind to; auto: loopback, or where torchrun joins several hosts the address they are reached at
     replacements: int = 8  # generators, logprob actors and draft adapters that may be started in place of ones that died, between two starts of all
     restarts: int = 3  # times all may be started again from the last checkpoint because the trainer or the controller died
     standby: int = 1  # spare processes, which have loaded all libraries, kept for the next replacements
@@ -246,11 +250,28 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         for item in overrides:
             _override(merged, *item.split("=", 1))
         result = OmegaConf.to_object(merged)
+        _apply_nodes(result, {*leaves(given), *(item.split("=", 1)[0] for item in overrides)})
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{key}: {first_line(error)}; expected {_expected(key)}") from None
     check(result)
     return result
+
+
+def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
+    """The topology says how many actors there are; what is given besides must agree."""
+    text = config.deployment.nodes
+    if not text:
+        return
+    try:
+        totals = topology.total(topology.parse(text))
+    except ValueError as error:
+        raise ConfigError(f"deployment.nodes={text!r}: {error}") from None
+    for name, role in (("trainer.ranks", "trainer"), ("deployment.logprobs", "logprob"), ("deployment.generators", "generator")):
+        if name in given and value_of(config, name) != totals[role]:
+            raise ConfigError(f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an empty deployment.nodes")
+        section, field_name = name.split(".")
+        setattr(getattr(config, section), field_name, totals[role])
 
 
 def _override(merged, key: str, text: str) -> None:

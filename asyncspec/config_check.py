@@ -35,7 +35,7 @@ def check(config: Config) -> None:
     for name in leaves(dataclasses.asdict(config)):
         value = value_of(config, name)
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
-    for name in ("steps", "rl.groups_per_step", "deployment.generators", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
+    for name in ("steps", "rl.groups_per_step", "deployment.generators", "deployment.logprobs", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
                  "trainer.threads", "trainer.ranks", "trainer.tensor_parallel", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
                  "sampling.max_response_tokens", "data.train_prompts", "checkpoint.keep"):
         at_least(name, 1)
@@ -80,7 +80,6 @@ def check(config: Config) -> None:
     plain = ranks == 1 and config.trainer.dtype == "float32"
     need(plain or config.draft_trainer != "trainer", "speculation.method", "another than mtp, which one rank in float32 trains with the policy; "
          "or draft.adapt=false", "eagle3")
-    need(plain or config.trainer.kind == "torch", "trainer.ranks", "1 with trainer.kind=mock, which stands for any number", 1)
     choice("engine.kv_at_swap", ("keep", "recompute"))
     choice("speculation.method", ("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"))
     choice("rl.advantage", ("group", "mean"))

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from asyncspec.config import TrainerConfig
-from asyncspec.weights import Layout, own_address
+from asyncspec.transport import own_address
+from asyncspec.weights import Layout
 
 _SIOCGIFADDR = 0x8915
 
@@ -63,6 +64,7 @@ class Ranks:
             dist.destroy_process_group()
         kind, timeout = torch.device(device).type, timedelta(seconds=collective_s)
         _tell_torchtitan(kind)
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  the backend that torchtitan gives axes of one rank
         from torchtitan.distributed import ParallelDims
 
         # gloo and NCCL would take an interface by the host's name.

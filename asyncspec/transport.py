@@ -19,6 +19,7 @@ No call here blocks but `wait`, which takes a deadline.
 from __future__ import annotations
 
 import os
+import socket as sockets
 import struct
 import time
 from collections import Counter, deque
@@ -75,6 +76,13 @@ def _socket(kind: int, serving: bool) -> zmq.Socket:
         else:
             socket.curve_serverkey = _keys[0]
     return socket
+
+
+def own_address(host: str, port: int) -> str:
+    """This host's address on the way to another."""
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return probe.getsockname()[0]
 
 
 def bind(socket: zmq.Socket, host: str) -> str:

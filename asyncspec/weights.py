@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 from asyncspec.deadlines import COLLECTIVE_S, REGROUP_S
 from asyncspec.messages import Broken, Membership, Message, Publish
+from asyncspec.transport import own_address
 
 BUCKET_ELEMENTS = 1 << 24  # 64 MB: what travels, and is gathered from several ranks, at a time
 
@@ -155,13 +155,6 @@ class BroadcastGroup:
     def record(self, version: int, elements: int) -> torch.Tensor:
         """The commit record that follows a payload."""
         return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
-
-
-def own_address(host: str, port: int) -> str:
-    """This host's address on the way to another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return probe.getsockname()[0]
 
 
 class _Lane:

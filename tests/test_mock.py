@@ -40,7 +40,7 @@ def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions(
 
 def test_a_run_with_mocked_gpus_keeps_its_lag_and_its_ledger(tmp_path):
     run = Running(tmp_path / "run", "--config", "mock_rl_think_8b", "--run-dir", str(tmp_path / "run"), "--steps", "4", "rl.groups_per_step=16",
-                  "deployment.generators=2", "mock.time_scale=0.01", "speculation.method=ngram",
+                  "deployment.nodes=", "deployment.generators=2", "trainer.ranks=2", "deployment.logprobs=2", "mock.time_scale=0.01", "speculation.method=ngram",
                   "deployment.faults=generator1:work:100:kill")
     run.end()
     check(tmp_path / "run", 4)

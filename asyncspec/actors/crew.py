@@ -10,27 +10,16 @@ import time
 from typing import Callable
 
 from asyncspec import messages as m
+from asyncspec import topology
 from asyncspec.actors.base import first_name
 from asyncspec.config import Config
 from asyncspec.deadlines import KILLED_S
 from asyncspec.heartbeat import SUFFIX, Vigil
 
 
-TRAINER_RANK = "trainer_rank"
-
-
-def rank_names(config: Config) -> dict[str, str]:
-    """name -> role of the trainer's ranks beyond the first, in order."""
-    return {f"{TRAINER_RANK}{rank}": TRAINER_RANK for rank in range(1, config.trainer.ranks)}
-
-
 def actor_names(config: Config) -> dict[str, str]:
     """name -> role of every actor but the controller."""
-    names = {"trainer": "trainer"} | rank_names(config) | {"logprob": "logprob"}
-    names |= {f"generator{i}": "generator" for i in range(config.deployment.generators)}
-    if config.adapting:
-        names["draft_adapter"] = "draft_adapter"
-    return names
+    return topology.actor_names(config.trainer.ranks, config.deployment.logprobs, config.deployment.generators, config.adapting)
 
 
 class Crew:

@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncspec import messages as m
 from asyncspec.actors.base import Actor
+from asyncspec.actors.crew import actor_names
 from asyncspec.config import resolve_path
 from asyncspec.engine.base import Completion, Request
 from asyncspec.rl.rewards import Rewarder
@@ -57,7 +58,8 @@ class Generator(Actor):
         self.engine = make_engine(c, self.device)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        self.to_logprob = self.outbox("logprob", welcome, self.delay.seconds.get("queue", 0.0))
+        self.to_logprob = [self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0))
+                           for name, role in actor_names(self.config).items() if role == "logprob"]
         parts = {"policy": self.engine.model}
         if self.config.draft_trainer:
             parts["draft"] = self.engine.drafter.draft
@@ -143,7 +145,7 @@ class Generator(Actor):
         lost = [m.Phase("lost", ticket.lost, ticket.issued)] if ticket.lost else []
         phases = [*lost, m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
                   *inside, m.Phase("reward", done, rewarded)]
-        self.to_logprob.put(
+        self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
             m.Group(
                 ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),
                 sum(c.proposed for c in completions), sum(c.accepted for c in completions), self.engine.draft_version, phases),

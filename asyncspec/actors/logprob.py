@@ -148,7 +148,8 @@ class Logprob(Actor):
         if self.to_adapter is None or self.waiting:
             return False
         newest, groups, size = self.offered
-        return step > newest or (step == newest and groups < self.config.draft.groups_per_step and size < self.config.draft.bytes_per_step)
+        d, actors = self.config.draft, self.config.deployment.logprobs  # which offer a share each
+        return step > newest or (step == newest and groups * actors < d.groups_per_step and size * actors < d.bytes_per_step)
 
     def _offer(self, ticket: m.Ticket, supervision) -> None:
         from asyncspec.drafts.supervision import pack, size

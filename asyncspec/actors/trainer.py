@@ -41,6 +41,7 @@ def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]
 
 class Trainer(Actor):
     role = "trainer"
+    learner_class = Learner
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
@@ -50,14 +51,11 @@ class Trainer(Actor):
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0
         self.next_ticket = self.step_index * self.config.rl.groups_per_step
-        self.learner = self._learner()
+        self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
         self.team = Team(self, self.learner)
 
     def inbox_credits(self) -> int:
         return (self.config.policy_lag + 1) * self.config.rl.groups_per_step
-
-    def _learner(self) -> Learner:
-        return Learner(self.config, Path(self.spec.run_dir), self.device)
 
     def load(self) -> None:
         c: Config = self.config

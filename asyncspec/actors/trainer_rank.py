@@ -19,9 +19,9 @@ from pathlib import Path
 
 from asyncspec import messages as m
 from asyncspec.actors.base import Actor, StopRequested
-from asyncspec.actors.crew import TRAINER_RANK, rank_names
 from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
 from asyncspec.rl.learner import Learner
+from asyncspec.topology import TRAINER_RANK
 
 NOTHING, UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR, END = "nothing", "update", "snapshot", "gather", "save", "clear", "end"
 
@@ -40,7 +40,7 @@ class Team:
         self.lost = False
 
     def connect(self, welcome: m.Welcome) -> None:
-        self.outboxes = [self.actor.outbox(name, welcome) for name in rank_names(self.actor.config)]
+        self.outboxes = [self.actor.outbox(f"{TRAINER_RANK}{rank}", welcome) for rank in range(1, self.learner.ranks.size)]
 
     def add(self, group: m.Group, arrays: m.Arrays):
         """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it was this rank's turn."""
@@ -125,11 +125,12 @@ def await_end(actor: Actor, error: RuntimeError):
 
 class TrainerRank(Actor):
     role = TRAINER_RANK
+    learner_class = Learner
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.threads = self.config.trainer.threads
-        self.learner = Learner(self.config, Path(spec.run_dir), self.device, int(spec.name.removeprefix(TRAINER_RANK)))
+        self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device, int(spec.name.removeprefix(TRAINER_RANK)))
         self.step_index, self.ended = max(0, spec.resume), False
 
     def inbox_credits(self) -> int:

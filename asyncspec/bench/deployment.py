@@ -1,8 +1,7 @@
-"""bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace and a torchrun for each process's host, real
+"""bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace, a torchrun and an actor for each node, real
 queues, lag, broadcasts and attribution; only the computing is waited for (configs/mock_rl_think_8b.yaml says how long, and why).
 
-Variants: no speculation; speculation; speculation with one generating node cut off from the network for a while. One process stands for
-the two nodes that train and one for the two of logprob, so there are 15 hosts, the controller's included.
+Variants: no speculation; speculation; speculation with one generating node cut off from the network for a while.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Sequence
 
-from asyncspec import ledger
+from asyncspec import ledger, topology
 from asyncspec.audit import violations
 from asyncspec.bench.harness import Benchmark, Samples, ratio
 from asyncspec.bench.hosts import Hosts
@@ -37,7 +36,7 @@ class DeploymentBenchmark(Benchmark):
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out.absolute()
         self.config = self._config("ar")
-        self.hosts = Hosts(3 + self.config.deployment.generators)
+        self.hosts = Hosts(len(topology.parse(self.config.deployment.nodes)))
 
     def _config(self, variant: str) -> Config:
         return load(CONFIG, self._settings(variant))
@@ -54,7 +53,7 @@ class DeploymentBenchmark(Benchmark):
             nodes.append(self.hosts.start(i, [
                 "-m", "torch.distributed.run", "--nnodes", str(self.hosts.count), "--nproc-per-node", "1", "--node-rank", str(i),
                 "--master-addr", self.hosts.address(0), "--master-port", str(29500 + repetition), "-m", "asyncspec.cli", "train", "--config", CONFIG,
-                "--run-dir", str(run_dir), *self._settings(variant), f"deployment.host={self.hosts.address(i)}"], logs / f"{i}.log"))
+                "--run-dir", str(run_dir), *self._settings(variant)], logs / f"{i}.log"))
         try:
             self._attend(variant, run_dir, nodes)
         finally:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec import transport
+from asyncspec import topology, transport
 from asyncspec.actors.base import ActorSpec, first_name
-from asyncspec.config import Config
+from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import EXIT_GRACE_S, MESH_STOP_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
@@ -56,6 +56,10 @@ def launch(config: Config, resume: bool = False) -> int:
     Args:
         resume: go on with the run that config.run_dir holds.
     """
+    nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
+    if nodes > 1:
+        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
+                          f"torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py, on each of them")
     if not resume:
         roles.prepare_run_dir(config)
     lock = roles.hold(config.run_dir)

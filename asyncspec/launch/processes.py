@@ -1,8 +1,8 @@
 """Actors as plain child processes, for torchrun with several ranks: each rank starts its share of the actors.
 
-Under torchrun rank r plays the roles r, r + W, r + 2W, ... of the list controller, trainer, logprob, generators, draft
-adapter; each actor is a process of its own. With more ranks than roles the further ranks are generators. Rank 0 passes the
-controller's address to the others through torchrun's own store.
+Under torchrun rank r plays what node r of `deployment.nodes` does; without that the roles r, r + W, r + 2W, ... of the list controller,
+trainer, logprob, generators, draft adapter, and with more ranks than roles the further ranks are generators. Each actor is a process of
+its own. Rank 0 passes the controller's address to the others through torchrun's own store.
 
 A child dies with its parent, also when that is killed: it asks the kernel for SIGTERM at its parent's death.
 """
@@ -21,14 +21,16 @@ from typing import Callable
 
 import msgspec
 
-from asyncspec import transport
+from asyncspec import topology, transport
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
 from asyncspec.actors.controller import RESTART
-from asyncspec.config import Config
+from asyncspec.actors.crew import actor_names
+from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
+from asyncspec.transport import own_address
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
@@ -45,8 +47,12 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     """
     from torch.distributed import TCPStore
 
-    roles_taken = len(roles.specs(config))
-    if world_size > roles_taken:
+    nodes = topology.parse(config.deployment.nodes) if config.deployment.nodes else None
+    if nodes is not None and world_size != len(nodes):
+        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of torchrun's {world_size} ranks; "
+                          f"nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1")
+    roles_taken = 1 + len(actor_names(config))
+    if nodes is None and world_size > roles_taken:
         config.deployment.generators += world_size - roles_taken
     restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
@@ -66,7 +72,9 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     config.run_dir, version = store.get(key("run_dir")).decode(), int(store.get(key("version")))
     transport.use_keys(Path(config.run_dir))
     interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
-    mine = roles.specs(config, version)[rank::world_size]
+    host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 else "127.0.0.1"
+    mine = roles.specs(config, version, None if nodes is None else rank, host)
+    mine = mine[rank::world_size] if nodes is None else mine
     children: dict[str, subprocess.Popen] = {}
     if rank == 0:
         controller = _start(mine.pop(0), stdout_address=True)

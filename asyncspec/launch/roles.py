@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import importlib
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Callable
 
 from asyncspec import config as configuration
-from asyncspec import checkpoint, transport
+from asyncspec import checkpoint, topology, transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.timing.exporters import read_rows
@@ -25,7 +26,8 @@ CLASSES = {
 }
 
 
-MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "logprob": ("asyncspec.mock.actors", "MockLogprob")}
+MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": ("asyncspec.mock.actors", "MockTrainerRank"),
+          "logprob": ("asyncspec.mock.actors", "MockLogprob")}
 
 
 def make(spec: ActorSpec):
@@ -35,18 +37,23 @@ def make(spec: ActorSpec):
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def specs(config: configuration.Config, resume: int = -1) -> list[ActorSpec]:
-    """All actors of a run, the controller first; all but the controller lack its address still.
+def specs(config: configuration.Config, resume: int = -1, node: int | None = None, host: str = "127.0.0.1") -> list[ActorSpec]:
+    """The actors of a run, or of one of its nodes, the controller first; all but the controller lack its address still.
 
     Args:
         resume: the version to go on from; -1: a new run.
+        node: of `deployment.nodes`; None: all of them.
+        host: what "auto" in deployment.host stands for.
     """
     from asyncspec.actors.crew import actor_names
 
-    text, names = configuration.to_yaml(config), actor_names(config)
-    placed = zip(names.items(), devices(config.deployment.device, len(names)))
-    return [ActorSpec("controller", "controller", config.run_dir, text, resume=resume),
-            *(ActorSpec(role, name, config.run_dir, text, device, resume=resume) for (name, role), device in placed)]
+    config = copy.deepcopy(config)
+    config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
+    text, names = configuration.to_yaml(config), {"controller": "controller", **actor_names(config)}
+    here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
+    computing = [name for name in here if name != "controller"]
+    placed = {"controller": "cpu", **dict(zip(computing, devices(config.deployment.device, len(computing))))}
+    return [ActorSpec(names[name], name, config.run_dir, text, placed[name], resume=resume) for name in here]
 
 
 def devices(wanted: str, count: int) -> list[str]:

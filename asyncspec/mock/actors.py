@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,15 +11,17 @@ from asyncspec import checkpoint
 from asyncspec import messages as m
 from asyncspec.actors.logprob import Logprob
 from asyncspec.actors.trainer import Trainer
+from asyncspec.actors.trainer_rank import TrainerRank
 from asyncspec.mock.engine import MockModel
+from asyncspec.parallel import Ranks
 from asyncspec.rl.learner import Learner
 
 
 class MockAccumulator:
     """In place of GradientAccumulator."""
 
-    def __init__(self, model: MockModel, group_s: float) -> None:
-        self.model, self.group_s, self.updates = model, group_s, 0
+    def __init__(self, model: MockModel, group_s: float, ranks: Ranks) -> None:
+        self.model, self.group_s, self.ranks, self.updates = model, group_s, ranks, 0
         self.optimizer = torch.optim.AdamW(model.parameters())
 
     def state(self) -> dict:
@@ -38,7 +39,11 @@ class MockAccumulator:
     def add(self, group: m.Group, arrays: m.Arrays) -> None:
         time.sleep(self.group_s)
 
+    def add_nothing(self) -> None:
+        pass
+
     def step(self) -> dict[str, float]:
+        self.ranks.sum_over_groups(torch.zeros(1))
         self.updates += 1
         with torch.no_grad():
             self.model.weight.fill_(self.updates)
@@ -50,14 +55,15 @@ class MockLearner(Learner):
         self.model = MockModel(self.config.mock.weights)
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
-        mock = self.config.mock
-        self.accumulator = MockAccumulator(self.model, mock.train_s * mock.time_scale / self.config.rl.groups_per_step)
+        c = self.config
+        self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
+        seconds = c.mock.train_s * c.mock.time_scale / c.rl.groups_per_step  # of a group, with all ranks at it
+        self.accumulator = MockAccumulator(self.model, seconds * self.ranks.data_size, self.ranks)
         self._hold()
 
 
 class MockTrainer(Trainer):
-    def _learner(self) -> MockLearner:
-        return MockLearner(self.config, Path(self.spec.run_dir), self.device)
+    learner_class = MockLearner
 
     def load(self) -> None:
         super().load()
@@ -67,11 +73,15 @@ class MockTrainer(Trainer):
         """There is none."""
 
 
+class MockTrainerRank(TrainerRank):
+    learner_class = MockLearner
+
+
 class MockLogprob(Logprob):
     def load(self) -> None:
         mock = self.config.mock
         self.model, self.reference = MockModel(mock.weights), None
-        self.group_s = mock.logprob_s * mock.time_scale / self.config.rl.groups_per_step
+        self.group_s = mock.logprob_s * mock.time_scale / self.config.rl.groups_per_step * self.config.deployment.logprobs
 
     def score(self, group: m.Group, arrays: m.Arrays, supervising: bool) -> None:
         time.sleep(self.group_s)

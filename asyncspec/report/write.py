@@ -36,7 +36,7 @@ def what_ifs(runs: Sequence[Run]) -> list[SimpleNamespace]:
     for change_name, change in CHANGES:
         values = []
         for run in runs:
-            seconds = whatif.predicted(run.steps, run.config.policy_lag, change)
+            seconds = whatif.predicted(run.steps, run.config.policy_lag, change, run.config.deployment.logprobs)
             now = float(np.mean([s.end - s.start for s in run.steps[whatif.SKIP :]]))
             values.append((seconds, seconds / now))
         result.append(SimpleNamespace(change=change_name, values=values))

@@ -1,8 +1,8 @@
 """What-if: how long a step would take if generation were faster, there were another generator, or the lag were larger.
 
 The run is played again from its timeline. Each group keeps how long its stages took; when they could begin follows from the rules of
-the pipeline: a ticket is issued when the version that the lag asks for is published; generators share a step's tickets; logprob
-takes one group after the other; the trainer takes them in ticket order. Time that a group queued in front of a busy actor is not kept
+the pipeline: a ticket is issued when the version that the lag asks for is published; generators share a step's tickets; each logprob
+actor takes one group after the other; the trainer takes them in ticket order. Time that a group queued in front of a busy actor is not kept
 but comes of these rules.
 """
 
@@ -32,17 +32,19 @@ def _length(group: GroupRecord, *names: str) -> float:
     return sum(p.end - p.start for p in group.phases if p.name in names)
 
 
-def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change()) -> list[float]:
+def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), logprobs: int = 1) -> list[float]:
     """Seconds of each step under a change.
 
     Args:
         steps: consecutive steps of a run, with all groups of each.
         lag: the policy lag that it ran with.
+        logprobs: how many logprob actors it had.
     """
     generators = len({g.generator.partition(".")[0] for s in steps for g in s.groups})  # "generator0.1" took the place of generator0
     faster = change.generation * (generators + change.generators) / generators
     published = [steps[0].start]  # of each version, counted from that of the first step
-    logprob_free = trainer_free = generator_free = steps[0].start
+    trainer_free = generator_free = steps[0].start
+    logprob_free = [steps[0].start] * logprobs
     ends = []
     for index, step in enumerate(steps):
         groups = sorted(step.groups, key=lambda g: g.ticket_id)
@@ -55,8 +57,9 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change()) -
         for group in order:
             left = at + (_end(group, "generate") - begun) / faster + _last(group, "reward")
             travel = _gap(group, "reward", "logprob_weights")
-            logprob_free = max(logprob_free, left + travel) + _length(group, "logprob") / change.logprob
-            ready[group.ticket_id] = logprob_free
+            actor = group.ticket_id % logprobs
+            logprob_free[actor] = max(logprob_free[actor], left + travel) + _length(group, "logprob") / change.logprob
+            ready[group.ticket_id] = logprob_free[actor]
         generator_free = at + (_end(order[-1], "generate") - begun) / faster
         waits = sum(w.end - w.start for w in step.waits)
         work = (step.end - step.start - waits) / len(groups) / change.train
@@ -67,10 +70,10 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change()) -
     return [b - a for a, b in zip([steps[0].start, *ends], ends)]
 
 
-def predicted(steps: Sequence[StepDone], lag: int, change: Change) -> float:
+def predicted(steps: Sequence[StepDone], lag: int, change: Change, logprobs: int = 1) -> float:
     """The mean step's seconds under a change: what was measured, times what the replay says the change makes of it."""
     def mean(change: Change) -> float:
-        return statistics.fmean(step_times(steps, lag, change)[SKIP:])
+        return statistics.fmean(step_times(steps, lag, change, logprobs)[SKIP:])
 
     return statistics.fmean([s.end - s.start for s in steps][SKIP:]) * mean(change) / mean(Change())
 

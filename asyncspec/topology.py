@@ -1,0 +1,74 @@
+"""Who plays where: `deployment.nodes`, the one description of a topology that every launcher reads.
+
+    4*trainer:4+logprob:4,12*generator:8
+
+are 16 nodes: the first four with four ranks of the trainer and four logprob actors each, the others with eight generators. What a node plays
+is dealt out to its GPUs in turn. The controller is on the first node; the draft adapter too, unless a node names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Mapping
+
+ROLES = ("trainer", "logprob", "generator", "draft_adapter")
+TRAINER_RANK = "trainer_rank"
+
+
+def parse(text: str) -> list[dict[str, int]]:
+    """What each node plays: role -> how many.
+
+    Raises:
+        ValueError: the text has another form; says what is wrong and the nearest that would be right.
+    """
+    nodes = []
+    for item in text.replace(" ", "").split(","):
+        times, star, plays = item.rpartition("*")
+        if star and not re.fullmatch("[1-9][0-9]*", times):
+            raise ValueError(f"{times!r} in {item!r} is no number of nodes; nearest valid choice: 1*{plays}")
+        node: dict[str, int] = {}
+        for part in plays.split("+"):
+            role, colon, count = part.partition(":")
+            if role not in ROLES:
+                raise ValueError(f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: {difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}")
+            if colon and not re.fullmatch("[1-9][0-9]*", count):
+                raise ValueError(f"{count!r} in {item!r} is no number of actors; nearest valid choice: {role}:1")
+            if role in node:
+                raise ValueError(f"{role} is named twice in {item!r}")
+            node[role] = int(count or 1)
+        nodes += [dict(node) for _ in range(int(times or 1))]
+    totals = total(nodes)
+    for role in ROLES[:3]:
+        if not totals[role]:
+            raise ValueError(f"no node plays {role}")
+    if totals["draft_adapter"] > 1:
+        raise ValueError(f"{totals['draft_adapter']} draft adapters: expected at most one")
+    return nodes
+
+
+def total(nodes: list[dict[str, int]]) -> dict[str, int]:
+    """Role -> how many in all."""
+    return {role: sum(node.get(role, 0) for node in nodes) for role in ROLES}
+
+
+def actor_names(ranks: int, logprobs: int, generators: int, adapting: bool) -> dict[str, str]:
+    """name -> role of every actor but the controller, in order. What the trainer's other ranks play is called trainer_rank."""
+    names = {"trainer": "trainer"} | {f"{TRAINER_RANK}{rank}": TRAINER_RANK for rank in range(1, ranks)}
+    names |= {f"logprob{i or ''}": "logprob" for i in range(logprobs)}
+    names |= {f"generator{i}": "generator" for i in range(generators)}
+    return names | ({"draft_adapter": "draft_adapter"} if adapting else {})
+
+
+def place(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[str]]:
+    """The names of the actors on each node, the controller among them."""
+    waiting = {role: [name for name, plays in names.items() if plays.removesuffix("_rank") == role] for role in ROLES}
+    placed = []
+    for node in nodes:
+        here = []
+        for role, count in node.items():
+            here += waiting[role][:count]
+            waiting[role] = waiting[role][count:]
+        placed.append(here)
+    placed[0] = ["controller", *placed[0], *waiting["draft_adapter"]]
+    return placed
