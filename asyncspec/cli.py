@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train`, `draft train`, `report`, `audit` and `bench`."""
+"""The command line: `asyncspec train`, `doctor`, `draft train`, `report`, `audit` and `bench`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
     _add_draft(commands)
+    _add_doctor(commands)
     _add_report(commands)
     _add_audit(commands)
     _add_bench(commands)
@@ -87,6 +88,25 @@ def _train(args) -> int:
     from asyncspec.launch import monarch
 
     return monarch.launch(config, resume)
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="say what would run where, and whether it can",
+        description="Say what a run would place where, how much memory each part takes, and what on this host speaks against it: versions, GPUs, NCCL,\n"
+                    "addresses, memory. Under torchrun, a rank on each node, also whether the nodes reach each other, share a file system, and how far\n"
+                    "their clocks are apart:\n\n"
+                    "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n\n"
+                    "Exit code 1 if something does.", formatter_class=argparse.RawDescriptionHelpFormatter)
+    doctor.add_argument("--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped one (default: tiny)")
+    doctor.add_argument("overrides", nargs="*", metavar="field=value", help="fields, as of asyncspec train")
+    doctor.set_defaults(run=_doctor, parser=doctor)
+
+
+def _doctor(args) -> int:
+    from asyncspec.doctor import examine
+
+    return examine(configuration.load(args.config, args.overrides))
 
 
 def _add_draft(commands) -> None:

@@ -1,0 +1,72 @@
+"""How much memory each actor takes, from the configuration and the policy's config.json alone: bytes, by what they are for.
+
+What is derived is exact (weights, moments, the KV cache); activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token,
+layer and unit of width in 16 bits, twice that in 32, and two bytes where they are recomputed. Allocators and libraries come on top.
+"""
+
+from __future__ import annotations
+
+from asyncspec.config import LONGEST_DRAFT, Config
+
+FLOAT = 4
+ADAM = 2 * FLOAT  # its two moments
+LIBRARIES = 5e8  # that a process has loaded, its CUDA context included; measured on CPUs
+
+
+def parameters(policy: dict) -> int:
+    """Of a dense policy, from its config.json; of one with experts, all of them."""
+    D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    heads, kv_heads, V = policy["num_attention_heads"], policy["num_key_value_heads"], policy["vocab_size"]
+    experts = policy.get("num_experts", 0)
+    width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
+    qk_norm = 2 * H if str(policy.get("model_type", "")).startswith("qwen3") else 0
+    layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + qk_norm
+    return policy["num_hidden_layers"] * layer + D + V * D * (1 if policy.get("tie_word_embeddings") else 2)
+
+
+def kv_bytes_per_token(policy: dict, element: int) -> int:
+    """Keys and values of one position.
+
+    Args:
+        element: bytes of a number.
+    """
+    H = policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    return 2 * policy["num_hidden_layers"] * policy["num_key_value_heads"] * H * element
+
+
+def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
+    """Bytes that an actor holds at most where it computes, by what for; of one that only waits, what it has loaded.
+
+    Args:
+        policy: the content of the policy's config.json.
+        role: as in topology.actor_names.
+    """
+    if config.trainer.kind == "mock":
+        return {"libraries": LIBRARIES}
+    return {"libraries": LIBRARIES, **_of_role(config, policy, role)}
+
+
+def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
+    P, V = parameters(policy), policy["vocab_size"]
+    tokens = config.rl.group_size * (config.engine.max_prompt_tokens + config.sampling.max_response_tokens)
+    trainer = config.trainer
+    if role in ("trainer", "trainer_rank"):
+        share, wide = P / trainer.ranks, 1 if trainer.dtype == "bfloat16" else 2
+        kept = 2 if trainer.recompute else 34
+        return {"weights and gradients": 2 * FLOAT * share, "optimizer": ADAM * share, "snapshot": FLOAT * share,
+                "activations": kept * wide * tokens * policy["hidden_size"] * policy["num_hidden_layers"] / trainer.tensor_parallel,
+                "logits": 3 * FLOAT * tokens * V}
+    if role == "logprob":
+        return {"weights": FLOAT * P * (2 if config.rl.kl_coef > 0 else 1), "arriving weights": FLOAT * P, "logits": 2 * FLOAT * tokens * V}
+    if role == "generator" and config.engine.kind == "torch":
+        from asyncspec.engine.prompts import PROMPT_ROWS
+
+        positions = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+        length = config.speculation.draft_length
+        positions += 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))
+        return {"weights": 2 * FLOAT * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
+                "KV cache": kv_bytes_per_token(policy, FLOAT) * (config.engine.slots + 1 + PROMPT_ROWS) * positions}
+    if role == "generator" and config.engine.kind == "vllm":
+        positions = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+        return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache": kv_bytes_per_token(policy, 2) * config.engine.slots * positions}
+    return {}
