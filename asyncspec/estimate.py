@@ -48,7 +48,8 @@ def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
 
 def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     P, V = parameters(policy), policy["vocab_size"]
-    tokens = config.rl.group_size * (config.engine.max_prompt_tokens + config.sampling.max_response_tokens)
+    longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+    tokens = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
     trainer = config.trainer
     if role in ("trainer", "trainer_rank"):
         share, wide = P / trainer.ranks, 1 if trainer.dtype == "bfloat16" else 2
@@ -61,12 +62,11 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     if role == "generator" and config.engine.kind == "torch":
         from asyncspec.engine.prompts import PROMPT_ROWS
 
-        positions = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+        positions = longest
         length = config.speculation.draft_length
         positions += 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))
         return {"weights": 2 * FLOAT * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
                 "KV cache": kv_bytes_per_token(policy, FLOAT) * (config.engine.slots + 1 + PROMPT_ROWS) * positions}
     if role == "generator" and config.engine.kind == "vllm":
-        positions = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
-        return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache": kv_bytes_per_token(policy, 2) * config.engine.slots * positions}
+        return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache": kv_bytes_per_token(policy, 2) * config.engine.slots * longest}
     return {}

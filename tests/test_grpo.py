@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from asyncspec import messages as m
 from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.rl.accumulate import GradientAccumulator
+from asyncspec.rl.batch import passes
 from asyncspec.rl.grpo import group_advantages, policy_loss
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
@@ -81,9 +82,9 @@ def group(ticket_id, prompt, lengths, seed, vocabulary=6):
     return m.Group(ticket, "g", g.random(len(lengths)).tolist(), 0, 0, 0, 0, 0, []), arrays
 
 
-def gradients(model, batches):
+def gradients(model, batches, **options):
     """The gradient the optimizer is given, and the step's statistics."""
-    accumulator = GradientAccumulator(model, OptimizerConfig(lr=1e-3), RLConfig(advantage="mean"), 1.0)
+    accumulator = GradientAccumulator(model, OptimizerConfig(lr=1e-3), RLConfig(advantage="mean"), 1.0, **options)
     grads = {}
     accumulator.optimizer.register_step_pre_hook(
         lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()}))
@@ -183,3 +184,43 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
         step(number, bad)
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         step(12, bad)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 6), st.integers(1, 200))
+def test_a_group_is_divided_into_passes_that_hold_all_of_it_within_the_limit(lengths, prompt, most):
+    n = sum(lengths)
+    arrays = {"tokens": np.arange(n), "lengths": np.array(lengths, np.int32)}
+    parts = passes([0] * prompt, arrays, most)
+    assert np.concatenate([p["tokens"] for p in parts]).tolist() == list(range(n))
+    assert np.concatenate([p["lengths"] for p in parts]).tolist() == lengths
+    for part in parts:
+        assert part["lengths"].sum() == len(part["tokens"])
+        assert len(part["lengths"]) == 1 or len(part["lengths"]) * (prompt + part["lengths"].max()) <= most
+
+
+def test_dividing_a_group_does_not_change_its_gradient(trainable):
+    batches = [group(0, [2, 3], [3, 9, 1], 1), group(1, [4], [7, 2], 2)]
+    whole, stats = gradients(trainable, batches)
+    divided, stats_divided = gradients(trainable, batches, tokens_per_pass=12)
+    for name in whole:
+        torch.testing.assert_close(divided[name], whole[name], atol=1e-6, rtol=1e-4)
+    assert stats_divided == pytest.approx(stats, rel=1e-4)
+
+
+def test_logprobs_do_not_depend_on_how_a_group_is_divided(tmp_path):
+    from asyncspec.actors.base import ActorSpec
+    from asyncspec.actors.logprob import Logprob
+    from asyncspec.config import load, to_yaml
+
+    group_, arrays = group(0, [2, 3], [3, 9, 1, 14], 1)
+    found = []
+    for most in (1 << 20, 20):
+        actor = Logprob(ActorSpec("logprob", "logprob", str(tmp_path), to_yaml(load("tiny", ["rl.kl_coef=0.1", f"trainer.tokens_per_pass={most}"]))))
+        actor.load()
+        scored = dict(arrays)
+        assert actor.score(group_, scored, True) is not None
+        found.append(scored)
+    for name in ("proximal", "reference"):
+        assert len(found[0][name]) == 27
+        np.testing.assert_allclose(found[1][name], found[0][name], atol=1e-5)

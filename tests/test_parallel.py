@@ -50,7 +50,7 @@ def group(number):
 
 def accumulator(model, ranks=None):
     # Of a gradient near zero Adam takes the sign, which rounding decides; a large eps keeps its steps smooth.
-    return GradientAccumulator(model, OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3), RLConfig(), 1.0, ranks)
+    return GradientAccumulator(model, OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3), RLConfig(), 1.0, ranks, 1 << 30 if ranks is None else 60)
 
 
 def alone(tied):
@@ -88,8 +88,12 @@ def work(rank, config, tied, port, results):
     with_gradient = [n for n in range(GROUPS) if share.has_gradient(group(n)[0])]
     for _ in range(2):
         for first in range(0, len(with_gradient), ranks.data_size):
-            mine = first + ranks.data_rank
-            share.add(*group(with_gradient[mine])) if mine < len(with_gradient) else share.add_nothing()
+            batch = [group(n) for n in with_gradient[first : first + ranks.data_size]]
+            counts = [*(share.passes(*item) for item in batch), *[0] * (ranks.data_size - len(batch))]
+            if ranks.data_rank < len(batch):
+                share.add(*batch[ranks.data_rank])
+            for _ in range(max(counts) - counts[ranks.data_rank]):
+                share.add_nothing()
         if rank == 0:
             for number in set(range(GROUPS)) - set(with_gradient):
                 share.add(*group(number))

@@ -126,23 +126,27 @@ class Logprob(Actor):
         """The target's pass over a group: adds proximal and, with a KL term, reference logprobs to its arrays.
 
         Returns:
-            With `supervising`, what makes the draft's supervision from the same pass, once there is time for it.
+            With `supervising`, what makes the draft's supervision from the first pass, once there is time for it.
         """
         from asyncspec.drafts.supervision import from_pass
         from asyncspec.models.policy import hidden_states
-        from asyncspec.rl.batch import padded, response_logprobs
+        from asyncspec.rl.batch import padded, passes, response_logprobs
 
-        temperature = self.config.sampling.temperature
-        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays, self.device)
-        hidden_GLD, features_GLE = hidden_states(
-            self.model, tokens_GL, None, self.aux_layers if supervising else ())
-        logits_GLV = self.model.lm_head(hidden_GLD)
-        arrays["proximal"] = response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
-        if self.reference is not None:
-            reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
-            arrays["reference"] = response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).cpu().numpy()
-        if supervising:
-            return torch.inference_mode()(partial(from_pass, self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))
+        temperature, supervision = self.config.sampling.temperature, None
+        scored: dict[str, list] = {"proximal": []} | ({} if self.reference is None else {"reference": []})
+        for part in passes(group.ticket.prompt_tokens, arrays, self.config.trainer.tokens_per_pass):
+            tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, part, self.device)
+            wanted = supervising and supervision is None
+            hidden_GLD, features_GLE = hidden_states(self.model, tokens_GL, None, self.aux_layers if wanted else ())
+            logits_GLV = self.model.lm_head(hidden_GLD)
+            scored["proximal"].append(response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).cpu().numpy())
+            if self.reference is not None:
+                reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
+                scored["reference"].append(response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).cpu().numpy())
+            if wanted:
+                supervision = torch.inference_mode()(partial(from_pass, self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))
+        arrays |= {name: np.concatenate(parts) for name, parts in scored.items()}
+        return supervision
 
     def _wants_supervision(self, step: int) -> bool:
         if self.to_adapter is None or self.waiting:

@@ -2,7 +2,7 @@
 
 Rank 0 is the trainer: it alone has an inbox for groups, waits, reports and publishes. Before each collective it sends the others an
 order, so that all of them come to the same one; a rank without an order waits. Of groups that have a gradient as many as there are data
-ranks are added at once, one in each; where fewer are left a rank adds nothing, and so takes part.
+ranks are added at once, one in each; a rank for which none is left, or whose group takes fewer passes, adds nothing, and so takes part.
 
     trainer         add g0 | add g1 | flush      | update | snapshot, publish ...
     orders to 1            | g1     | -          | update | snapshot, gather
@@ -54,10 +54,23 @@ class Team:
         if not self.waiting:
             return None
         parts, self.waiting = self.waiting, []
+        counts = [self.learner.accumulator.passes(*part) for part in parts]
         for rank, outbox in enumerate(self.outboxes, start=1):
             part = rank // self.actor.config.trainer.tensor_parallel
-            outbox.put(*parts[part]) if part < len(parts) else outbox.put(m.Order(NOTHING))
-        return self.together(lambda: self.learner.add(*parts[0]))
+            done = 0
+            if part < len(parts):
+                outbox.put(*parts[part])
+                done = counts[part]
+            for _ in range(max(counts) - done):
+                outbox.put(m.Order(NOTHING))
+
+        def add():
+            forward = self.learner.add(*parts[0])
+            for _ in range(max(counts) - counts[0]):
+                self.learner.accumulator.add_nothing()
+            return forward
+
+        return self.together(add)
 
     def update(self) -> dict[str, float]:
         """See `Learner.update`."""

@@ -11,18 +11,21 @@ from asyncspec import checkpoint
 from asyncspec import messages as m
 from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.parallel import Ranks
-from asyncspec.rl.batch import padded, response_logprobs
+from asyncspec.rl.batch import padded, passes, response_logprobs
 from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
 
 
 class GradientAccumulator:
     """The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided among calls and ranks."""
 
-    def __init__(self, model, optimizer_config: OptimizerConfig, rl: RLConfig, temperature: float, ranks: Ranks | None = None) -> None:
+    def __init__(self, model, optimizer_config: OptimizerConfig, rl: RLConfig, temperature: float, ranks: Ranks | None = None,
+                 tokens_per_pass: int = 1 << 30) -> None:
         """
         Args:
             ranks: those that hold the model; None: this process alone, in float32.
+            tokens_per_pass: a larger group is divided.
         """
+        self.tokens_per_pass = tokens_per_pass
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
         o = optimizer_config
         self.optimizer = torch.optim.AdamW(
@@ -54,24 +57,36 @@ class GradientAccumulator:
         """Whether the samples differ in reward, or there is a KL term; otherwise the gradient is exactly zero."""
         return self.rl.kl_coef > 0 or bool(group_advantages(group.rewards, self.rl.advantage).any())
 
+    def passes(self, group: m.Group, arrays: m.Arrays) -> int:
+        """How many passes `add` makes for a group with a gradient."""
+        return len(passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass))
+
     def add(self, group: m.Group, arrays: m.Arrays) -> tuple[torch.Tensor, ...] | None:
-        """Forward and backward over one group. Collective if it has a gradient: the other ranks add theirs, or `add_nothing`.
+        """Forward and backward over one group. Collective if it has a gradient: the other ranks make as many passes, with groups of theirs or
+        by `add_nothing`.
 
         Returns:
-            tokens_GL, mask_GL, logits_GLV and hidden_GLD of the forward pass, detached; None if the group has no gradient.
+            tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached; None if the group has no gradient.
         """
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
         if not self.has_gradient(group):
             return None
         self.tokens_with_signal += tokens
+        advantages, seen, first = group_advantages(group.rewards, self.rl.advantage), 0, None
+        for part in passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass):
+            samples = len(part["lengths"])
+            forward = self._pass(group.ticket.prompt_tokens, part, advantages[seen : seen + samples])
+            seen, first = seen + samples, first or forward
+        return first
+
+    def _pass(self, prompt: list[int], arrays: m.Arrays, advantage_G: torch.Tensor) -> tuple[torch.Tensor, ...]:
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
-        tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, arrays, self.device)
+        tokens_GL, mask_GL = padded(prompt, arrays, self.device)
         proximal_T, behaviour_T = (torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behaviour"))
         logits_GLV = self._logits(tokens_GL)
         logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
         reference_T = torch.from_numpy(arrays["reference"].copy()).to(self.device) if "reference" in arrays else None
-        advantage_G = group_advantages(group.rewards, self.rl.advantage)
         loss, stats = policy_loss(
             logprob_T, proximal_T, behaviour_T, advantage_G.repeat_interleave(lengths_G).to(self.device), reference_T, self.rl)
         loss.backward()

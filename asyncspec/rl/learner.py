@@ -38,7 +38,7 @@ class Learner:
         self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
         self.model.to(self.device)
         self.ranks.shard(self.model)
-        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks)
+        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks, c.trainer.tokens_per_pass)
         self._hold()
 
     def _hold(self) -> None:
