@@ -60,14 +60,11 @@ class Generator(Actor):
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0))
                            for name, role in actor_names(self.config).items() if role == "logprob"]
-        parts = {"policy": self.engine.model}
-        if self.config.draft_trainer:
-            parts["draft"] = self.engine.drafter.draft
         self.receivers = {}
-        for kind, module in parts.items():
+        for kind in ("policy", "draft") if self.config.draft_trainer else ("policy",):
             self.receivers[kind] = Receiver(
                 welcome.store_host, welcome.store_port, kind, self.name, self.device,
-                Layout.of(dict(module.named_parameters())), lambda version, kind=kind: self._received.append((kind, version)))
+                Layout.of(self.engine.parameters(kind)), lambda version, kind=kind: self._received.append((kind, version)))
         self._received: deque[tuple[str, int]] = deque()
         self.workers = list(self.receivers.values())
         return {"policy"}  # nobody waits for the draft

@@ -56,6 +56,10 @@ class Engine(Protocol):
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None: ...
 
+    def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
+        """Names and shapes of what `load_policy` (kind "policy") or `load_draft` ("draft") takes; the values may be on the meta device."""
+        ...
+
     @property
     def live(self) -> int: ...
 
@@ -64,3 +68,21 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int: ...
+
+
+def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max_response_tokens: int) -> None:
+    """Refuse what would break a step.
+
+    Raises:
+        ValueError: the prompt is empty, longer than max_prompt_tokens or holds what is no token; the response may be empty
+            or longer than the engine was made for; a seed takes more than 64 bits.
+    """
+    def need(held: bool, what: str) -> None:
+        if not held:
+            raise ValueError(f"request {request.request_id}: {what}")
+
+    need(0 < len(request.prompt) <= max_prompt_tokens, f"prompt of {len(request.prompt)} tokens: expected 1 to {max_prompt_tokens}")
+    need(0 <= min(request.prompt) and max(request.prompt) < vocab_size, f"prompt: expected tokens from 0 to {vocab_size - 1}")
+    need(0 < request.max_response_tokens <= max_response_tokens,
+         f"max_response_tokens={request.max_response_tokens}: expected 1 to {max_response_tokens}")
+    need(all(-(2**63) <= seed < 2**63 for seed in request.seeds), "seeds: expected integers of 64 bits")

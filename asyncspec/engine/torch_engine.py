@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncspec.engine import kv_cache
-from asyncspec.engine.base import Completion, Request
+from asyncspec.engine.base import Completion, Request, check_request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
 from asyncspec.models.policy import PolicyShape, build
@@ -95,24 +95,16 @@ class TorchEngine:
     def waiting(self) -> int:
         return len(self._queue)
 
+    def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return dict((self.model if kind == "policy" else self.drafter.draft).named_parameters())
+
     def submit(self, request: Request) -> None:
         """Queue all samples of a prompt.
 
         Raises:
-            ValueError: the prompt is empty, longer than max_prompt_tokens or holds what is no token; the response may be empty
-                or longer than this engine was made for; a seed takes more than 64 bits.
+            ValueError: see `check_request`.
         """
-        def need(held: bool, what: str) -> None:
-            if not held:
-                raise ValueError(f"request {request.request_id}: {what}")
-
-        vocab_size = self.shape.vocab_size
-        need(0 < len(request.prompt) <= self.max_prompt_tokens,
-             f"prompt of {len(request.prompt)} tokens: expected 1 to {self.max_prompt_tokens}")
-        need(0 <= min(request.prompt) and max(request.prompt) < vocab_size, f"prompt: expected tokens from 0 to {vocab_size - 1}")
-        need(0 < request.max_response_tokens <= self.max_response_tokens,
-             f"max_response_tokens={request.max_response_tokens}: expected 1 to {self.max_response_tokens}")
-        need(all(-(2**63) <= seed < 2**63 for seed in request.seeds), "seeds: expected integers of 64 bits")
+        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
         self._queue.extend(_Sequence(request, i) for i in range(len(request.seeds)))
 
     def abandon(self) -> None:

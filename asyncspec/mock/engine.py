@@ -60,6 +60,9 @@ class MockEngine:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
     def submit(self, request: Request) -> None:
         self._waiting.extend((request, sample) for sample in range(len(request.seeds)))
 
