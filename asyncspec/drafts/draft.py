@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
 
@@ -34,6 +34,10 @@ class Draft:
         if self.method == "draft_model":
             return partial(distillation_loss, temperature=temperature)
         return partial(unrolled_loss, unroll=unroll, temperature=temperature)
+
+    def to_hf(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors named as in its `named_parameters`, under the names of its file: the same for all but a draft model."""
+        return policy.to_hf(self.module, tensors) if self.method == "draft_model" else dict(tensors)
 
     def save(self, directory: Path, tokenizer_from: Path | None = None, policy_version: int | None = None) -> None:
         """Write the files the engine reads, and vLLM.
@@ -87,6 +91,20 @@ def load(method: str, directory: Path, shape: PolicyShape, model=None) -> Draft:
     if own.vocab_size != shape.vocab_size:
         raise CheckpointError(f"{directory}/config.json: vocab_size={own.vocab_size}: the policy has {shape.vocab_size}")
     return Draft(method, module, own)
+
+
+def skeleton(method: str, directory: Path, shape: PolicyShape) -> Draft:
+    """As `load` of an eagle3 or draft_model draft, with its module on the meta device: names and shapes, no values.
+
+    Raises:
+        CheckpointError: config.json is missing or broken, or the draft was made for another policy.
+    """
+    if method == "draft_model":
+        own = PolicyShape.from_hf(directory)
+        return Draft(method, policy.skeleton(own), own)
+    own = eagle3.read_shape(directory, shape)
+    with torch.device("meta"):
+        return Draft(method, eagle3.Eagle3(own), own)
 
 
 def aux_layers(method: str, directory: Path, shape: PolicyShape) -> tuple[int, ...]:

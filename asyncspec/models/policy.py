@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,33 @@ def lengthened(model: Qwen3Model, shape: PolicyShape, positions: int) -> Qwen3Mo
     copy = build(shape, positions)
     copy.load_state_dict(model.state_dict())
     return copy.requires_grad_(False)
+
+
+def skeleton(shape: PolicyShape) -> Qwen3Model:
+    """A policy without values, on the meta device: for its names and shapes."""
+    with torch.device("meta"):
+        return build(shape)
+
+
+def to_hf(model: Qwen3Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A policy's tensors, named as in `named_parameters`, as a Hugging Face checkpoint names and divides them.
+
+    Args:
+        model: a policy of this shape, `skeleton`'s for example; it is as before in the end.
+    """
+    own = {name: model.get_parameter(name) for name in tensors}
+    try:
+        _register(model, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
+        # Only the state has q, k and v apart.
+        return Qwen3StateDictAdapter(model.config, None).to_hf(model.state_dict())
+    finally:
+        _register(model, own)
+
+
+def _register(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module).register_parameter(leaf, parameter)
 
 
 def save(model: Qwen3Model, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None, mtp=None) -> None:

@@ -13,17 +13,18 @@ from common import answers, serve
 def main() -> None:
     stream = answers()
     directory, threads, length = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    os.environ |= {"OMP_NUM_THREADS": threads, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from asyncspec.engine import vllm_process
+    from asyncspec.models.widen import widened
+
+    vllm_process.prepare(int(threads))
     import torch
     import vllm
 
-    from widen import widened
-
     config = json.loads((directory / "config.json").read_text())
-    if config["head_dim"] < 32:
+    if (factor := vllm_process.head_factor(config["head_dim"])) > 1:
         equal = Path(tempfile.mkdtemp())
-        widened(directory, equal)
+        widened(directory, equal, factor)
         directory = equal
     torch.set_num_threads(int(threads))
     engine = vllm.LLM(

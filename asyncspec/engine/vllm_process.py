@@ -1,0 +1,35 @@
+"""What vLLM needs to run inside one of our processes, on a CPU above all. Imports vLLM only when called."""
+
+from __future__ import annotations
+
+import os
+
+
+def prepare(threads: int) -> None:
+    """Call before vLLM is imported for the first time: it runs in this process, on so many threads, and asks nobody on the internet."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+                   "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
+                   # The n-gram proposer's Numba sets the OpenMP threads of all.
+                   "NUMBA_NUM_THREADS": str(threads)}
+
+
+def head_factor(head_dim: int) -> int:
+    """How many times as wide heads must be for vLLM's attention on CPUs (see models/widen.py)."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    return next((factor for factor in range(1, 1 + max(sizes)) if factor * head_dim in sizes), 1)
+
+
+def repair_rejection_sampler() -> None:
+    """Replace the function that spreads each request's temperature, top-p and top-k over its proposals.
+
+    vLLM 0.32's kernel for it on CPUs writes into a copy where its input is not int64: temperatures come out as whatever memory held.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        repeated = x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)))
+        return repeated.masked_fill(repeated == replace_from, replace_to) if replace_from != replace_to else repeated
+
+    rejection_sampler.expand_batch_to_tokens = expand

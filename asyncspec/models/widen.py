@@ -1,0 +1,59 @@
+"""An equal policy or EAGLE-3 draft with wider heads, for attention kernels that know no narrow ones.
+
+Each half of a head is padded with zeros to `factor` times its width. RMSNorm then divides by a root mean square smaller by the root of
+the factor, attention by a root of the width greater by it: the norm of keys is scaled back, that of queries needs no change; without
+norms (the draft) the queries are scaled. The RoPE base is raised to the power of the factor, so that the frequencies of the dimensions that
+are not zero stay what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Mapping
+
+import torch
+
+from asyncspec.models.policy import read_tensors, write_checkpoint
+
+
+def widened(source: Path, target: Path, factor: int) -> None:
+    """Write the policy or draft in `source` to `target`, with heads `factor` times as wide.
+
+    Raises:
+        CheckpointError: a file in `source` cannot be read.
+    """
+    config = json.loads((source / "config.json").read_text())
+    theta = float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"]) ** factor
+    wider = {"head_dim": factor * config["head_dim"], "rope_theta": theta,
+             "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    write_checkpoint(target, config | wider, widened_tensors(read_tensors(source), config["head_dim"], factor))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, target / name)
+
+
+def widened_tensors(tensors: Mapping[str, torch.Tensor], head_dim: int, factor: int) -> dict[str, torch.Tensor]:
+    """The tensors of a policy or draft, under the names of its file, with heads `factor` times as wide."""
+    if factor == 1:
+        return dict(tensors)
+    normed = any(name.endswith("k_norm.weight") for name in tensors)
+    result = {}
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-2] if "." in name else name
+        if kind in ("q_norm", "k_norm"):
+            tensor = _padded(tensor, head_dim, factor, 0) * (1.0 if kind == "q_norm" else factor**-0.5)
+        elif kind in ("q_proj", "k_proj", "v_proj"):
+            tensor = _padded(tensor, head_dim, factor, 0) * (factor**0.5 if kind == "q_proj" and not normed else 1.0)
+        elif kind == "o_proj":
+            tensor = _padded(tensor, head_dim, factor, 1)
+        result[name] = tensor.contiguous()
+    return result
+
+
+def _padded(tensor: torch.Tensor, head_dim: int, factor: int, dim: int) -> torch.Tensor:
+    """Zeros behind each half of each head along `dim`."""
+    halves = tensor.unflatten(dim, (-1, head_dim // 2))
+    zeros = torch.zeros_like(halves)
+    return torch.cat([halves, *(factor - 1) * [zeros]], dim + 1).flatten(dim, dim + 1)
