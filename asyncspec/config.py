@@ -61,11 +61,12 @@ class SamplingConfig:
 
 @dataclass
 class EngineConfig:
-    kind: str = "torch"  # torch: the embedded engine; mock: waits instead of computing, see mock
+    kind: str = "torch"  # torch: the embedded engine; vllm: vLLM, see docs/architecture.md; mock: waits instead of computing, see mock
     slots: int = 64  # sequences in flight in one generator
     max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
     compile: bool = False  # torch.compile for steps over few tokens: faster, after half a minute at the first start
+    gpu_memory_utilization: float = 0.9  # vllm on a GPU: share of its memory that one generator takes
     kv_at_swap: str = "keep"  # keep: go on with the KV cache of older weights; recompute: prefill again under the new
 
 

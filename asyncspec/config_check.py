@@ -62,10 +62,11 @@ def check(config: Config) -> None:
         parse_faults(config.deployment.faults)
     except ValueError as error:
         raise ConfigError(f"deployment.faults={config.deployment.faults!r}: {error}; expected for example generator0:swap:2:kill") from None
-    choice("engine.kind", ("torch", "mock"))
+    choice("engine.kind", ("torch", "vllm", "mock"))
     choice("trainer.kind", ("torch", "mock"))
-    need((config.engine.kind == "mock") == (config.trainer.kind == "mock"), "trainer.kind",
-         f"{config.engine.kind}, as engine.kind: what one sends the other must be able to learn from", config.engine.kind)
+    kind = "mock" if config.engine.kind == "mock" else "torch"
+    need(config.trainer.kind == kind, "trainer.kind",
+         f"{kind} with engine.kind={config.engine.kind}: what one sends the other must be able to learn from", kind)
     for name in ("time_scale", "token_s", "tokens_median", "tokens_sigma", "acceptance"):
         need(value_of(config, f"mock.{name}") > 0, f"mock.{name}", "more than 0", default_of(f"mock.{name}"))
     for name in ("gpus", "tokens_max", "token_unit", "weights"):
@@ -92,6 +93,14 @@ def check(config: Config) -> None:
         need(int(length) >= 1, "speculation.draft_length",
              "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
         need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)
+    need(0 < config.engine.gpu_memory_utilization <= 1, "engine.gpu_memory_utilization", "more than 0 and at most 1",
+         default_of("engine.gpu_memory_utilization"))
+    if config.engine.kind == "vllm":
+        need(config.speculation.method in ("eagle3", "draft_model", "ngram", "none"), "speculation.method",
+             "eagle3, draft_model, ngram or none with engine.kind=vllm", "ngram" if config.speculation.method == "suffix" else "eagle3")
+        need(not config.drafting or config.speculation.draft_length != "auto", "speculation.draft_length",
+             "a whole number with engine.kind=vllm: its k is fixed", 3)
+        need(config.sampling.temperature >= 0.01, "sampling.temperature", "at least 0.01 with engine.kind=vllm", 0.01)
     need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
     at_least("rl.kl_coef", 0)
     need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", default_of("data.reward_failures"))

@@ -19,6 +19,10 @@ def make_engine(config: Config, device: str) -> Engine:
         from asyncspec.mock.engine import MockEngine
 
         return MockEngine(config)
+    if config.engine.kind == "vllm":
+        from asyncspec.engine.vllm_engine import VllmEngine
+
+        return VllmEngine(config, device)
     from asyncspec.engine.torch_engine import TorchEngine
     from asyncspec.models import policy
     from asyncspec.speculation.make import drafter_maker

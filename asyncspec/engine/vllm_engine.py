@@ -1,0 +1,240 @@
+"""vLLM behind the Engine protocol: in this process, on one device, scheduled synchronously.
+
+One `poll` hands waiting samples to vLLM while it has fewer than `slots`, and has it do one step. Weights change between two steps, so
+each step's tokens are of one version. A sample is one vLLM request with a seed of its own. It begins under the version that
+salts its prefix cache: its KV cache never comes from older weights. Samples that had no token yet at a swap begin again, with the new salt.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+
+from asyncspec.config import Config, resolve_path
+from asyncspec.drafts import draft as drafts
+from asyncspec.engine import vllm_process
+from asyncspec.engine.base import Completion, Request, check_request
+from asyncspec.models import policy
+from asyncspec.models.policy import PolicyShape
+from asyncspec.models.widen import widened, widened_tensors
+from asyncspec.timing import clock
+
+vllm_process.prepare(torch.get_num_threads())
+
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.distributed.weight_transfer.base import WeightTransferEngine  # noqa: E402
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
+CPU_BLOCK = 32  # positions of a block of the KV cache: the fewest that vLLM's attention on CPUs takes, so that short prompts are shared too
+BATCHED_TOKENS = 8192  # that a step reads at most; prompts beyond are read in the next ones
+
+
+class _InProcessTransfer(WeightTransferEngine[dict, dict]):
+    """Loads tensors of this process, in checkpoint form, into the model that vLLM's weight update session is for."""
+
+    def init_transfer_engine(self, init_info: dict) -> None:
+        pass
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> dict[str, Any]:
+        return update_dict
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        self.model.load_weights(update_info["tensors"].items())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # A head tied to the embedding is not loaded itself, and computes with a packed copy of what the embedding was.
+            for layer in self.model.modules():
+                if isinstance(layer, ParallelLMHead):
+                    layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER, _InProcessTransfer)
+
+
+@dataclass
+class _Sample:
+    """A sample that has a slot."""
+
+    request: Request
+    sample: int
+    started_at: float
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    steps: int = 0  # that gave tokens
+
+
+class VllmEngine:
+    def __init__(self, config: Config, device: str) -> None:
+        """
+        Args:
+            device: "cpu" (float32) or a GPU, "cuda:0" (bfloat16).
+        """
+        self.version = self.draft_version = 0
+        self.slots, self.device = config.engine.slots, device
+        self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
+        self.kv_at_swap, self._sampling = config.engine.kv_at_swap, config.sampling
+        self._queue: deque[tuple[Request, int]] = deque()
+        self._live: dict[str, _Sample] = {}  # by vLLM's request id
+        self._entered = 0
+        path = resolve_path(config.model.path)
+        self.shape = PolicyShape.from_hf(path)
+        self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; the weights are vLLM's
+        if config.draft_directory:
+            self.draft = drafts.skeleton(config.speculation.method, resolve_path(config.draft_directory), self.shape)
+        cpu = device == "cpu"
+        self._factors = {"policy": vllm_process.head_factor(self.shape.head_dim) if cpu else 1}
+        if self.draft is not None:
+            self._factors["draft"] = vllm_process.head_factor(self.draft.shape.head_dim) if cpu else 1
+        if cpu:
+            vllm_process.repair_rejection_sampler()
+            # vLLM compiles some small functions even when eager: half a minute in the midst of a run, for nothing.
+            torch._dynamo.config.disable = not config.engine.compile
+        with tempfile.TemporaryDirectory() as folder:
+            paths = {"policy": path, "draft": resolve_path(config.draft_directory)}
+            for kind, factor in self._factors.items():
+                if factor > 1:
+                    widened(paths[kind], Path(folder) / kind, factor)
+                    paths[kind] = Path(folder) / kind
+            vllm_config = self._arguments(config, paths).create_engine_config()
+            vllm_config.device_config.device = torch.device(device)
+            self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+        # It warns at each swap of layers whose weights were not sent: what is tied, or what a draft shares with the policy.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def _arguments(self, config: Config, paths: Mapping[str, Path]) -> EngineArgs:
+        k = int(config.speculation.draft_length) if config.drafting else 0
+        positions = self.max_prompt_tokens + self.max_response_tokens + k + 1
+        speculative = None
+        if config.drafting:
+            speculative = {"method": config.speculation.method, "num_speculative_tokens": k}
+            if self.draft is not None:
+                speculative |= {"model": str(paths["draft"]), "draft_sample_method": "probabilistic"}
+            else:
+                speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        if self.device == "cpu":
+            special = {"dtype": "float32", "block_size": CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(positions)}
+        else:
+            special = {"dtype": "bfloat16", "gpu_memory_utilization": config.engine.gpu_memory_utilization}
+        return EngineArgs(
+            model=str(paths["policy"]), skip_tokenizer_init=True, generation_config="vllm", max_model_len=positions, max_num_seqs=self.slots,
+            max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)), enable_prefix_caching=True, async_scheduling=False,
+            enforce_eager=not config.engine.compile, speculative_config=speculative, per_request_spec_decode_metrics="summary" if config.drafting else "none",
+            logprobs_mode="processed_logprobs", weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True,
+            seed=config.seed, **special)
+
+    def _kv_cache_bytes(self, positions: int) -> int:
+        """What `slots` sequences of `positions` take, in float32, with one block more each for proposals."""
+        def layer_bytes(shape, kind: str) -> int:
+            return 2 * shape.n_kv_heads * shape.head_dim * self._factors[kind] * 4
+
+        a_position = self.shape.n_layers * layer_bytes(self.shape, "policy")
+        if self.draft is not None:
+            a_position += getattr(self.draft.shape, "n_layers", 1) * layer_bytes(self.draft.shape, "draft")
+        return a_position * CPU_BLOCK * (2 + self.slots * (2 + positions // CPU_BLOCK))
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return dict((self.policy if kind == "policy" else self.draft.module).named_parameters())
+
+    def submit(self, request: Request) -> None:
+        """Queue all samples of a prompt.
+
+        Raises:
+            ValueError: see `check_request`.
+        """
+        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
+        self._queue.extend((request, i) for i in range(len(request.seeds)))
+
+    def poll(self) -> list[Completion]:
+        """Do one step of vLLM; returns the samples that finished in it."""
+        while self._queue and self.live < self.slots:
+            request, index = self._queue.popleft()
+            self._enter(_Sample(request, index, clock.now()))
+        done = []
+        for output in self._vllm.step():
+            (part,), sample = output.outputs, self._live[output.request_id]
+            sample.tokens += part.token_ids
+            sample.logprobs += [ranked[token].logprob for token, ranked in zip(part.token_ids, part.logprobs, strict=True)]
+            sample.versions += [self.version] * len(part.token_ids)
+            sample.steps += bool(part.token_ids)
+            if output.finished:
+                del self._live[output.request_id]
+                done.append(self._completion(sample, part))
+        return done
+
+    def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`."""
+        self._load("policy", policy.to_hf(self.policy, tensors), self.shape.head_dim)
+        self.version = version
+        if self.kv_at_swap == "recompute":
+            self._vllm.reset_prefix_cache(reset_running_requests=True)
+        for name in [name for name, sample in self._live.items() if not sample.tokens]:
+            self._vllm.abort_request([name])
+            self._enter(self._live.pop(name))
+
+    def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over a draft's weights."""
+        self._load("draft", self.draft.to_hf(tensors), self.draft.shape.head_dim)
+        self.draft_version = version
+
+    def _load(self, kind: str, tensors: Mapping[str, torch.Tensor], head_dim: int) -> None:
+        tensors = widened_tensors(tensors, head_dim, self._factors[kind])
+        self._vllm.collective_rpc("start_weight_update" if kind == "policy" else "start_draft_weight_update")
+        self._vllm.collective_rpc("update_weights", args=({"tensors": tensors},))
+        self._vllm.collective_rpc("finish_weight_update")
+
+    def _enter(self, sample: _Sample) -> None:
+        """Hand a sample to vLLM."""
+        request, settings = sample.request, self._sampling
+        params = SamplingParams(
+            # Below 0 one seed, -1, means none.
+            seed=request.seeds[sample.sample] % 2**63, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+            max_tokens=request.max_response_tokens, stop_token_ids=[self.shape.eos_token_id], logprobs=0, detokenize=False,
+            output_kind=RequestOutputKind.DELTA)
+        self._entered += 1
+        name = str(self._entered)
+        self._vllm.add_request(name, tokens_input(list(request.prompt), cache_salt=str(self.version)), params)
+        self._live[name] = sample
+
+    def _completion(self, sample: _Sample, part) -> Completion:
+        if part.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended request {sample.request.request_id}, sample {sample.sample}: {part.finish_reason}")
+        verifications, proposed, accepted = sample.steps - 1, 0, 0
+        if (metrics := part.spec_decode_metrics) is not None:
+            proposed = metrics.num_draft_tokens
+            # vLLM counts what was accepted also past the stop token; each verification but perhaps the last gave one token more than it accepted.
+            accepted = min(sum(count * many for count, many in enumerate(metrics.histogram)), len(sample.tokens) - verifications)
+        return Completion(
+            sample.request.request_id, sample.sample, torch.tensor(sample.tokens, dtype=torch.int32), torch.tensor(sample.logprobs),
+            torch.tensor(sample.versions, dtype=torch.int32), sample.tokens[-1] != self.shape.eos_token_id, verifications, proposed,
+            accepted, sample.started_at)
