@@ -22,14 +22,17 @@ def head_factor(head_dim: int) -> int:
 
 
 def repair_rejection_sampler() -> None:
-    """Replace the function that spreads each request's temperature, top-p and top-k over its proposals.
+    """Replace two functions of vLLM 0.32 that its rejection sampler calls on CPUs.
 
-    vLLM 0.32's kernel for it on CPUs writes into a copy where its input is not int64: temperatures come out as whatever memory held.
+    The kernel that spreads each request's temperature, top-p and top-k over its proposals writes into a copy where its input is not int64:
+    temperatures come out as whatever memory held. And top-k fails in a step in which no request has a proposal left.
     """
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
         repeated = x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)))
         return repeated.masked_fill(repeated == replace_from, replace_to) if replace_from != replace_to else repeated
 
     rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_top_k_top_p = lambda logits, k, p: apply_top_k_top_p(logits, k, p) if len(logits) else logits

@@ -1,0 +1,147 @@
+"""What test_vllm.py has run by the Python of an environment with vLLM in it. Usage: vllm_checks.py CHECK [field=value ...]."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+torch.set_num_threads(1)
+
+from asyncspec.config import load, resolve_path
+from asyncspec.drafts import draft as drafts
+from asyncspec.engine.base import Request
+from asyncspec.engine.make import make_engine
+from asyncspec.models import policy, tokenizer
+from asyncspec.rl import tasks
+
+POLICY, DRAFT = (resolve_path(f"asset:tiny/{name}") for name in ("policy", "eagle3"))
+VLLM = ("engine.kind=vllm", "speculation.draft_length=3", "sampling.max_response_tokens=64")
+GREEDY = ("sampling.top_k=1", "sampling.temperature=0.01")  # drafts are sampled at the temperature alone
+
+
+def prompts(count):
+    encoder = tokenizer.load(POLICY)
+    return [encoder.encode(problem.prompt).ids for problem in tasks.sums(99, count)]
+
+
+def run(engine, prompts, samples=1, length=64, first=0):
+    """{(prompt, sample): completion}, numbered from `first`."""
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(first + i, prompt, [1000 * i + j for j in range(samples)], length))
+    return ended(engine)
+
+
+def ended(engine):
+    done = []
+    while engine.live or engine.waiting:
+        done += engine.poll()
+    return {(c.request_id, c.sample): c for c in done}
+
+
+def moved(module, scale):
+    """Its parameters with noise of `scale` standard deviations."""
+    generator = torch.Generator().manual_seed(5)
+    return {name: (p + scale * p.std() * torch.randn(p.shape, generator=generator) if p.ndim > 1 else p).detach()
+            for name, p in module.named_parameters()}
+
+
+def fill(module, tensors):
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(tensors[name])
+    return module
+
+
+def difference(model, prompt, completion, of=None, temperature=1.0):
+    """The largest difference between its logprobs and those of a fresh forward pass of the model, over the tokens that `of` marks."""
+    tokens = torch.tensor([prompt + completion.tokens.tolist()])
+    with torch.no_grad():
+        logprobs = (model.lm_head(policy.hidden_states(model, tokens)[0])[0] / temperature).log_softmax(-1)
+    expected = logprobs[len(prompt) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
+    apart = (expected - completion.logprobs).abs()
+    return float((apart if of is None else apart[of]).max())
+
+
+def greedy(*overrides):
+    """Weights loaded into an engine that has work under way give what an engine gives that starts with them; and not what it gave before."""
+    config = load("tiny", [*VLLM, *GREEDY, *overrides])
+    model, shape = policy.load(POLICY)
+    some = prompts(12)
+    engine = make_engine(config, "cpu")
+    before = run(engine, some)
+    new = moved(model, 0.2)
+    run_on = Request(100, some[0], [0], 64)
+    engine.submit(run_on)
+    engine.poll()
+    engine.load_policy(new, 1)
+    if config.drafting:
+        draft = drafts.load("eagle3", DRAFT, shape)
+        new_draft = moved(draft.module, 0.3)
+        engine.load_draft(new_draft, 7)
+        assert engine.draft_version == 7
+    ended(engine)
+    after = run(engine, some)
+    assert {v for c in after.values() for v in c.versions.tolist()} == {1}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        policy.save(fill(model, new), shape, folder / "policy", POLICY)
+        if config.drafting:
+            fill(draft.module, new_draft)
+            draft.save(folder / "draft")
+            overrides = (*overrides, f"speculation.draft_path={folder / 'draft'}")
+        fresh = run(make_engine(load("tiny", [*VLLM, *GREEDY, f"model.path={folder / 'policy'}", *overrides]), "cpu"), some)
+    for key, completion in fresh.items():
+        assert completion.tokens.tolist() == after[key].tokens.tolist(), key
+    # The draft that was loaded proposes what the fresh one proposes; at this temperature all but ties.
+    accepted, as_fresh, earlier = (sum(c.accepted for c in done.values()) for done in (after, fresh, before))
+    assert abs(accepted - as_fresh) <= 0.01 * as_fresh
+    if config.drafting:
+        assert 0 < accepted < 0.9 * earlier  # noise did the draft no good
+    changed = sum(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
+    print(f"greedy {overrides[:1]}: {len(fresh)} equal to a fresh engine's, {changed} changed by the update; "
+          f"{earlier} proposals accepted before, {accepted} after, {as_fresh} by the fresh one")
+    assert changed >= len(before) // 2
+
+
+def swap(*overrides):
+    """Versions, logprobs and the KV cache when weights come in flight, under speculation."""
+    config = load("tiny", [*VLLM, "engine.slots=24", "sampling.temperature=0.9", *overrides])
+    model, shape = policy.load(POLICY)
+    models = [model, fill(policy.build(shape), new := moved(model, 0.05))]
+    long = sum(prompts(20), [])[:90]  # of whole blocks of the cache, which samples share; before the swap and after it
+    some = [long, *prompts(6), long]
+    engine = make_engine(config, "cpu")
+    for i, prompt in enumerate(some):
+        engine.submit(Request(i, prompt, list(range(100 * i, 100 * i + 8)), 64))
+    done = [c for _ in range(5) for c in engine.poll()]
+    engine.load_policy(new, 1)
+    done += ended(engine).values()
+    assert len(done) == 64
+    worst, kept, counts = [0.0, 0.0], 0.0, [0, 0, 0]
+    for c in done:
+        versions = c.versions
+        assert versions.tolist() == sorted(versions.tolist()) and len(versions) == len(c.tokens) == len(c.logprobs)
+        assert c.truncated == (int(c.tokens[-1]) != shape.eos_token_id) and 0 <= c.accepted <= c.proposed <= 3 * c.verifications
+        assert c.accepted + 1 + c.verifications >= len(c.tokens)
+        mixed = versions[0] != versions[-1]
+        counts[2 if mixed else int(versions[0])] += 1
+        for version in versions.unique().tolist():
+            apart = difference(models[version], some[c.request_id], c, versions == version, 0.9)
+            if mixed and version == 1 and config.engine.kv_at_swap == "keep":
+                kept = max(kept, apart)
+            else:
+                worst[version] = max(worst[version], apart)
+    print(f"swap, {config.engine.kv_at_swap}: {counts[0]} before, {counts[1]} after, {counts[2]} across; logprobs off by at most {worst[0]:.1e} "
+          f"under version 0, {worst[1]:.1e} under 1, {kept:.1e} where the cache was kept; "
+          f"accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}")
+    assert min(counts) > 0 and max(worst) < 1e-4
+    if config.engine.kv_at_swap == "keep":
+        assert kept > 1e-3  # the cache of older weights was gone on with
+
+
+if __name__ == "__main__":
+    {"greedy": greedy, "swap": swap}[sys.argv[1]](*sys.argv[2:])
