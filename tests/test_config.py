@@ -38,6 +38,11 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("deployment.stall_timeout_s=0", "more than 0"),
     ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=184"),
     ("model.path=asset:tiny/eagle3", "expected 'qwen3'"),
+    ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
+    ("engine.kind=vllm", "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: its k is fixed; "
+     "nearest valid choice: speculation.draft_length=3"),
+    ("engine.kind=mock", "trainer.kind='torch': expected mock with engine.kind=mock"),
+    ("engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=0.0: expected more than 0 and at most 1"),
     ("speculation.draft_path=asset:tiny/draft_model", "nearest valid choice: speculation.method=draft_model"),
 ])
 def test_wrong_overrides_are_one_clear_line(override, expected):
@@ -45,6 +50,19 @@ def test_wrong_overrides_are_one_clear_line(override, expected):
         load("tiny", [override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override,expected", [
+    ("speculation.method=mtp", "speculation.method='mtp': expected eagle3, draft_model, ngram or none with engine.kind=vllm; "
+     "nearest valid choice: speculation.method=eagle3"),
+    ("speculation.method=suffix", "nearest valid choice: speculation.method=ngram"),
+    ("sampling.temperature=0.005", "sampling.temperature=0.005: expected at least 0.01 with engine.kind=vllm"),
+    ("trainer.kind=mock", "trainer.kind='mock': expected torch with engine.kind=vllm"),
+])
+def test_what_vllm_cannot_do_is_refused(override, expected):
+    with pytest.raises(ConfigError) as caught:
+        load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", override])
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("override,expected", [

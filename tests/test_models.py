@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncspec.config import resolve_path
 from asyncspec.models import CheckpointError, eagle3, policy, tokenizer
+from asyncspec.models.widen import widened
 
 TINY = resolve_path("asset:tiny/policy")
 
@@ -144,3 +145,39 @@ def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_po
     policy.write_checkpoint(tmp_path, small_shape.to_hf(), broken)
     with pytest.raises(CheckpointError, match="mtp.fc.weight"):
         mtp.load(tmp_path, small_shape, small_policy.lm_head.weight)
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_wider_heads_change_no_logit(tmp_path, factor):
+    widened(TINY, tmp_path, factor)
+    (narrow, shape), (wide, wider) = policy.load(TINY), policy.load(tmp_path)
+    assert wider.head_dim == factor * shape.head_dim
+    tokens = torch.randint(0, shape.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(logits(wide, tokens), logits(narrow, tokens), atol=2e-4, rtol=1e-4)
+
+
+def test_wider_heads_change_nothing_a_draft_proposes(tmp_path):
+    _, shape = policy.load(TINY)
+    widened(TINY.parent / "eagle3", tmp_path, 2)
+    generator = torch.Generator().manual_seed(0)
+    hidden_BLD, embeds_BLD = (torch.randn(2, 30, shape.dim, generator=generator) for _ in range(2))
+
+    def attend(q_BLNH, k_BLNH, v_BLNH):
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    logits = []
+    for directory in (TINY.parent / "eagle3", tmp_path):
+        draft = eagle3.load(directory, shape)
+        with torch.no_grad():
+            logits.append(draft(hidden_BLD, embeds_BLD, draft.rope(torch.arange(30).expand(2, -1)), attend)[1])
+    torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
+
+
+def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy, small_shape):
+    for shape, model, directory in ((small_shape, small_policy, saved), (policy.load(TINY)[1], policy.load(TINY)[0], TINY)):
+        skeleton = policy.skeleton(shape)
+        written, expected = policy.to_hf(skeleton, dict(model.named_parameters())), policy.read_tensors(directory)
+        assert written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected)
+        assert all(p.is_meta for p in skeleton.parameters())
+        assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}

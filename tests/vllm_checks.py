@@ -143,5 +143,16 @@ def swap(*overrides):
         assert kept > 1e-3  # the cache of older weights was gone on with
 
 
+def seeds(*overrides):
+    """A sample depends on its seed and not on its neighbours; also in an engine that takes the place of another in the same process."""
+    some, tokens = prompts(10), {}
+    for slots in (64, 3):
+        engine = make_engine(load("tiny", [*VLLM, f"engine.slots={slots}", *overrides]), "cpu")
+        tokens[slots] = {key: c.tokens.tolist() for key, c in run(engine, some, 4).items()}
+    different = len({tuple(t) for t in tokens[3].values()})
+    print(f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different ones, the same with 64 slots and with 3: {tokens[64] == tokens[3]}")
+    assert len(tokens[3]) == 40 and different > 20 and tokens[64] == tokens[3]
+
+
 if __name__ == "__main__":
-    {"greedy": greedy, "swap": swap}[sys.argv[1]](*sys.argv[2:])
+    {"greedy": greedy, "swap": swap, "seeds": seeds}[sys.argv[1]](*sys.argv[2:])

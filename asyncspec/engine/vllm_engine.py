@@ -71,6 +71,14 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, _InProcessTransfer)
+_of_this_process: list[LLMEngine] = []  # none or one
+
+
+def _shut_down() -> None:
+    """End the vLLM that this process has run before, for another actor: its end would take the process groups of the next one with it."""
+    while _of_this_process:
+        _of_this_process.pop().engine_core.shutdown()
+        vllm_process.keep_kernels()
 
 
 @dataclass
@@ -112,6 +120,7 @@ class VllmEngine:
             vllm_process.repair_rejection_sampler()
             # vLLM compiles some small functions even when eager: half a minute in the midst of a run, for nothing.
             torch._dynamo.config.disable = not config.engine.compile
+        _shut_down()
         with tempfile.TemporaryDirectory() as folder:
             paths = {"policy": path, "draft": resolve_path(config.draft_directory)}
             for kind, factor in self._factors.items():
@@ -121,6 +130,7 @@ class VllmEngine:
             vllm_config = self._arguments(config, paths).create_engine_config()
             vllm_config.device_config.device = torch.device(device)
             self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+        _of_this_process.append(self._vllm)
         # It warns at each swap of layers whose weights were not sent: what is tied, or what a draft shares with the policy.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 

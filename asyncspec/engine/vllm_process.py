@@ -36,3 +36,10 @@ def repair_rejection_sampler() -> None:
 
     rejection_sampler.expand_batch_to_tokens = expand
     rejection_sampler.apply_top_k_top_p = lambda logits, k, p: apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+def keep_kernels() -> None:
+    """Let vLLM register no kernels a second time: it has them, and its search for their users fails once Numba is loaded (vLLM 0.32, CPUs)."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

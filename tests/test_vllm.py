@@ -1,0 +1,62 @@
+"""engine.kind=vllm, for real, by the Python of an environment with vLLM in it; and the line that one gets without."""
+
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from asyncspec.config import ConfigError, load
+from asyncspec.launch.preflight import check_inputs
+from runs import SCRIPT, Running, rows
+from test_recovery import check as check_run
+
+ROOT = Path(__file__).parents[1]
+PYTHON = os.environ.get("ASYNCSPEC_VLLM_PYTHON")
+needs_vllm = pytest.mark.skipif(not PYTHON, reason="ASYNCSPEC_VLLM_PYTHON is not set; scripts/compare/make_environments.sh makes the environment")
+
+
+def check(*args):
+    """What tests/vllm_checks.py prints, which asserts by itself."""
+    done = subprocess.run([PYTHON, str(ROOT / "tests" / "vllm_checks.py"), *args], capture_output=True, text=True, timeout=240,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    print(*(line for line in done.stdout.splitlines() if line.startswith(args[0])))
+
+
+@needs_vllm
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_weights_taken_in_flight_are_those_of_an_engine_that_starts_with_them(method):
+    check("greedy", f"speculation.method={method}")
+
+
+@needs_vllm
+@pytest.mark.parametrize("kv_at_swap", ["keep", "recompute"])
+def test_logprobs_under_speculation_are_those_of_a_fresh_forward_pass_of_each_version(kv_at_swap):
+    check("swap", f"engine.kv_at_swap={kv_at_swap}")
+
+
+@needs_vllm
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours():
+    check("seeds", "speculation.method=ngram")
+
+
+@needs_vllm
+def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = Running.new(tmp_path / "run", "--steps", "6", "engine.kind=vllm", "speculation.method=eagle3", "speculation.draft_length=3",
+                      "draft.publish_every=1", launcher=(PYTHON, SCRIPT))
+    run.end()
+    check_run(tmp_path / "run", 6)
+    last = rows(tmp_path / "run")[-1]
+    assert last["spec/draft_version"] > 1 and last["spec/acceptance_length"] > 2.5
+
+
+def test_without_vllm_a_run_ends_in_one_line_before_it_starts(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
+    config = load("tiny", ["engine.kind=vllm", "speculation.draft_length=3"])
+    with pytest.raises(ConfigError, match="vLLM is not installed; expected pip install") as caught:
+        check_inputs(config)
+    assert "\n" not in str(caught.value) and "nearest valid choice: engine.kind=torch" in str(caught.value)
