@@ -40,7 +40,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
 CPU_BLOCK = 32  # positions of a block of the KV cache: the fewest that vLLM's attention on CPUs takes, so that short prompts are shared too
-BATCHED_TOKENS = 8192  # that a step reads at most; prompts beyond are read in the next ones
+BATCHED_TOKENS = 8192  # that a step reads at most, or one sequence; what is beyond waits for the next step
 
 
 class _InProcessTransfer(WeightTransferEngine[dict, dict]):
@@ -145,7 +145,9 @@ class VllmEngine:
             else:
                 speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         if self.device == "cpu":
-            special = {"dtype": "float32", "block_size": CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(positions)}
+            # Of a prompt read in parts vLLM 0.32 throws samples away, and takes back what they took of the seed; on CPUs it cannot.
+            special = {"dtype": "float32", "block_size": CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
+                       "enable_chunked_prefill": False}
         else:
             special = {"dtype": "bfloat16", "gpu_memory_utilization": config.engine.gpu_memory_utilization}
         return EngineArgs(
