@@ -26,7 +26,7 @@ def check(*args):
 
 
 @needs_vllm
-@pytest.mark.parametrize("method", ["none", "eagle3"])
+@pytest.mark.parametrize("method", ["none", "eagle3", "draft_model"])
 def test_weights_taken_in_flight_are_those_of_an_engine_that_starts_with_them(method):
     check("greedy", f"speculation.method={method}")
 

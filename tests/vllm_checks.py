@@ -18,7 +18,7 @@ from asyncspec.engine.make import make_engine
 from asyncspec.models import policy, tokenizer
 from asyncspec.rl import tasks
 
-POLICY, DRAFT = (resolve_path(f"asset:tiny/{name}") for name in ("policy", "eagle3"))
+POLICY = resolve_path("asset:tiny/policy")
 VLLM = ("engine.kind=vllm", "speculation.draft_length=3", "sampling.max_response_tokens=64")
 GREEDY = ("sampling.top_k=1", "sampling.temperature=0.01")  # drafts are sampled at the temperature alone
 
@@ -79,7 +79,7 @@ def greedy(*overrides):
     engine.poll()
     engine.load_policy(new, 1)
     if config.drafting:
-        draft = drafts.load("eagle3", DRAFT, shape)
+        draft = drafts.load(config.speculation.method, resolve_path(config.draft_directory), shape)
         new_draft = moved(draft.module, 0.3)
         engine.load_draft(new_draft, 7)
         assert engine.draft_version == 7
@@ -91,7 +91,7 @@ def greedy(*overrides):
         policy.save(fill(model, new), shape, folder / "policy", POLICY)
         if config.drafting:
             fill(draft.module, new_draft)
-            draft.save(folder / "draft")
+            draft.save(folder / "draft", POLICY)
             overrides = (*overrides, f"speculation.draft_path={folder / 'draft'}")
         fresh = run(make_engine(load("tiny", [*VLLM, *GREEDY, f"model.path={folder / 'policy'}", *overrides]), "cpu"), some)
     for key, completion in fresh.items():
