@@ -6,9 +6,8 @@ import os
 
 
 def prepare(threads: int) -> None:
-    """Call before vLLM is imported for the first time: it runs in this process, on so many threads, and asks nobody on the internet."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
-                   "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
+    """Call before vLLM is imported for the first time: it runs in this process, on so many threads, and reports to nobody."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
                    # The n-gram proposer's Numba sets the OpenMP threads of all.
                    "NUMBA_NUM_THREADS": str(threads)}
 
