@@ -139,6 +139,9 @@ def _check_models(config: Config) -> None:
     if heads % parallel:
         raise ConfigError(f"trainer.tensor_parallel={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
                           f"trainer.tensor_parallel={math.gcd(heads, parallel)}")
+    if config.engine.kind == "vllm" and policy.get("num_nextn_predict_layers"):
+        raise ConfigError(f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with engine.kind=vllm; nearest "
+                          "valid choice: engine.kind=torch")
     method, directory = config.speculation.method, config.draft_directory
     if not directory:
         return

@@ -65,6 +65,14 @@ def test_what_vllm_cannot_do_is_refused(override, expected):
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_vllm_takes_no_policy_with_an_mtp_module_in_its_file(tmp_path):
+    source = resolve_path("asset:tiny/policy")
+    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}))
+    with pytest.raises(ConfigError, match="holds an MTP module too; expected a policy without one with engine.kind=vllm"):
+        load("tiny", ["engine.kind=vllm", "speculation.method=none", f"model.path={tmp_path}"])
+
+
 @pytest.mark.parametrize("override,expected", [
     ("data.reward=nomodule:f", "data.reward='nomodule:f': No module named"),
     ("data.reward=json:nothing", "expected module:function"),

