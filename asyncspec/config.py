@@ -106,7 +106,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: int = 1  # processes that hold and train one policy together, by FSDP
     tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
-    dtype: str = "float32"  # float32, bfloat16: what is computed in; weights, gradients' sums and the optimizer stay in float32
+    dtype: str = "float32"  # float32, bfloat16: what trainer and logprob compute in; the trainer's weights, sums of gradients and optimizer stay in float32
     tokens_per_pass: int = 32768  # of one forward and backward pass, padding included, and of one of logprob; larger groups are divided
     recompute: bool = False  # activations in the backward pass instead of keeping them: less memory, a third more work
     threads: int = 1  # CPU threads of each rank

@@ -58,7 +58,8 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
                 "activations": kept * wide * tokens * policy["hidden_size"] * policy["num_hidden_layers"] / trainer.tensor_parallel,
                 "logits": 3 * FLOAT * tokens * V}
     if role == "logprob":
-        return {"weights": FLOAT * P * (2 if config.rl.kl_coef > 0 else 1), "arriving weights": FLOAT * P, "logits": 2 * FLOAT * tokens * V}
+        element = FLOAT if trainer.dtype == "float32" else 2
+        return {"weights": element * P * (2 if config.rl.kl_coef > 0 else 1), "arriving weights": FLOAT * P, "logits": 2 * FLOAT * tokens * V}
     if role == "generator" and config.engine.kind == "torch":
         from asyncspec.engine.prompts import PROMPT_ROWS
 
@@ -68,5 +69,6 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         return {"weights": 2 * FLOAT * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
                 "KV cache": kv_bytes_per_token(policy, FLOAT) * (config.engine.slots + 1 + PROMPT_ROWS) * positions}
     if role == "generator" and config.engine.kind == "vllm":
-        return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache": kv_bytes_per_token(policy, 2) * config.engine.slots * longest}
+        # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
+        return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, 2) * longest}
     return {}

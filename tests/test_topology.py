@@ -1,11 +1,15 @@
 """Who plays where."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec import topology
+from asyncspec.actors.crew import actor_names
 from asyncspec.config import ConfigError, load
+from asyncspec.doctor import Node, judge
 
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
 
@@ -42,6 +46,22 @@ def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
         load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8", "deployment.generators=3"])
 
 
-def test_shipped_topologies_have_the_nodes_their_names_say():
-    for name, nodes in (("mock_rl_think_8b", 16),):
-        assert len(topology.parse(load(name).deployment.nodes)) == nodes
+@pytest.mark.parametrize("name, nodes, gpus", [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)])
+def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gpus, tmp_path):
+    config = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+              "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False, "max_position_embeddings": 40960}
+    for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"]})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("")
+    own = [] if name.startswith("mock") else [f"model.path={tmp_path}/policy", f"speculation.draft_path={tmp_path}/draft",
+                                              f"data.train_file={tmp_path}/data.jsonl", f"data.eval_file={tmp_path}/data.jsonl"]
+    loaded = load(name, own)
+    parsed, names = topology.parse(loaded.deployment.nodes), {"controller": "controller", **actor_names(loaded)}
+    placed = topology.place(parsed, names)
+    assert len(parsed) == nodes
+    if gpus:
+        assert all(sum(node.values()) <= gpus for node in parsed)
+        judged = judge(loaded, config, placed, names, [Node("h", "a", [141e9] * gpus, 1e12, 64)] * nodes)
+        assert not [f.text for _, _, found in judged for f in found if not f.ok]

@@ -10,10 +10,19 @@ from asyncspec import messages as m
 MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived in one
 
 
-def broadcast_backend(devices: list[str]) -> str:
-    """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo."""
-    alone = len(set(devices)) == len(devices)
-    return "nccl" if alone and all(device.startswith("cuda") for device in devices) else "gloo"
+def broadcast_backend(places: list[tuple[str, str]]) -> str:
+    """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo.
+
+    Args:
+        places: host and device of each member.
+    """
+    alone = len(set(places)) == len(places)
+    return "nccl" if alone and all(device.startswith("cuda") for _, device in places) else "gloo"
+
+
+def place(hello: m.Hello) -> tuple[str, str]:
+    """Where an actor is: its host, by its address, and its device there."""
+    return hello.address.rpartition(":")[0], hello.device
 
 
 class Broadcasts:
@@ -33,7 +42,7 @@ class Broadcasts:
         self.members: dict[str, list[str]] = {}  # by kind; the first one sends
         self.epochs: dict[str, int] = {}
         self.versions = {"policy": 0, "draft": 0}  # the newest published
-        self.devices: dict[str, str] = {}  # of the members
+        self.places: dict[str, tuple[str, str]] = {}  # host and device of the members
         self._broken: dict[str, int] = {}  # epochs in a row that failed
         self._headless: set[str] = set()  # kinds whose sender is gone and may come back
 
@@ -47,7 +56,7 @@ class Broadcasts:
             return
         self.epochs[kind] += 1
         members = self.members[kind]
-        backend = broadcast_backend([self.devices[name] for name in members])
+        backend = broadcast_backend([self.places[name] for name in members])
         for name in members:
             self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
 
@@ -64,13 +73,14 @@ class Broadcasts:
                 members.remove(name)
                 self.form(kind)
 
-    def add(self, name: str, device: str, kinds: dict[str, bool]) -> None:
+    def add(self, hello: m.Hello, kinds: dict[str, bool]) -> None:
         """A new member.
 
         Args:
             kinds: the groups it joins, and whether as their sender.
         """
-        self.devices[name] = device
+        name = hello.name
+        self.places[name] = place(hello)
         for kind, sends in kinds.items():
             if kind in self.members:
                 self.members[kind].insert(0 if sends else len(self.members[kind]), name)

@@ -40,13 +40,13 @@ class Logprob(Actor):
 
         c = self.config
         self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
-        self.model.requires_grad_(False)
+        self.model.to(getattr(torch, c.trainer.dtype)).requires_grad_(False)
         if c.adapting:
             self.aux_layers = draft.aux_layers(c.speculation.method, resolve_path(c.draft_directory), self.shape)
         self.reference = None
         if c.rl.kl_coef > 0:
             self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path), self.device)
-            self.reference.requires_grad_(False)
+            self.reference.to(getattr(torch, c.trainer.dtype)).requires_grad_(False)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Receiver
@@ -138,10 +138,10 @@ class Logprob(Actor):
             tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, part, self.device)
             wanted = supervising and supervision is None
             hidden_GLD, features_GLE = hidden_states(self.model, tokens_GL, None, self.aux_layers if wanted else ())
-            logits_GLV = self.model.lm_head(hidden_GLD)
+            logits_GLV = self.model.lm_head(hidden_GLD).float()
             scored["proximal"].append(response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature).cpu().numpy())
             if self.reference is not None:
-                reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0])
+                reference_GLV = self.reference.lm_head(hidden_states(self.reference, tokens_GL)[0]).float()
                 scored["reference"].append(response_logprobs(reference_GLV, tokens_GL, mask_GL, temperature).cpu().numpy())
             if wanted:
                 supervision = torch.inference_mode()(partial(from_pass, self.model, tokens_GL, mask_GL, logits_GLV, features_GLE, temperature))

@@ -95,12 +95,12 @@ class Recovery:
         """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
         crew, name = self.crew, hello.name
         crew.hellos.setdefault(name, hello)
-        if self.broadcasts is None or name not in crew.joining or name in crew.gone or name in self.broadcasts.devices:
+        if self.broadcasts is None or name not in crew.joining or name in crew.gone or name in self.broadcasts.places:
             return
         self.welcome()
         if crew.roles[name] == "logprob" and self.config.adapting and "draft" not in self.broadcasts.members:
             self._end_offers(name)
-        self.broadcasts.add(name, hello.device, _KINDS[crew.roles[name]])
+        self.broadcasts.add(hello, _KINDS[crew.roles[name]])
 
     def joined(self, name: str) -> None:
         """An actor is ready."""

@@ -96,8 +96,8 @@ def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supe
 def from_pass(model, tokens_BL, mask_BL, logits_BLV, features_BLE, temperature: float) -> Supervision:
     """The same from a pass that was made anyhow."""
     target = Target((logits_BLV.detach() / temperature).log_softmax(-1))
-    embeds_BLD = None if features_BLE is None else model.tok_embeddings(tokens_BL).detach()
-    return Supervision(tokens_BL, mask_BL, target, None if features_BLE is None else features_BLE.detach(), embeds_BLD)
+    embeds_BLD = None if features_BLE is None else model.tok_embeddings(tokens_BL).detach().float()
+    return Supervision(tokens_BL, mask_BL, target, None if features_BLE is None else features_BLE.detach().float(), embeds_BLD)
 
 
 def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random.Generator | None = None) -> Arrays:
