@@ -66,12 +66,21 @@ def _add_train(commands) -> None:
     train.add_argument("--steps", metavar="N", help="optimizer steps")
     train.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/<date>-<time>)")
     train.add_argument("--resume", metavar="RUN", help="go on with the run in this directory from its newest checkpoint, with its configuration")
+    train.add_argument("--node", type=int, metavar="K", help="play only what node K of deployment.nodes does: 0 begins a run, others --join it")
+    train.add_argument("--join", metavar="RUN", help="with --node: join the run that node 0 has begun in this directory")
     train.add_argument("--seed", metavar="N", help="of the data, its order and every sample")
     train.add_argument("overrides", nargs="*", metavar="field=value", help="any field listed below, for example trainer.optimizer.lr=1e-4")
     train.set_defaults(run=_train, parser=train)
 
 
 def _train(args) -> int:
+    if args.join is not None:
+        from asyncspec.launch.join import join
+
+        given = [name for name in (*TRAIN_FLAGS, "config", "resume", "overrides") if getattr(args, name)]
+        if args.node is None or given:
+            raise configuration.ConfigError(f"--join {args.join}: expected --node K beside it and nothing else" + (f", not {given[0]}" if given else ""))
+        return join(args.join, args.node)
     overrides = args.overrides + [f"{flag}={getattr(args, flag)}" for flag in TRAIN_FLAGS if getattr(args, flag) is not None]
     if args.resume is not None:
         from asyncspec.launch.resume import configure
@@ -87,7 +96,7 @@ def _train(args) -> int:
         return processes.launch(config, rank, world_size, resume)
     from asyncspec.launch import monarch
 
-    return monarch.launch(config, resume)
+    return monarch.launch(config, resume, args.node)
 
 
 def _add_doctor(commands) -> None:

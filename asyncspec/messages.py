@@ -109,6 +109,19 @@ class Hello(Message, frozen=True):
     device: str
 
 
+class Claim(Message, frozen=True):
+    """A node that starts by itself: as whom may these actors come?"""
+
+    names: list[str]
+
+
+class Claimed(Message, frozen=True):
+    """Under these names, in the same order; or not at all, and why."""
+
+    names: list[str]
+    refused: str = ""
+
+
 class Ready(Message, frozen=True):
     """An actor has loaded what it needs and joined its broadcast groups."""
 
@@ -296,8 +309,8 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Order, Hello, Ready, Beat, Kill, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken, Received,
-    StepDone, Arrived, Generated, Checkpointed, EvalDone, Spans, Notice, Failed, Interrupt, Stop, Stopped,
+    Ticket, Group, Supervision, Order, Hello, Claim, Claimed, Ready, Beat, Kill, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken,
+    Received, StepDone, Arrived, Generated, Checkpointed, EvalDone, Spans, Notice, Failed, Interrupt, Stop, Stopped,
 ]
 
 

@@ -245,6 +245,8 @@ class Controller:
             self.server.send(sender, m.ClockTold(message.sent, time.monotonic(), self.host))
         elif isinstance(message, m.Publish):
             self._published(message)
+        elif isinstance(message, m.Claim):
+            self.server.send(sender, self.recovery.claim(message.names))
         elif isinstance(message, m.Hello):
             self.recovery.arrived(message)
         elif isinstance(message, m.Ready):

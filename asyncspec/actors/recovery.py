@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from asyncspec import messages as m
 from asyncspec import transport
+from asyncspec.actors.base import first_name
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.crew import Crew
 from asyncspec.actors.records import Records
@@ -79,6 +80,23 @@ class Recovery:
             state.resuming, state.stop_reason = True, message.reason
         else:
             state.failure, state.stop_reason = state.failure or message.reason, ending or message.reason
+
+    def claim(self, names: list[str]) -> m.Claimed:
+        """A node has started by itself. Who was never there comes as is planned; who was comes in place of itself."""
+        crew, granted = self.crew, []
+        for name in names:
+            known = [other for other in crew.roles if first_name(other) == name]
+            came = self.broadcasts is not None or name in crew.hellos
+            if not known or (came and crew.roles[name] not in _KINDS):
+                return m.Claimed([], f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
+                                     "launcher to do so")
+            granted.append(f"{name}.{len(known)}" if came else name)
+        for name, new in zip(names, granted):
+            if new != name:
+                last = [other for other in crew.roles if first_name(other) == name][-1]
+                self.lost(m.Interrupt(f"{last}'s node has started again", last, new))
+                self._expect(new, crew.roles[last])
+        return m.Claimed(granted)
 
     def lost_adapter(self, name: str, reason: str) -> None:
         """The run goes on with the draft it has: nobody waits for the draft adapter."""

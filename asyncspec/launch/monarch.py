@@ -22,6 +22,7 @@ from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import EXIT_GRACE_S, MESH_STOP_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.join import Rendezvous, check_node
 from asyncspec.launch.watch import Supervisor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,14 +51,17 @@ class _Host(monarch.Actor):
         return self.actor.run()
 
 
-def launch(config: Config, resume: bool = False) -> int:
+def launch(config: Config, resume: bool = False, node: int | None = None) -> int:
     """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted.
 
     Args:
         resume: go on with the run that config.run_dir holds.
+        node: the first of several; the others join the run, see join.py. None: this host has all actors.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
-    if nodes > 1:
+    if node is not None:
+        check_node(config, node)
+    elif nodes > 1:
         raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
                           f"torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py, on each of them")
     if not resume:
@@ -68,23 +72,30 @@ def launch(config: Config, resume: bool = False) -> int:
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # `_Attempt.watch` through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
-    processes = _Processes()
+    processes, code = _Processes(), 1
     try:
-        for left in range(config.deployment.restarts, -1, -1):
-            attempt = _Attempt(config, version, interrupt, left, processes)
-            try:
-                code = attempt.watch()
-            finally:
-                attempt.end()
-            if attempt.resuming and interrupt.count:
-                return 130
-            if not attempt.resuming:
-                return code if code in (0, 130) else 130 if interrupt.count else 1
-            version = roles.prepare_resume(config)
-        return 1
+        code = _attempts(config, version, interrupt, processes, node)
+        return code
     finally:
+        if node is not None:
+            Rendezvous("", version, 0, ended=code).write(config.run_dir)
         processes.stop()
         os.close(lock)
+
+
+def _attempts(config: Config, version: int, interrupt: InterruptFlag, processes: "_Processes", node: int | None) -> int:
+    for left in range(config.deployment.restarts, -1, -1):
+        attempt = _Attempt(config, version, interrupt, left, processes, node)
+        try:
+            code = attempt.watch()
+        finally:
+            attempt.end()
+        if attempt.resuming and interrupt.count:
+            return 130
+        if not attempt.resuming:
+            return code if code in (0, 130) else 130 if interrupt.count else 1
+        version = roles.prepare_resume(config)
+    return 1
 
 
 class _Processes:
@@ -123,7 +134,8 @@ class _Processes:
 class _Attempt:
     """The actors from one start of all of them to their end."""
 
-    def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int, processes: _Processes) -> None:
+    def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int, processes: _Processes,
+                 node: int | None) -> None:
         transport.use_keys(Path(config.run_dir))
         self.config, self.interrupt, self.restarts_left, self.processes = config, interrupt, restarts_left, processes
         self.resuming = False
@@ -132,7 +144,7 @@ class _Attempt:
         self.results: dict = {}  # actor -> future of its exit code
         self.pids: dict[str, int] = {}
         self.started = time.monotonic()
-        self.specs = roles.specs(config, version)
+        self.specs, self.version, self.node = roles.specs(config, version, node), version, node
 
     def _play(self, spec: ActorSpec) -> None:
         host = self.hosts[spec.name]
@@ -153,6 +165,8 @@ class _Attempt:
         except KeyboardInterrupt:
             print("stopped early: interrupted while starting", flush=True)
             return 130
+        if self.node is not None:
+            Rendezvous(address, self.version, time.time_ns()).write(self.config.run_dir)
         for spec in self.specs[1:]:
             self._play(msgspec.structs.replace(spec, control_address=address))
         self.supervisor = Supervisor(

@@ -77,28 +77,28 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     mine = mine[rank::world_size] if nodes is None else mine
     children: dict[str, subprocess.Popen] = {}
     if rank == 0:
-        controller = _start(mine.pop(0), stdout_address=True)
+        controller = start(mine.pop(0), stdout_address=True)
         children["controller"] = controller
         store.set(key("control"), os.read(controller.address_fd, 256).decode().strip())
     address = store.get(key("control")).decode()
     for spec in mine:
-        children[spec.name] = _start(msgspec.structs.replace(spec, control_address=address))
+        children[spec.name] = start(msgspec.structs.replace(spec, control_address=address))
 
     def ended(now: bool) -> bool:
         if now and rank == 0:
             store.set(key("ended"), "")
         return now or store.check([key("ended")])
 
-    supervisor = Supervisor(config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: _kill(children.get(name)))
+    supervisor = Supervisor(config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: kill(children.get(name)))
     try:
-        return _watch(config, children, supervisor, address, ended)
+        return watch(config, children, supervisor, address, ended)
     finally:
         supervisor.close()
         if rank == 0:
             os.close(lock)
 
 
-def _start(spec: ActorSpec | None, stdout_address: bool = False) -> subprocess.Popen:
+def start(spec: ActorSpec | None, stdout_address: bool = False) -> subprocess.Popen:
     """A process that plays a role; without a spec one that waits for it, see `_play`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
     environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
@@ -119,12 +119,12 @@ def _play(spare: subprocess.Popen, spec: ActorSpec) -> subprocess.Popen:
     return spare
 
 
-def _kill(child: subprocess.Popen | None) -> None:
+def kill(child: subprocess.Popen | None) -> None:
     if child is not None:
         child.kill()
 
 
-def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str, ended: Callable[[bool], bool]) -> int:
+def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str, ended: Callable[[bool], bool]) -> int:
     """Until all children have ended.
 
     Args:
@@ -160,10 +160,10 @@ def _watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Su
                 codes[name] = 0
                 new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()
                 spares = [spare for spare in spares if spare.poll() is None]
-                children[new.name] = _play(spares.pop(0), new) if spares else _start(new)
+                children[new.name] = _play(spares.pop(0), new) if spares else start(new)
         wanted = min(config.deployment.standby, supervisor.replacements) if supervisor.replaceable and not run_ended else 0
         if len(spares) < wanted and time.monotonic() - started > STANDBY_AFTER_S:
-            spares.append(_start(None))
+            spares.append(start(None))
         if supervisor.overdue:
             for child in children.values():
                 child.kill()

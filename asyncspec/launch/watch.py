@@ -26,9 +26,10 @@ REPLACEABLE = ("generator", "logprob", "draft_adapter")
 
 class Supervisor:
     def __init__(self, config: Config, name: str, address: str, specs: list[ActorSpec], interrupt: InterruptFlag, may_restart: bool,
-                 kill: Callable[[str], None]) -> None:
+                 kill: Callable[[str], None], alone: bool = False) -> None:
         """
         Args:
+            alone: an interrupt here ends what this launcher has, not the run, which takes it for a node that is cut off.
             name: of this launcher.
             address: the controller's.
             specs: the actors it starts.
@@ -36,7 +37,7 @@ class Supervisor:
             kill: callable(name of an actor), which ends its process if it is this launcher's.
         """
         self.config, self.name, self.interrupt, self.may_restart, self._kill = config, name, interrupt, may_restart, kill
-        self.specs = {spec.name: spec for spec in specs}
+        self.alone, self.specs = alone, {spec.name: spec for spec in specs}
         self.replacements = config.deployment.replacements
         self.resuming = False  # the run is to be started again once it has ended
         self._client = transport.ControlClient(address, name)
@@ -60,7 +61,11 @@ class Supervisor:
             self._kill(name)
         if self.interrupt.count and not self._told:
             self._told = True
-            self._client.send(Interrupt("interrupted"))
+            if self.alone:
+                for name in self.specs:
+                    self._kill(name)
+            else:
+                self._client.send(Interrupt("interrupted"))
 
     @property
     def replaceable(self) -> bool:
@@ -79,6 +84,8 @@ class Supervisor:
         Args:
             how: for people: the signal, or the exit code.
         """
+        if self.alone and self.interrupt.count:
+            return None
         spec, going_on = self.specs.get(name), not self.interrupt.count and not self.resuming
         if name == "controller":
             self._vigil.forget(name)

@@ -1,0 +1,135 @@
+"""A node that starts by itself and joins a run by the controller's address, so that what it plays can be started again alone.
+
+    node 0:           asyncspec train --node 0 --config ... deployment.host=ADDRESS     (the controller's node)
+    node 3, any time: asyncspec train --join RUN --node 3
+
+RUN/rendezvous.json, on the file system that the nodes share, says where the controller is, and at last that the run has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncspec import config as configuration
+from asyncspec import messages as m
+from asyncspec import topology, transport
+from asyncspec.config import Config, ConfigError
+from asyncspec.launch import processes, roles
+from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.watch import Supervisor
+
+FILE, POLL_S = "rendezvous.json", 0.1
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What a run's first node tells the others."""
+
+    address: str  # of the controller
+    version: int  # that is gone on from; -1: a new run
+    attempt: int  # which start of all actors this is; nanoseconds of the day's clock
+    ended: int | None = None  # the exit code, once the run has ended
+
+    def write(self, run_dir: str) -> None:
+        file = Path(run_dir) / FILE
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(file)
+
+    @classmethod
+    def read(cls, run_dir: str) -> "Rendezvous | None":
+        try:
+            return cls(**json.loads((Path(run_dir) / FILE).read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def check_node(config: Config, node: int) -> None:
+    """Raises:
+        ConfigError: the topology has no such node, or nobody else could reach this one.
+    """
+    nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
+    if not 0 <= node < nodes:
+        raise ConfigError(f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to {nodes - 1}" if nodes else
+                          f"--node {node}: expected deployment.nodes to say what each node plays, for example deployment.nodes=trainer+logprob,generator")
+    if node == 0 and config.deployment.host == "auto":
+        raise ConfigError("deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
+                          "nearest valid choice: deployment.host=127.0.0.1, if they are all on this host")
+
+
+def join(run_dir: str, node: int) -> int:
+    """Play a node's part in a run until it ends; returns the run's exit code, or this node's if that is unknown.
+
+    Raises:
+        ConfigError: there is no such run or node, or what the node plays cannot be started alone.
+    """
+    path = Path(run_dir).expanduser().absolute()
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node 0` has begun")
+    config = configuration.load(str(path / "config.yaml"), [f"run_dir={path}", "deployment.host=auto"])
+    if node == 0:
+        raise ConfigError("--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or --resume")
+    check_node(config, node)
+    interrupt, attempt = InterruptFlag(), -1
+    deadline = time.monotonic() + config.deployment.start_timeout_s
+    while not interrupt.count:
+        found = Rendezvous.read(config.run_dir)
+        if found is not None and found.ended is not None:
+            return found.ended
+        if found is not None and found.attempt != attempt:
+            attempt = found.attempt
+            _play(config, node, found, interrupt)
+            deadline = time.monotonic() + config.deployment.start_timeout_s
+        elif time.monotonic() > deadline:
+            print(f"node {node}: the run's first node has neither ended it nor started it again; see {config.run_dir}/logs", flush=True)
+            return 1
+        time.sleep(POLL_S)
+    return 130
+
+
+def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag) -> None:
+    """From one start of all actors to their end."""
+    transport.use_keys(Path(config.run_dir))  # each start has keys of its own
+    address, port = found.address.removeprefix("tcp://").rsplit(":", 1)
+    host = transport.own_address(address, int(port))
+    specs = roles.specs(config, found.version, node, host)
+    names = _claimed(config, node, found.address, [spec.name for spec in specs])
+    specs = [msgspec.structs.replace(spec, name=name, control_address=found.address) for spec, name in zip(specs, names)]
+    print(f"node {node} plays {', '.join(names)}", flush=True)
+    children: dict[str, subprocess.Popen] = {spec.name: processes.start(spec) for spec in specs}
+    supervisor = Supervisor(config, f"launcher{node}.{time.time_ns()}", found.address, specs, interrupt, True,
+                            lambda name: processes.kill(children.get(name)), alone=True)
+
+    def ended(now: bool) -> bool:
+        newest = Rendezvous.read(config.run_dir)
+        return newest is None or newest.ended is not None or newest.attempt != found.attempt
+
+    try:
+        processes.watch(config, children, supervisor, found.address, ended)
+    finally:
+        supervisor.close()
+
+
+def _claimed(config: Config, node: int, address: str, names: list[str]) -> list[str]:
+    """As whom these actors may come; the controller knows who was there before."""
+    client = transport.ControlClient(address, f"node{node}.{time.time_ns()}")
+    try:
+        client.send(m.Claim(names))
+        deadline = time.monotonic() + config.deployment.start_timeout_s
+        while time.monotonic() < deadline:
+            transport.wait([client], POLL_S)
+            answer = client.receive()
+            if isinstance(answer, m.Claimed) and answer.refused:
+                raise ConfigError(f"--node {node}: {answer.refused}")
+            if isinstance(answer, m.Claimed):
+                return answer.names
+    finally:
+        client.close(0)
+    raise ConfigError(f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} s; "
+                      "expected an address that this node reaches: deployment.host of node 0")
