@@ -192,6 +192,7 @@ def _add_bench(commands) -> None:
                     "  speculation  every drafter by live sequences and draft length, the default job's rollouts, and whether\n"
                     "               the automatic draft length ever loses (about 30 minutes)\n"
                     "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 minutes)\n"
+                    "  ranks        whether trainers of 1, 2 and 4 ranks learn alike (about 15 minutes)\n"
                     "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 minutes)\n"
                     "  attribution  whether time is charged to its cause: delays put into known places, and found again (about 10 minutes)\n"
                     "  chaos        a hundred actors killed or frozen at random in a default run (about 15 minutes)\n"
@@ -199,7 +200,7 @@ def _add_bench(commands) -> None:
                     "  soak         half an hour of a small job: memory, file descriptors and threads of each actor\n"
                     "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside published\n"
                     "               figures; needs root (about 10 minutes)")
-    bench.add_argument("name", help="async, engine, speculation, drafts, adapter, attribution, chaos, fuzz, soak or deployment")
+    bench.add_argument("name", help="async, engine, speculation, drafts, adapter, ranks, attribution, chaos, fuzz, soak or deployment")
     bench.add_argument("--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)")
     bench.add_argument("--repeats", type=int, default=0, metavar="N", help="repetitions of each variant (default: the benchmark's own)")
     bench.add_argument("overrides", nargs="*", default=[], metavar="field=value",

@@ -29,7 +29,7 @@ from asyncspec.config import ConfigError
 
 NAMES = {
     "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
-    "drafts": "asyncspec.bench.drafts", "adapter": "asyncspec.bench.adapter", "attribution": "asyncspec.bench.attribution",
+    "drafts": "asyncspec.bench.drafts", "adapter": "asyncspec.bench.adapter", "ranks": "asyncspec.bench.ranks", "attribution": "asyncspec.bench.attribution",
     "chaos": "asyncspec.bench.chaos", "fuzz": "asyncspec.bench.fuzz", "soak": "asyncspec.bench.soak",
     "deployment": "asyncspec.bench.deployment",
 }

@@ -1,0 +1,52 @@
+"""bench ranks: trainers of 1, 2 and 4 ranks, and one that divides its matrices, learn alike. The first half of the default job with each.
+
+Accuracy is that of the held-out prompts before the first and after the last step; runs of one and the same configuration differ by two to three points.
+On one machine ranks share its cores: their steps are slower, and what they are for, models that one device cannot hold, does not show here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Sequence
+
+from asyncspec.bench.harness import Benchmark, Samples
+from asyncspec.bench.jobs import run_job
+
+STEPS = 60
+SETTINGS = {"1": (), "2": ("trainer.ranks=2",), "4": ("trainer.ranks=4",), "2, tensor parallel": ("trainer.ranks=2", "trainer.tensor_parallel=2")}
+
+
+class RanksBenchmark(Benchmark):
+    name = "ranks"
+    repeats = 1
+    variants = tuple(SETTINGS)
+    columns = ("accuracy_start", "accuracy_end", "step_s", "train_s", "prepare_share")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        rows = run_job(self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}", "--steps", str(STEPS), f"seed={repetition}",
+                       *SETTINGS[variant], *self.overrides)
+        accuracy = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+        return {"accuracy_start": accuracy[0], "accuracy_end": accuracy[-1], "step_s": statistics.median(row["time/step"] for row in rows),
+                "train_s": statistics.median(row["time/train"] for row in rows), "lag_max": max(row["lag/max"] for row in rows),
+                "prepare_share": sum(row["time/prepare"] for row in rows) / sum(row["time/step"] for row in rows)}
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        gains = {variant: statistics.fmean(s["accuracy_end"] - s["accuracy_start"] for s in samples[variant]) for variant in self.variants}
+        return {**{f"gain_{variant.replace(', ', '_').replace(' ', '_')}": gain for variant, gain in gains.items()},
+                "gain_spread": max(gains.values()) - min(gains.values())}
+
+    def plot(self, axes, samples: Samples) -> None:
+        for place, variant in enumerate(self.variants):
+            for s in samples[variant]:
+                axes.plot([place, place], [s["accuracy_start"], s["accuracy_end"]], "o-")
+        axes.set_xticks(range(len(self.variants)), self.variants)
+        axes.set_ylabel("held-out accuracy, before and after")
+        axes.set_ylim(0, 1)
+
+
+def make(overrides: Sequence[str], out: Path) -> RanksBenchmark:
+    return RanksBenchmark(overrides, out)
