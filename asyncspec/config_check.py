@@ -14,7 +14,12 @@ from typing import Any
 
 from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, leaves, resolve_path, value_of
 from asyncspec.faults import parse as parse_faults
+from asyncspec.models import CheckpointError
+from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
 from asyncspec.timing.delays import parse as parse_delays
+
+# What a directory's architecture can draft as.
+_DRAFTS = {"LlamaForCausalLMEagle3": "eagle3", **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"), **dict.fromkeys(ARCHITECTURES.values(), "draft_model")}
 
 
 def check(config: Config) -> None:
@@ -130,12 +135,16 @@ def cxx_compiler() -> str | None:
 def _check_models(config: Config) -> None:
     """The policy must be one we know, and the draft what the method takes, made for this policy."""
     policy = _read_json("model.path", config.model.path)
-    if policy.get("model_type") != "qwen3":
-        raise ConfigError(f"model.path={config.model.path!r}: holds model_type={policy.get('model_type')!r}; expected 'qwen3'; "
-                          f"model.path={default_of('model.path')} is the shipped one")
+    try:
+        shape = PolicyShape.from_hf(resolve_path(config.model.path))
+    except CheckpointError as error:
+        raise ConfigError(f"model.path={config.model.path!r}: {first_line(error)}; "
+                          f"model.path={default_of('model.path')} is the shipped one") from None
     if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
         raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
-    parallel, heads = config.trainer.tensor_parallel, policy.get("num_key_value_heads", 1)
+    if config.engine.compile and shape.experts is not None:
+        raise ConfigError("engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false")
+    parallel, heads = config.trainer.tensor_parallel, shape.n_kv_heads
     if heads % parallel:
         raise ConfigError(f"trainer.tensor_parallel={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
                           f"trainer.tensor_parallel={math.gcd(heads, parallel)}")
@@ -147,13 +156,13 @@ def _check_models(config: Config) -> None:
         return
     draft = _read_json("speculation.draft_path", directory)
     found = (draft.get("architectures") or ["?"])[0]
-    fits = {"LlamaForCausalLMEagle3": "eagle3", "Qwen3MTP": "mtp", "Qwen3ForCausalLM": "draft_model"}.get(found, "?")
+    fits = _DRAFTS.get(str(found), "?")
     # A policy's own checkpoint may hold its MTP module.
     if method != fits and (method, fits) != ("mtp", "draft_model"):
         nearest = f"speculation.method={fits}" if fits != "?" else f"speculation.draft_path={default_of('speculation.draft_path')}"
         raise ConfigError(f"speculation.draft_path={directory!r}: holds a {found}, which speculation.method={method} does not take; "
                           f"nearest valid choice: {nearest}")
-    for key in ("vocab_size",) if method == "draft_model" else ("vocab_size", "hidden_size"):
+    for key in {"draft_model": ("vocab_size",), "mtp": ("model_type", "vocab_size", "hidden_size")}.get(method, ("vocab_size", "hidden_size")):
         if draft.get(key) != policy.get(key):
             raise ConfigError(f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
                               f"as the policy of model.path has; speculation.method=ngram needs no draft")

@@ -80,8 +80,8 @@ def test_broken_files_are_named(saved):
     with pytest.raises(CheckpointError, match="model.safetensors"):
         policy.load(saved)
     config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(CheckpointError, match="expected 'qwen3'"):
+    (saved / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(CheckpointError, match="expected 'qwen3', 'llama', 'qwen3_moe'"):
         policy.load(saved)
 
 

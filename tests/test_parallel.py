@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from asyncspec import messages as m
 from asyncspec import weights
 from asyncspec.audit import violations
 from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig
-from asyncspec.models.policy import PolicyShape, build
+from asyncspec.models.policy import build
+from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.parallel import Ranks
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.weights import Layout
@@ -24,14 +26,15 @@ from runs import Running, events, rows
 GROUPS = 5
 
 
-def shape(tied):
-    return PolicyShape(vocab_size=48, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=64, max_positions=128,
+def shape(tied, kind):
+    base = PolicyShape(vocab_size=48, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=64, max_positions=128,
                        rope_theta=1e4, norm_eps=1e-6, tied=tied, eos_token_id=1, pad_token_id=0)
+    return replace(base, model_type=kind, experts=Experts(4, 2, 32, True) if kind == "qwen3_moe" else None)
 
 
-def policy(tied):
+def policy(tied, kind):
     torch.manual_seed(0)
-    model = build(shape(tied))
+    model = build(shape(tied, kind))
     model.init_states()
     return model
 
@@ -53,9 +56,9 @@ def accumulator(model, ranks=None):
     return GradientAccumulator(model, OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3), RLConfig(), 1.0, ranks, 1 << 30 if ranks is None else 60)
 
 
-def alone(tied):
+def alone(tied, kind):
     """Two steps of one rank: gradients as the optimizer gets them in the first, weights and statistics after both."""
-    model = policy(tied)
+    model = policy(tied, kind)
     one, grads = accumulator(model), []
     one.optimizer.register_step_pre_hook(lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()}))
     for _ in range(2):
@@ -65,13 +68,13 @@ def alone(tied):
     return grads[0], {n: p.detach() for n, p in model.named_parameters()}, stats
 
 
-def work(rank, config, tied, port, results):
+def work(rank, config, tied, kind, port, results):
     """The same in one of several ranks: what is left over for none is nothing."""
     torch.set_num_threads(1)
     weights.BUCKET_ELEMENTS = 4000
     ranks = Ranks(config, rank)
     ranks.join("127.0.0.1", port, "cpu", 60, 60)
-    model, gathered = policy(tied), {}
+    model, gathered = policy(tied, kind), {}
     ranks.shard(model)
     share = accumulator(model, ranks)
     layout = Layout.of(dict(model.named_parameters()))
@@ -104,22 +107,23 @@ def work(rank, config, tied, port, results):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks, tensor_parallel, tied, recompute", [
-    (2, 1, True, False), (2, 2, False, False), (4, 2, True, True), (4, 1, False, False)])
-def test_several_ranks_take_the_steps_of_one(ranks, tensor_parallel, tied, recompute):
+@pytest.mark.parametrize("kind, ranks, tensor_parallel, tied, recompute", [
+    ("qwen3", 2, 1, True, False), ("qwen3", 2, 2, False, False), ("qwen3", 4, 2, True, True), ("qwen3", 4, 1, False, False),
+    ("llama", 4, 2, False, False), ("qwen3_moe", 2, 1, False, True)])
+def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied, recompute):
     """Tolerance: sums of float32 in another order, 1e-5 of the largest gradient and 1e-3 of a step of Adam."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
     results = context.Queue()
     config = TrainerConfig(ranks=ranks, tensor_parallel=tensor_parallel, recompute=recompute)
-    children = [context.Process(target=work, args=(rank, config, tied, store.port, results)) for rank in range(ranks)]
+    children = [context.Process(target=work, args=(rank, config, tied, kind, store.port, results)) for rank in range(ranks)]
     for child in children:
         child.start()
     said = dict((item[0], item[1:]) for item in (results.get(timeout=60) for _ in children))
     for child in children:
         child.join(30)
         assert child.exitcode == 0
-    grads, parameters, stats = alone(tied)
+    grads, parameters, stats = alone(tied, kind)
     total, largest = sum(p.numel() for p in parameters.values()), max(float(g.abs().max()) for g in grads.values())
     for name in parameters:
         torch.testing.assert_close(torch.from_numpy(said[0][0][name]), grads[name], atol=1e-5 * largest, rtol=0)

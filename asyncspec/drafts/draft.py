@@ -21,7 +21,7 @@ DRAFT_MODEL_LAYERS = 2  # of a new separate draft model, in other respects shape
 @dataclass(frozen=True)
 class Draft:
     method: str  # one of METHODS
-    module: Any  # Eagle3, MTP, or torchtitan's Qwen3Model
+    module: Any  # Eagle3, MTP, or a policy
     shape: Any  # its own
 
     @property

@@ -24,14 +24,14 @@ class LayerWeights(NamedTuple):
     """What a layer multiplies by, as `decode.DecodeLayer` derives it; matrices transposed: [in, out]."""
 
     wqkv: torch.Tensor
-    head_scale_RH: torch.Tensor
+    head_scale_RH: torch.Tensor | None  # Llama 3 does not normalize heads
     wo: torch.Tensor
     inward: torch.Tensor
     outward: torch.Tensor
 
 
 class CompiledLayers:
-    """All layers of a dense Qwen3 policy, block by block."""
+    """All layers of a dense policy, block by block."""
 
     def __init__(self, shape: PolicyShape, positions: int) -> None:
         """
@@ -88,7 +88,9 @@ def _compiled_block(shape: PolicyShape, positions: int):
         outputs = []
         for w, cache in zip(weights, caches):
             qkv_TGRH = torch.mm(unit(x_TD, D), w.wqkv).view(-1, G, R + 2, H)
-            qk = unit(qkv_TGRH[:, :, : R + 1], H) * w.head_scale_RH
+            qk = qkv_TGRH[:, :, : R + 1]
+            if w.head_scale_RH is not None:
+                qk = unit(qk, H) * w.head_scale_RH
             real, imaginary = qk.unflatten(-1, (-1, 2)).unbind(-1)
             qk = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1).flatten(-2)
             cache.index_copy_(0, index, torch.cat([qk[:, :, R], qkv_TGRH[:, :, R + 1]], -1).view(-1, 2 * H))

@@ -2,12 +2,12 @@
 
 On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
 the model's modules: it reads their parameters and does in 25 operations a layer what they do in 70. Norms' weights go into
-the matrices behind them, matrices that read the same input are joined, and the halves of each query and key that RoPE rotates are
-interleaved, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change;
+the matrices behind them, matrices that read the same input are joined, and the halves of each query and key that Qwen3's RoPE rotates
+are interleaved, as Llama 3's are already, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change;
 tests/test_engine.py holds both forward passes to the same logits.
 
 Shape suffixes: B batch rows, L query positions, T = B * L, P cache positions, D model dimension, G key-value groups, R = queries of
-a group, then its key, then its value; H head size.
+a group, then its key, then its value; H head size; E experts, K of a token, N = T * K sorted by expert, F hidden dimension.
 """
 
 from __future__ import annotations
@@ -109,8 +109,11 @@ class RoPE:
 
     @classmethod
     def of(cls, model) -> "RoPE":
-        """That of a policy, whose table holds cosines, then sines, both halves alike."""
-        cos_PH, sin_PH = next(iter(model.layers.values())).attention.rope.cache.chunk(2, dim=-1)
+        """That of a policy, whose table holds rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
+        table = next(iter(model.layers.values())).attention.rope.cache
+        if table.is_complex():
+            return cls(table.angle())
+        cos_PH, sin_PH = table.chunk(2, dim=-1)
         half = cos_PH.shape[-1] // 2
         return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]))
 
@@ -141,13 +144,42 @@ class MLP:
         return self.outward.plus(x_TD, F.silu(gate_TF).mul_(up_TF))
 
 
+class Mixture:
+    """A mixture of SwiGLU experts behind a norm: x + sum over the token's experts of weight * expert(norm(x))."""
+
+    def __init__(self, norm, moe) -> None:
+        """Takes modules: an RMSNorm and torchtitan's MoE."""
+        self.modules, self.unit = (norm, moe), Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.per_token, self.normed = moe.router.top_k, moe.router.route_norm
+        self._expert_E = torch.arange(moe.router.num_experts, device=norm.weight.device)
+
+    def reload(self) -> None:
+        (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
+        self.router = Matrix(moe.router.gate.weight * scale(norm))
+        self.inward_EDF = (torch.cat([experts.w1_EFD, experts.w3_EFD], 1) * scale(norm)).transpose(1, 2)
+        self.outward_EFD = experts.w2_EDF.transpose(1, 2)
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        (T, D), normed_TD = x_TD.shape, self.unit(x_TD)
+        score_TK, expert_TK = self.router(normed_TD).softmax(-1).topk(self.per_token, sorted=False)
+        if self.normed:
+            score_TK = score_TK / score_TK.sum(-1, keepdim=True)
+        expert_N, order_N = expert_TK.flatten().sort(stable=True)
+        end_E = torch.searchsorted(expert_N, self._expert_E, right=True, out_int32=True)
+        # One grouped product was faster than a loop over experts, and than gathering the matrices of each token's.
+        gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(2, -1)
+        out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
+        out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(T, -1, D)
+        return torch.baddbmm(x_TD.unsqueeze(1), score_TK.unsqueeze(1), out_TKD).squeeze(1)
+
+
 class DecodeModel:
-    """A dense Qwen3 policy over its own `KVCache`."""
+    """A policy over its own `KVCache`."""
 
     def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device) -> None:
         """
         Args:
-            model: torchtitan's Qwen3Model. After its parameters change call `reload`, and before the first pass.
+            model: torchtitan's, see `models.policy.build`. After its parameters change call `reload`, and before the first pass.
             slots, positions: rows and length of the cache.
         """
         self.cache = cache = KVCache(
@@ -164,11 +196,18 @@ class DecodeModel:
         self.norm.reload()
         for layer in self.layers:
             layer.reload()
-        self._weights = [layer.weights for layer in self.layers]
+        if self.compiled is not None:
+            self._weights = [layer.weights for layer in self.layers]
 
     def compile(self, shape: PolicyShape) -> None:
-        """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is live."""
-        self.compiled = CompiledLayers(shape, self.cache.positions)
+        """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is live.
+
+        Raises:
+            ValueError: the policy is a mixture of experts.
+        """
+        if shape.experts is not None:
+            raise ValueError("layers with a mixture of experts are not compiled")
+        self.compiled, self._weights = CompiledLayers(shape, self.cache.positions), [layer.weights for layer in self.layers]
         self.compiled.prepare(self._weights, self.cache.flat)
 
     def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=()):
@@ -207,33 +246,46 @@ class DecodeLayer:
     def __init__(self, layer, index: int, cache: KVCache) -> None:
         """
         Args:
-            layer: torchtitan's Qwen3TransformerBlock.
+            layer: torchtitan's TransformerBlock.
             index: the layer's number in the cache.
         """
         self.layer, self.index, self.cache = layer, index, cache
-        attention, mlp = layer.attention, layer.feed_forward
+        attention = layer.attention
         self.groups, self.queries = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
-        device, head_dim = attention.q_norm.weight.device, attention.q_norm.weight.shape[-1]
-        self.unit = Unit(layer.attention_norm.weight.shape[-1], layer.attention_norm.eps, device)
-        self.head_unit = Unit(head_dim, attention.q_norm.eps, device)
-        self.mlp = MLP(layer.ffn_norm, mlp.w1, mlp.w3, mlp.w2)
+        norm, head_norm = layer.attention_norm, attention.q_norm
+        self.unit = Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.head_unit = head_norm and Unit(head_norm.weight.shape[-1], head_norm.eps, norm.weight.device)  # Llama 3 has none
+        if getattr(layer, "moe_enabled", False):
+            self.mlp = Mixture(layer.ffn_norm, layer.moe)
+        else:
+            mlp = layer.feed_forward
+            self.mlp = MLP(layer.ffn_norm, mlp.w1, mlp.w3, mlp.w2)
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
         attention, R = self.layer.attention, self.queries + 1
         weight_GRHD = attention.qkv_linear.wqkv.weight.view(self.groups, R + 1, -1, self.layer.attention_norm.weight.shape[-1])
-        weight_GRHD = torch.cat([interleaved(weight_GRHD[:, :R], 2), weight_GRHD[:, R:]], 1)
+        if not attention.rope.cache.is_complex():
+            weight_GRHD = torch.cat([interleaved(weight_GRHD[:, :R], 2), weight_GRHD[:, R:]], 1)
         self.wqkv = Matrix(weight_GRHD.flatten(0, 2) * scale(self.layer.attention_norm))
         self.wo = Matrix(attention.wo.weight)
-        heads_RH = torch.cat([scale(attention.q_norm).expand(self.queries, -1), scale(attention.k_norm)[None]])
-        self.head_scale_RH = interleaved(heads_RH, 1)
+        self.head_scale_RH = None
+        if self.head_unit is not None:
+            heads_RH = torch.cat([scale(attention.q_norm).expand(self.queries, -1), scale(attention.k_norm)[None]])
+            self.head_scale_RH = interleaved(heads_RH, 1)
         self.mlp.reload()
-        self.weights = LayerWeights(
-            self.wqkv.weight, self.head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
+
+    @property
+    def weights(self) -> LayerWeights:
+        """Of a dense layer."""
+        return LayerWeights(self.wqkv.weight, self.head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
 
     def __call__(self, x_TD: torch.Tensor, where: Place, rotation: torch.Tensor) -> torch.Tensor:
         B, L = where.shape
         qkv_BLGRH = self.wqkv(self.unit(x_TD)).view(B, L, self.groups, self.queries + 2, -1)
         qk = qkv_BLGRH[..., : self.queries + 1, :]
-        torch.mul(paired(self.head_unit(qk).mul_(self.head_scale_RH)), rotation, out=paired(qk))
+        if self.head_unit is None:
+            paired(qk).mul_(rotation)
+        else:
+            torch.mul(paired(self.head_unit(qk).mul_(self.head_scale_RH)), rotation, out=paired(qk))
         return self.mlp(self.wo.plus(x_TD, self.cache.attend(self.index, where, qkv_BLGRH)))

@@ -75,6 +75,8 @@ class TorchEngine:
         def state(*size, dtype=torch.int64):
             return torch.zeros(*size, dtype=dtype, device=device)
 
+        self._stops_V = state(shape.vocab_size, dtype=torch.bool)
+        self._stops_V[list(shape.eos_token_ids)] = True
         self.limit_S = state(slots + 1)
         # Random numbers of every position of a row, made when its sequence enters.
         self.uniform_SPR = state(slots + 1, positions, counter_rng.STREAMS, dtype=torch.float32)
@@ -273,7 +275,7 @@ class TorchEngine:
         tokens.token_SP[rows].scatter_(1, position_BJ, token_BJ)
         self.logprob_SP[rows].scatter_(1, position_BJ, p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log_())
         self.version_SP[rows].scatter_(1, position_BJ, self.version)
-        stop_BJ = token_BJ == self.shape.eos_token_id
+        stop_BJ = self._stops_V[token_BJ]
         if count_B is None:
             stopped_B, length_B = stop_BJ[:, 0], length_B + 1
         else:
@@ -294,7 +296,7 @@ class TorchEngine:
             response = tokens.token_SP[row, start:end].to("cpu", torch.int32)
             done.append(Completion(
                 sequence.request.request_id, sequence.sample, response, self.logprob_SP[row, start:end].cpu().clone(),
-                self.version_SP[row, start:end].cpu().clone(), int(response[-1]) != self.shape.eos_token_id,
+                self.version_SP[row, start:end].cpu().clone(), int(response[-1]) not in self.shape.eos_token_ids,
                 verifications, proposed, accepted, sequence.started_at))
             if self.drafter is not None:
                 self.drafter.leave(row)

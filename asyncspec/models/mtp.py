@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from asyncspec.models import CheckpointError
-from asyncspec.models.policy import PolicyShape, build, read_tensors, write_checkpoint
+from asyncspec.models.policy import PolicyShape, adapter, build, read_tensors, write_checkpoint
+from asyncspec.models.shape import MTP_ARCHITECTURES
 
 _RENAMED = {"pre_fc_norm_hidden": "hidden_norm", "pre_fc_norm_embedding": "embed_norm", "fc": "fc", "norm": "norm"}
 
@@ -72,9 +72,8 @@ class MTP(nn.Module):
 
     def state_hf(self) -> dict[str, torch.Tensor]:
         """All tensors under their `mtp.*` names."""
-        adapter = Qwen3StateDictAdapter(self._config, None)
         block = {f"layers.0.{k}": v.detach() for k, v in self.block.state_dict().items()}
-        state = {k.replace("model.", "mtp.", 1): v for k, v in adapter.to_hf(block).items()}
+        state = {k.replace("model.", "mtp.", 1): v for k, v in adapter(self._config).to_hf(block).items()}
         return state | {f"mtp.{theirs}.weight": getattr(self, ours).weight.detach() for theirs, ours in _RENAMED.items()}
 
     def load_hf(self, tensors: dict[str, torch.Tensor], where: str) -> None:
@@ -87,8 +86,7 @@ class MTP(nn.Module):
             if name not in tensors or tensors[name].shape != mine.shape or not tensors[name].isfinite().all():
                 raise CheckpointError(f"{where}: tensor {name} is missing, has another shape or is not finite")
         mine = {k: v.float() for k, v in tensors.items() if k.startswith("mtp.")}
-        adapter = Qwen3StateDictAdapter(self._config, None)
-        block = adapter.from_hf({k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")})
+        block = adapter(self._config).from_hf({k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")})
         self.block.load_state_dict({k.removeprefix("layers.0."): v for k, v in block.items()})
         with torch.no_grad():
             for theirs, ours in _RENAMED.items():
@@ -108,4 +106,5 @@ def load(directory: Path, policy: PolicyShape, lm_head: torch.Tensor) -> MTP:
 
 def save(module: MTP, directory: Path) -> None:
     """Write the module alone: config.json and its `mtp.*` tensors."""
-    write_checkpoint(directory, module.shape.to_hf() | {"architectures": ["Qwen3MTP"], "num_nextn_predict_layers": 1}, module.state_hf())
+    write_checkpoint(directory, module.shape.to_hf() | {
+        "architectures": [MTP_ARCHITECTURES[module.shape.model_type]], "num_nextn_predict_layers": 1}, module.state_hf())

@@ -1,15 +1,18 @@
-"""The policy: torchtitan's Qwen3, read from and written to Hugging Face checkpoints.
+"""The policy: torchtitan's Qwen3 (dense or a mixture of experts) or Llama 3, read from and written to Hugging Face checkpoints.
 
 One definition serves trainer, logprob and engine. Trainer and logprob run it as it is, over whole (right-padded) sequences; the
 engine runs the same parameters over a slot KV cache (engine/decode.py).
 
-Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A the three auxiliary layers.
+Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A the three auxiliary layers; E experts,
+F hidden dimension of one, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Mapping
 
@@ -18,15 +21,25 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from asyncspec.models import CheckpointError
+from asyncspec.models.shape import PolicyShape
 
 
 class CausalAttention(Module):
@@ -46,104 +59,43 @@ class CausalAttention(Module):
         ).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class PolicyShape:
-    """The architecture of a Qwen3 policy; field by field what a Hugging Face config.json says."""
+class ExactExperts(GroupedExperts):
+    """A mixture's feed-forward networks, computed in the dtype of their parameters; torchtitan's own rounds all to bfloat16."""
 
-    vocab_size: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_dim: int
-    max_positions: int
-    rope_theta: float
-    norm_eps: float
-    tied: bool
-    eos_token_id: int
-    pad_token_id: int
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
 
-    @classmethod
-    def from_hf(cls, directory: Path) -> "PolicyShape":
-        """Read config.json.
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        w1_EFD, w2_EDF, w3_EFD = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
-        Raises:
-            CheckpointError: the file is missing, unreadable, or describes another architecture.
-        """
-        try:
-            cfg = json.loads((directory / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory}/config.json: {error}") from None
-        if cfg.get("model_type") != "qwen3":
-            raise CheckpointError(f"{directory}/config.json: model_type={cfg.get('model_type')!r}: expected 'qwen3'")
-        rope = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise CheckpointError(f"{directory}/config.json: scaled RoPE {rope!r}: expected the default RoPE")
-        eos = cfg.get("eos_token_id")
-        try:
-            return cls(
-                vocab_size=cfg["vocab_size"], dim=cfg["hidden_size"], n_layers=cfg["num_hidden_layers"],
-                n_heads=cfg["num_attention_heads"], n_kv_heads=cfg["num_key_value_heads"],
-                head_dim=cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"],
-                hidden_dim=cfg["intermediate_size"], max_positions=cfg["max_position_embeddings"],
-                rope_theta=float(cfg.get("rope_theta") or rope.get("rope_theta") or 1e6),
-                norm_eps=cfg["rms_norm_eps"], tied=bool(cfg.get("tie_word_embeddings", False)),
-                eos_token_id=eos[0] if isinstance(eos, list) else eos, pad_token_id=cfg.get("pad_token_id") or 0,
-            )
-        except KeyError as error:
-            raise CheckpointError(f"{directory}/config.json: field {error} is missing") from None
+        def times(x_RI: torch.Tensor, weight_EOI: torch.Tensor) -> torch.Tensor:
+            return self._grouped_mm(A=x_RI, B_t=weight_EOI.transpose(-2, -1), offs=ends_E)
 
-    def to_hf(self) -> dict:
-        return {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": self.vocab_size,
-            "hidden_size": self.dim, "num_hidden_layers": self.n_layers, "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "intermediate_size": self.hidden_dim,
-            "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps, "tie_word_embeddings": self.tied, "hidden_act": "silu",
-            "attention_bias": False, "eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id,
-            "torch_dtype": "float32",
-        }
-
-    @property
-    def aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840); three different
-        ones also in a shallow policy, which needs three layers for it."""
-        n = self.n_layers
-        return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)
+        return times(F.silu(times(x_RD, w1_EFD)) * times(x_RD, w3_EFD), w2_EDF)
 
 
-def build(shape: PolicyShape, max_positions: int = 0) -> Qwen3Model:
+# Fan-in initialisation, residual outputs scaled by depth: also deep and narrow policies train from scratch.
+def _fan_in(t: torch.Tensor) -> None:
+    nn.init.normal_(t, std=t.shape[-1] ** -0.5)
+
+
+def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
     """An uninitialised policy.
 
     Args:
         max_positions: length of the RoPE table; 0 takes the shape's.
     """
-    shape = replace(shape, max_positions=max_positions or shape.max_positions)
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
-
-    # Fan-in initialisation, residual outputs scaled by depth: also deep and narrow policies train from scratch.
-    weight = {"weight": lambda t: nn.init.normal_(t, std=t.shape[-1] ** -0.5)}
-    residual = {"weight": lambda t: nn.init.normal_(t, std=(2 * shape.n_layers * t.shape[-1]) ** -0.5)}
-    # torchtitan gives w2 (residual output) and w3 one initialiser; their shapes tell them apart.
-    w2w3 = {"weight": lambda t: (residual if t.shape[0] == shape.dim else weight)["weight"](t)}
-    block = Qwen3TransformerBlock.Config(
-        attention_norm=norm(shape.dim),
-        ffn_norm=norm(shape.dim),
-        attention=make_gqa_config(
-            dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, head_dim=shape.head_dim,
-            wqkv_param_init=weight, wo_param_init=residual, fuse_qkv=True, qk_norm=norm(shape.head_dim),
-            inner_attention=CausalAttention.Config(),
-            rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_positions, theta=shape.rope_theta),
-        ),
-        feed_forward=make_ffn_config(
-            dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=weight, w2w3_param_init=w2w3
-        ),
+    # torchtitan's router asks for float32 where a CPU has nothing else to offer, and torch says so.
+    warnings.filterwarnings("ignore", message="In CPU autocast")
+    weight = {"weight": _fan_in}
+    block = (Llama3TransformerBlock if shape.model_type == "llama" else Qwen3TransformerBlock).Config(
+        attention_norm=_norm(shape, shape.dim), ffn_norm=_norm(shape, shape.dim),
+        attention=_attention(shape, max_positions or shape.max_positions), **_feed_forward(shape),
     )
-    config = Qwen3Model.Config(
-        vocab_size=shape.vocab_size, dim=shape.dim, norm=norm(shape.dim), enable_weight_tying=shape.tied,
+    config = (Llama3Model if shape.model_type == "llama" else Qwen3Model).Config(
+        vocab_size=shape.vocab_size, dim=shape.dim, norm=_norm(shape, shape.dim), enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(
             num_embeddings=shape.vocab_size, embedding_dim=shape.dim,
             param_init=weight if not shape.tied else {"weight": lambda t: t},
@@ -151,12 +103,62 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Qwen3Model:
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=weight),
         layers=[block] * shape.n_layers,
     )
-    set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)  # how several ranks would divide it, see parallel.py
+    # How several ranks would divide it, see parallel.py.
+    if shape.model_type == "llama":
+        set_llama3_sharding_config(config, enable_sp=True)
+    else:
+        set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
     return config.build()
 
 
+def _norm(shape: PolicyShape, size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
+
+
+def _residual(shape: PolicyShape, t: torch.Tensor) -> None:
+    nn.init.normal_(t, std=(2 * shape.n_layers * t.shape[-1]) ** -0.5)
+
+
+def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
+    if shape.model_type == "llama":  # torchtitan rotates neighbours; its adapter permutes what rotates halves in Hugging Face's files
+        scaling, qk_norm = shape.rope_scaling, None
+        rope = ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=positions, theta=shape.rope_theta, **({} if scaling is None else {
+            "scaling": "llama", "scaling_factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_positions}))
+    else:
+        qk_norm = _norm(shape, shape.head_dim)
+        rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=positions, theta=shape.rope_theta)
+    return make_gqa_config(
+        dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, head_dim=shape.head_dim,
+        wqkv_param_init={"weight": _fan_in}, wo_param_init={"weight": partial(_residual, shape)}, fuse_qkv=True, qk_norm=qk_norm,
+        inner_attention=CausalAttention.Config(), rope=rope)
+
+
+def _feed_forward(shape: PolicyShape) -> dict:
+    """What stands in a block behind its attention, as a keyword of the block's configuration."""
+    weight, residual, experts = {"weight": _fan_in}, partial(_residual, shape), shape.experts
+    if experts is None:
+        # torchtitan gives w2 (residual output) and w3 one initialiser; their shapes tell them apart.
+        w2w3 = {"weight": lambda t: (residual if t.shape[0] == shape.dim else _fan_in)(t)}
+        return {"feed_forward": make_ffn_config(dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=weight, w2w3_param_init=w2w3)}
+    return {"moe": make_moe_config(
+        num_experts=experts.count,
+        load_balance_coeff=None,  # a bias for balance is no part of the policy that others load
+        router=make_router_config(dim=shape.dim, num_experts=experts.count, gate_param_init=weight, top_k=experts.per_token,
+                                  score_func="softmax", route_norm=experts.normed),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=ExactExperts.Config(dim=shape.dim, hidden_dim=experts.hidden_dim, num_experts=experts.count,
+                                              param_init={"w1_EFD": _fan_in, "w2_EDF": residual, "w3_EFD": _fan_in}),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=experts.count, top_k=experts.per_token)))}
+
+
+def adapter(config: Decoder.Config) -> StateDictAdapter:
+    """torchtitan's, between the names and layouts of a policy's tensors here and in Hugging Face's files."""
+    return (Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter)(config, None)
+
+
 def hidden_states(
-    model: Qwen3Model, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None, aux_layers=()
+    model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None, aux_layers=()
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The trunk's forward pass, with the inputs of `aux_layers` kept.
 
@@ -181,7 +183,7 @@ def hidden_states(
     return h_BLD, (torch.cat(kept, dim=-1) if kept else None)
 
 
-def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]:
+def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
     """Build a policy on a device and fill it from a Hugging Face directory.
 
     Raises:
@@ -189,9 +191,12 @@ def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]
     """
     shape = PolicyShape.from_hf(directory)
     model = build(shape)
-    adapter = Qwen3StateDictAdapter(model.config, None)
     # The policy's own MTP module may lie in the same file, see models/mtp.py.
-    state = adapter.from_hf({k: v for k, v in read_tensors(directory).items() if not k.startswith("mtp.")})
+    tensors = {k: v for k, v in read_tensors(directory).items() if not k.startswith("mtp.")}
+    try:
+        state = adapter(model.config).from_hf(tensors)
+    except (KeyError, RuntimeError, AssertionError) as error:  # a tensor that it does not know, or cannot reshape; no embedding
+        raise CheckpointError(f"{directory}: tensors are not those of a {shape.model_type}: {str(error) or 'one is missing'}") from None
     if shape.tied:
         state["tok_embeddings.weight"] = state["lm_head.weight"]
     expected = model.state_dict()
@@ -208,20 +213,20 @@ def load(directory: Path, device: str = "cpu") -> tuple[Qwen3Model, PolicyShape]
     return model.to(device), shape
 
 
-def lengthened(model: Qwen3Model, shape: PolicyShape, positions: int) -> Qwen3Model:
+def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
     """A copy of the model with a RoPE table for so many positions."""
     copy = build(shape, positions)
     copy.load_state_dict(model.state_dict())
     return copy.requires_grad_(False)
 
 
-def skeleton(shape: PolicyShape) -> Qwen3Model:
+def skeleton(shape: PolicyShape) -> Decoder:
     """A policy without values, on the meta device: for its names and shapes."""
     with torch.device("meta"):
         return build(shape)
 
 
-def to_hf(model: Qwen3Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A policy's tensors, named as in `named_parameters`, as a Hugging Face checkpoint names and divides them.
 
     Args:
@@ -231,7 +236,7 @@ def to_hf(model: Qwen3Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
     try:
         _register(model, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
         # Only the state has q, k and v apart.
-        return Qwen3StateDictAdapter(model.config, None).to_hf(model.state_dict())
+        return adapter(model.config).to_hf(model.state_dict())
     finally:
         _register(model, own)
 
@@ -242,14 +247,13 @@ def _register(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         model.get_submodule(module).register_parameter(leaf, parameter)
 
 
-def save(model: Qwen3Model, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None, mtp=None) -> None:
+def save(model: Decoder, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None, mtp=None) -> None:
     """Write a Hugging Face directory: config.json, model.safetensors, and the tokenizer's files.
 
     Args:
         mtp: the policy's `MTP` module, written with it.
     """
-    adapter = Qwen3StateDictAdapter(model.config, None)
-    state = adapter.to_hf({k: v.detach() for k, v in model.state_dict().items()})
+    state = adapter(model.config).to_hf({k: v.detach() for k, v in model.state_dict().items()})
     more = {} if mtp is None else {"num_nextn_predict_layers": 1}
     write_checkpoint(directory, shape.to_hf() | more, state | ({} if mtp is None else mtp.state_hf()))
     if tokenizer_from is not None:

@@ -20,7 +20,7 @@ class DraftModelDrafter:
     def __init__(self, model, shape: PolicyShape, slots: Slots, settings: tuple[float, float, int]) -> None:
         """
         Args:
-            model: torchtitan's Qwen3Model with a RoPE table for all positions of `slots`.
+            model: a policy with a RoPE table for all positions of `slots`.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
         self.draft, self.slots, self.settings = model.to(slots.device), slots, settings
