@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from asyncspec.models import CheckpointError
-from asyncspec.models.policy import PolicyShape, read_tensors, write_checkpoint
+from asyncspec.models.policy import llama_rope, read_tensors, write_checkpoint
+from asyncspec.models.shape import PolicyShape, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,17 @@ class DraftShape:
     aux_layers: tuple[int, int, int]
     max_positions: int
     draft_vocab_size: int  # tokens it can propose
+    rope_scaling: RopeScaling | None = None
 
     @classmethod
     def for_policy(cls, policy: PolicyShape, draft_vocab_size: int = 0) -> "DraftShape":
         return cls(policy.vocab_size, policy.dim, policy.n_heads, policy.n_kv_heads, policy.head_dim,
                    policy.hidden_dim, policy.rope_theta, policy.norm_eps, policy.aux_layers, policy.max_positions,
-                   draft_vocab_size or policy.vocab_size)
+                   draft_vocab_size or policy.vocab_size, policy.rope_scaling)
+
+    def angles(self, positions: int) -> torch.Tensor:
+        """What RoPE turns by, radians, float32 [positions, H / 2]."""
+        return llama_rope(self.head_dim, positions, self.rope_theta, self.rope_scaling).build().cache.angle()
 
 
 class Eagle3(nn.Module):
@@ -64,8 +70,7 @@ class Eagle3(nn.Module):
         self.midlayer = _DraftLayer(shape)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.lm_head = nn.Linear(shape.dim, shape.draft_vocab_size, bias=False)
-        inv_freq = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-        angles = torch.outer(torch.arange(shape.max_positions).float(), inv_freq).repeat(1, 2)
+        angles = shape.angles(shape.max_positions).repeat(1, 2)
         self.register_buffer("cos_PH", angles.cos(), persistent=False)
         self.register_buffer("sin_PH", angles.sin(), persistent=False)
 
@@ -158,15 +163,18 @@ def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
     for key, value in (("vocab_size", policy.vocab_size), ("hidden_size", policy.dim)):
         if cfg.get(key) != value:
             raise CheckpointError(f"{directory}/config.json: {key}={cfg.get(key)}: the policy has {value}")
-    rope = cfg.get("rope_parameters") or {}
+    rope = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
     try:
         return DraftShape(
             cfg["vocab_size"], cfg["hidden_size"], cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"],
             cfg["intermediate_size"], float(cfg.get("rope_theta") or rope["rope_theta"]), cfg["rms_norm_eps"],
             tuple(cfg["eagle_aux_hidden_state_layer_ids"]), policy.max_positions, cfg.get("draft_vocab_size") or cfg["vocab_size"],
+            RopeScaling.from_hf(rope),
         )
     except KeyError as error:
         raise CheckpointError(f"{directory}/config.json: field {error} is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{directory}/config.json: {error}") from None
 
 
 def load(directory: Path, policy: PolicyShape) -> Eagle3:
@@ -204,5 +212,5 @@ def save(draft: Eagle3, directory: Path) -> None:
         "intermediate_size": shape.hidden_dim, "max_position_embeddings": shape.max_positions,
         "rope_theta": shape.rope_theta, "rms_norm_eps": shape.norm_eps, "hidden_act": "silu", "attention_bias": False,
         "tie_word_embeddings": False, "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
-        "torch_dtype": "float32",
+        "torch_dtype": "float32", **({} if shape.rope_scaling is None else {"rope_scaling": shape.rope_scaling.to_hf()}),
     }, tensors)

@@ -39,7 +39,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from asyncspec.models import CheckpointError
-from asyncspec.models.shape import PolicyShape
+from asyncspec.models.shape import PolicyShape, RopeScaling
 
 
 class CausalAttention(Module):
@@ -121,10 +121,7 @@ def _residual(shape: PolicyShape, t: torch.Tensor) -> None:
 
 def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
     if shape.model_type == "llama":  # torchtitan rotates neighbours; its adapter permutes what rotates halves in Hugging Face's files
-        scaling, qk_norm = shape.rope_scaling, None
-        rope = ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=positions, theta=shape.rope_theta, **({} if scaling is None else {
-            "scaling": "llama", "scaling_factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_positions}))
+        qk_norm, rope = None, llama_rope(shape.head_dim, positions, shape.rope_theta, shape.rope_scaling)
     else:
         qk_norm = _norm(shape, shape.head_dim)
         rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=positions, theta=shape.rope_theta)
@@ -132,6 +129,14 @@ def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
         dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, head_dim=shape.head_dim,
         wqkv_param_init={"weight": _fan_in}, wo_param_init={"weight": partial(_residual, shape)}, fuse_qkv=True, qk_norm=qk_norm,
         inner_attention=CausalAttention.Config(), rope=rope)
+
+
+def llama_rope(head_dim: int, positions: int, theta: float, scaling: RopeScaling | None) -> ComplexRoPE.Config:
+    """Llama 3's; what it builds has a table of rotations, complex [positions, head_dim / 2]."""
+    scaled = {} if scaling is None else {
+        "scaling": "llama", "scaling_factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_positions}
+    return ComplexRoPE.Config(dim=head_dim, max_seq_len=positions, theta=theta, **scaled)
 
 
 def _feed_forward(shape: PolicyShape) -> dict:

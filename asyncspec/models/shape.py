@@ -39,7 +39,7 @@ class RopeScaling:
         if kind == "default":
             return None
         if kind != "llama3":
-            raise ValueError(f"rope_type={kind!r}: expected 'default' or, with model_type='llama', 'llama3'")
+            raise ValueError(f"rope_type={kind!r}: expected 'default' or, as Llama 3.1 has, 'llama3'")
         return cls(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
                    int(rope["original_max_position_embeddings"]))
 

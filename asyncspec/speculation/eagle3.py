@@ -17,8 +17,7 @@ class DecodeEagle3:
         shape, layer = draft.shape, draft.midlayer
         self.groups, self.queries = shape.n_kv_heads, shape.n_heads // shape.n_kv_heads
         self.cache = KVCache(1, *slots.token_SP.shape, self.groups, self.queries, shape.head_dim, slots.device)
-        frequency_H = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2, device=slots.device).float() / shape.head_dim)
-        self.rope = RoPE(torch.outer(slots.index_P.float(), frequency_H))
+        self.rope = RoPE(shape.angles(slots.positions).to(slots.device))
         self.unit = Unit(shape.dim, shape.norm_eps, slots.device)
         mlp = layer.mlp
         self.mlp = MLP(layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
