@@ -27,6 +27,31 @@ def small_policy(small_shape):
     return model.requires_grad_(False)
 
 
+@pytest.fixture(scope="session", params=["llama", "llama, tied", "qwen3_moe", "qwen3_moe, unnormed"])
+def other(request, small_shape):
+    """(shape, policy) of other families than dense Qwen3."""
+    from dataclasses import replace
+
+    from asyncspec.models import policy
+    from asyncspec.models.shape import Experts, RopeScaling
+
+    shape = {
+        # Wavelengths on both sides of what is stretched, and between; two tokens that end a response.
+        "llama": replace(small_shape, model_type="llama", norm_eps=1e-5, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64), other_eos_token_ids=(5,)),
+        "llama, tied": replace(small_shape, model_type="llama", tied=True, head_dim=16),
+        "qwen3_moe": replace(small_shape, model_type="qwen3_moe", experts=Experts(5, 2, 24, normed=True)),
+        "qwen3_moe, unnormed": replace(small_shape, model_type="qwen3_moe", experts=Experts(4, 3, 16, normed=False)),
+    }[request.param]
+    torch.manual_seed(8)
+    model = policy.build(shape)
+    model.init_states()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # which are all ones else
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return shape, model.requires_grad_(False)
+
+
 @pytest.fixture
 def contrary_draft(small_shape):
     """A draft that disagrees strongly with the policy: random weights, sharp logits."""

@@ -17,6 +17,7 @@ from asyncspec.drafts import draft as drafts
 from asyncspec.speculation.draft_model import DraftModelDrafter
 from asyncspec.speculation.eagle3 import eagle3_drafter
 from asyncspec.speculation.lookup import NGramDrafter, SuffixDrafter
+from asyncspec.speculation.make import drafter_for, drafter_maker
 from asyncspec.speculation.mtp import mtp_drafter
 
 METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suffix"]
@@ -54,6 +55,26 @@ def engine_of(shape, policy, make_drafter, slots=64, k=3, **settings):
     engine.lengths = RandomLength() if k == "random" else None if k == "auto" else FixedLength(k)
     engine.load_policy(dict(policy.named_parameters()), 0)
     return engine
+
+
+@pytest.mark.parametrize("method", [*drafts.METHODS, "ngram"])
+def test_greedy_output_of_other_families_is_the_same_with_and_without_a_draft(tmp_path, other, method):
+    """Drafts of random weights, read as they were written."""
+    shape, policy = other
+    if method == "ngram":
+        maker = drafter_maker(method, tmp_path, shape)
+    else:
+        torch.manual_seed(6)
+        new = drafts.new(method, shape, policy)
+        new.save(tmp_path)
+        read = drafts.load(method, tmp_path, shape, policy)
+        for name, tensor in new.module.state_dict().items():
+            assert torch.equal(tensor, read.module.state_dict()[name])
+        maker = drafter_for(read)
+    prompts = [list(p) for p in itertools.product(range(2, 5), repeat=3)]
+    plain, drafted = (run(engine_of(shape, policy, made, slots=12, top_k=1), prompts) for made in (None, maker))
+    assert {key: c.tokens.tolist() for key, c in plain.items()} == {key: c.tokens.tolist() for key, c in drafted.items()}
+    assert sum(c.proposed for c in drafted.values()) > sum(c.accepted for c in drafted.values()) > 0
 
 
 @pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, 0), (0.7, 0.9, 4)])

@@ -96,6 +96,19 @@ def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_other_families_are_run_as_torchtitan_runs_them(other):
+    shape, policy = other
+    prompts, ends = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]], set()
+    for (index, _), completion in run(make(shape, policy, slots=5), prompts, samples=12).items():
+        tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
+        logprobs = policy(tokens)[0].log_softmax(-1)[len(prompts[index]) - 1 : -1]
+        torch.testing.assert_close(completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4)
+        assert not set(completion.tokens[:-1].tolist()) & set(shape.eos_token_ids)
+        assert completion.truncated == (int(completion.tokens[-1]) not in shape.eos_token_ids)
+        ends |= set() if completion.truncated else {int(completion.tokens[-1])}
+    assert ends == set(shape.eos_token_ids)
+
+
 @pytest.mark.skipif(not cxx_compiler(), reason="torch.compile needs a C++ compiler: install g++")
 def test_compiled_layers_give_the_same_logprobs(small_shape, small_policy, contrary_draft):
     engine = make(small_shape, small_policy, contrary_draft, slots=5, compile_layers=True)

@@ -100,15 +100,51 @@ def gradients(model, batches, **options):
 
 @pytest.fixture
 def trainable(small_policy, small_shape):
+    return copied(small_shape, small_policy)
+
+
+def copied(shape, model):
     from asyncspec.models import policy
 
-    model = policy.build(small_shape)
-    model.init_states()
-    model.load_state_dict(small_policy.state_dict())
-    return model
+    copy = policy.build(shape)
+    copy.load_state_dict(model.state_dict())
+    return copy
 
 
 def test_streaming_groups_does_not_change_the_gradient(trainable):
+    check_gradient(trainable)
+
+
+def test_other_families_learn(other):
+    """Their gradient is the written-out one, repeats itself bit by bit, and makes what was rewarded likelier than what was not."""
+    shape, model = other
+    check_gradient(copied(shape, model))
+    batches = [group(0, [2, 3], [3, 9, 1], 1), group(1, [4], [7, 2], 2)]
+    (first, _), (second, _) = (gradients(copied(shape, model), batches) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    trained = copied(shape, model)
+    accumulator = GradientAccumulator(trained, OptimizerConfig(lr=3e-3, warmup_steps=0), RLConfig(correction="none"), 1.0)
+    said = []
+    for _ in range(3):
+        group_, arrays = group(0, [2, 3], [6, 6], 1)
+        group_.rewards[:] = [1.0, 0.0]
+        arrays["proximal"] = logprobs(trained, group_, arrays)
+        said.append(float(arrays["proximal"][:6].sum() - arrays["proximal"][6:].sum()))
+        accumulator.add(group_, arrays)
+        accumulator.step()
+    assert said[0] < said[1] < said[2]
+
+
+def logprobs(model, group_, arrays):
+    from asyncspec.models.policy import hidden_states
+    from asyncspec.rl.batch import padded, response_logprobs
+
+    tokens, mask = padded(group_.ticket.prompt_tokens, arrays)
+    with torch.no_grad():
+        return response_logprobs(model.lm_head(hidden_states(model, tokens)[0]), tokens, mask, 1.0).numpy()
+
+
+def check_gradient(trainable):
     """The loss over all groups at once, written out here, against groups added one at a time and in another order."""
     from asyncspec.models.policy import hidden_states
     from asyncspec.rl.batch import padded, response_logprobs

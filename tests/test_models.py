@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncspec.config import resolve_path
 from asyncspec.models import CheckpointError, eagle3, policy, tokenizer
+from asyncspec.models.shape import ARCHITECTURES, Experts
 from asyncspec.models.widen import widened
 
 TINY = resolve_path("asset:tiny/policy")
@@ -43,6 +44,52 @@ def test_saving_and_loading_is_exact(saved, small_policy, small_shape):
     assert shape == small_shape
     tokens = torch.randint(0, 6, (2, 10))
     assert torch.equal(logits(loaded, tokens), logits(small_policy, tokens))
+
+
+def test_other_families_are_what_transformers_makes_of_the_same_files(tmp_path, other):
+    """Written here and read there, the same logits; written there and read here, the same tensors."""
+    from transformers import AutoModelForCausalLM
+
+    shape, model = other
+    policy.save(model, shape, tmp_path / "ours")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32, attn_implementation="eager")
+    assert type(theirs).__name__ == ARCHITECTURES[shape.model_type]
+    tokens = torch.randint(0, shape.vocab_size, (3, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    theirs.save_pretrained(tmp_path / "theirs")
+    for directory in (tmp_path / "ours", tmp_path / "theirs"):
+        loaded, read = policy.load(directory)
+        assert read == shape
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+def test_all_that_is_saved_of_a_policy_is_its_parameters(other):
+    """What torchtitan counts and balances in a mixture is neither written nor broadcast."""
+    shape, model = other
+    saved = policy.adapter(model.config).to_hf(model.state_dict())
+    assert sum(t.numel() for t in saved.values()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind, change, message", [
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "field 'low_freq_factor' is missing"),
+    ("llama", {"attention_bias": True}, "attention_bias=True: expected False"),
+    ("llama", {"eos_token_id": [1, 128009]}, "expected a token below vocab_size=6"),
+    ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4,
+                                "original_max_position_embeddings": 64}}, "with model_type='qwen3'"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: expected \[\]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: expected 1 to num_experts=4"),
+    ("gemma3", {}, "model_type='gemma3': expected 'qwen3', 'llama', 'qwen3_moe'"),
+])
+def test_what_no_policy_here_has_is_refused_in_one_line(tmp_path, small_shape, kind, change, message):
+    shape = replace(small_shape, experts=Experts(4, 2, 16, True)) if kind == "qwen3_moe" else small_shape
+    policy.write_json(tmp_path / "config.json", shape.to_hf() | {"model_type": kind, "architectures": [ARCHITECTURES.get(kind)]} | change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        policy.PolicyShape.from_hf(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_shipped_tokenizer_reads_back_what_it_writes():

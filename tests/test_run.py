@@ -99,6 +99,30 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
     assert generators == {"generator0", "generator1"}
 
 
+@pytest.mark.parametrize("kind, method", [("llama", "ngram"), ("qwen3_moe", "suffix")])
+def test_policies_of_other_families_are_trained(tmp_path, kind, method):
+    from asyncspec.models import policy
+    from asyncspec.models.shape import Experts, PolicyShape, RopeScaling
+
+    shape = PolicyShape(vocab_size=64, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=64, max_positions=512, rope_theta=1e4,
+                        norm_eps=1e-5, tied=True, eos_token_id=1, pad_token_id=0, model_type=kind,
+                        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 128) if kind == "llama" else None,
+                        experts=Experts(8, 2, 32, True) if kind == "qwen3_moe" else None)
+    torch.manual_seed(0)
+    model = policy.build(shape)
+    model.init_states()
+    policy.save(model, shape, tmp_path / "model", resolve_path("asset:tiny/policy"))
+    (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return 1 / (1 + len(response))\n")
+    done = train(tmp_path / "run", "--steps", "3", f"model.path={tmp_path}/model", f"speculation.method={method}", "data.reward=mine:short",
+                 env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = rows(tmp_path / "run")
+    assert [row["step"] for row in metrics] == [0, 1, 2] and all(row["grad/norm"] > 0 for row in metrics)
+    trained, read = policy.load(tmp_path / "run" / "checkpoint" / "policy")
+    assert read == shape
+    assert all(not torch.equal(a, b) for a, b in zip(trained.parameters(), model.parameters()))
+
+
 def test_without_a_draft_nothing_is_speculated(tmp_path):
     done = train(tmp_path / "run", "--steps", "2", "speculation.method=none")
     assert done.returncode == 0, done.stdout + done.stderr
