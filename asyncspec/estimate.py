@@ -17,7 +17,7 @@ def parameters(policy: dict) -> int:
     """Of a dense policy, from its config.json; of one with experts, all of them."""
     D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
     heads, kv_heads, V = policy["num_attention_heads"], policy["num_key_value_heads"], policy["vocab_size"]
-    experts = policy.get("num_experts", 0)
+    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
     width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
     qk_norm = 2 * H if str(policy.get("model_type", "")).startswith("qwen3") else 0
     layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + qk_norm

@@ -66,10 +66,23 @@ def test_other_families_are_what_transformers_makes_of_the_same_files(tmp_path, 
 
 
 def test_all_that_is_saved_of_a_policy_is_its_parameters(other):
-    """What torchtitan counts and balances in a mixture is neither written nor broadcast."""
+    """What torchtitan counts and balances in a mixture is neither written nor broadcast; nor need a model hold the parameters."""
     shape, model = other
     saved = policy.adapter(model.config).to_hf(model.state_dict())
     assert sum(t.numel() for t in saved.values()) == sum(p.numel() for p in model.parameters())
+    named = policy.to_hf(policy.skeleton(shape), dict(model.named_parameters()))
+    assert named.keys() == saved.keys() and all(torch.equal(named[name], saved[name]) for name in saved)
+
+
+def test_other_families_compute_in_bfloat16_nearly_the_same(other):
+    shape, model = other
+    low = policy.build(shape)
+    low.load_state_dict(model.state_dict())
+    policy.cast(low, torch.bfloat16)
+    tokens = torch.randint(0, shape.vocab_size, (3, 60), generator=torch.Generator().manual_seed(0))
+    apart = (logits(low, tokens).float() - logits(model, tokens)).abs()
+    # Of single tokens the router may choose other experts.
+    assert 0 < apart.median() < 0.02 * logits(model, tokens).std()
 
 
 @pytest.mark.parametrize("kind, change, message", [
@@ -196,8 +209,18 @@ def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_po
 
 @pytest.mark.parametrize("factor", [2, 3])
 def test_wider_heads_change_no_logit(tmp_path, factor):
-    widened(TINY, tmp_path, factor)
-    (narrow, shape), (wide, wider) = policy.load(TINY), policy.load(tmp_path)
+    check_wider(TINY, tmp_path, factor)
+
+
+def test_wider_heads_change_no_logit_of_other_families(tmp_path, other):
+    shape, model = other
+    policy.save(model, shape, tmp_path / "narrow")
+    check_wider(tmp_path / "narrow", tmp_path / "wide", 2)
+
+
+def check_wider(source, target, factor):
+    widened(source, target, factor)
+    (narrow, shape), (wide, wider) = policy.load(source), policy.load(target)
     assert wider.head_dim == factor * shape.head_dim
     tokens = torch.randint(0, shape.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(logits(wide, tokens), logits(narrow, tokens), atol=2e-4, rtol=1e-4)

@@ -40,13 +40,13 @@ class Logprob(Actor):
 
         c = self.config
         self.model, self.shape = policy.load(resolve_path(c.model.path), self.device)
-        self.model.to(getattr(torch, c.trainer.dtype)).requires_grad_(False)
+        policy.cast(self.model, getattr(torch, c.trainer.dtype)).requires_grad_(False)
         if c.adapting:
             self.aux_layers = draft.aux_layers(c.speculation.method, resolve_path(c.draft_directory), self.shape)
         self.reference = None
         if c.rl.kl_coef > 0:
             self.reference, _ = policy.load(resolve_path(c.model.reference_path or c.model.path), self.device)
-            self.reference.to(getattr(torch, c.trainer.dtype)).requires_grad_(False)
+            policy.cast(self.reference, getattr(torch, c.trainer.dtype)).requires_grad_(False)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         from asyncspec.weights import Layout, Receiver

@@ -238,7 +238,7 @@ class VllmEngine:
         params = SamplingParams(
             # Below 0 one seed, -1, means none.
             seed=request.seeds[sample.sample] % 2**63, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
-            max_tokens=request.max_response_tokens, stop_token_ids=[self.shape.eos_token_id], logprobs=0, detokenize=False,
+            max_tokens=request.max_response_tokens, stop_token_ids=[*self.shape.eos_token_ids], logprobs=0, detokenize=False,
             output_kind=RequestOutputKind.DELTA)
         self._entered += 1
         name = str(self._entered)
@@ -255,5 +255,5 @@ class VllmEngine:
             accepted = min(sum(count * many for count, many in enumerate(metrics.histogram)), len(sample.tokens) - verifications)
         return Completion(
             sample.request.request_id, sample.sample, torch.tensor(sample.tokens, dtype=torch.int32), torch.tensor(sample.logprobs),
-            torch.tensor(sample.versions, dtype=torch.int32), sample.tokens[-1] != self.shape.eos_token_id, verifications, proposed,
+            torch.tensor(sample.versions, dtype=torch.int32), sample.tokens[-1] not in self.shape.eos_token_ids, verifications, proposed,
             accepted, sample.started_at)

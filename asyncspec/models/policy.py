@@ -225,6 +225,13 @@ def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
     return copy.requires_grad_(False)
 
 
+def cast(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """Give a model's parameters another dtype, in place. Its tables for RoPE stay as they are, as in a trainer that computes in `dtype`."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def skeleton(shape: PolicyShape) -> Decoder:
     """A policy without values, on the meta device: for its names and shapes."""
     with torch.device("meta"):

@@ -26,9 +26,9 @@ def widened(source: Path, target: Path, factor: int) -> None:
     """
     config = json.loads((source / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    theta = float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"]) ** factor
-    wider = {"head_dim": factor * head_dim, "rope_theta": theta,
-             "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    rope = config.get("rope_parameters") or config.pop("rope_scaling", None) or {"rope_type": "default"}
+    theta = float(config.get("rope_theta") or rope["rope_theta"]) ** factor
+    wider = {"head_dim": factor * head_dim, "rope_theta": theta, "rope_parameters": {**rope, "rope_theta": theta}}
     write_checkpoint(target, config | wider, widened_tensors(read_tensors(source), head_dim, factor))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (source / name).is_file():
