@@ -142,7 +142,7 @@ def _check_models(config: Config) -> None:
                           f"model.path={default_of('model.path')} is the shipped one") from None
     if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
         raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
-    if config.engine.compile and shape.experts is not None:
+    if config.engine.kind == "torch" and config.engine.compile and shape.experts is not None:
         raise ConfigError("engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false")
     parallel, heads = config.trainer.tensor_parallel, shape.n_kv_heads
     if heads % parallel:

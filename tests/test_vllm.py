@@ -43,6 +43,11 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours():
 
 
 @needs_vllm
+def test_policies_of_other_families_compute_with_each_version():
+    check("families")
+
+
+@needs_vllm
 def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = Running.new(tmp_path / "run", "--steps", "6", "engine.kind=vllm", "speculation.method=eagle3", "speculation.draft_length=3",

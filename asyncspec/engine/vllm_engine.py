@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine  # noqa: 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -54,6 +55,11 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
         return update_dict
 
     def start_weight_update(self) -> None:
+        if self.device.type == "cpu":
+            # Experts compute with packed copies, which vLLM packs only when it makes their kernel: it is to make it anew.
+            for layer in self.model.modules():
+                if isinstance(layer, RoutedExperts):
+                    layer.quant_method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
