@@ -49,7 +49,8 @@ def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
 @pytest.mark.parametrize("name, nodes, gpus", [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)])
 def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gpus, tmp_path):
     config = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-              "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False, "max_position_embeddings": 40960}
+              "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+              "eos_token_id": 151645, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
     for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"]})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
