@@ -61,12 +61,14 @@ class SamplingConfig:
 
 @dataclass
 class EngineConfig:
-    kind: str = "torch"  # torch: the embedded engine; vllm: vLLM, see docs/architecture.md; mock: waits instead of computing, see mock
+    kind: str = "torch"  # torch: the embedded engine; vllm, sglang: see docs/architecture.md; mock: waits instead of computing, see mock
     slots: int = 64  # sequences in flight in one generator
     max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
     compile: bool = False  # torch.compile for steps over few tokens: faster, after half a minute at the first start
     gpu_memory_utilization: float = 0.9  # vllm on a GPU: share of its memory that one generator takes
+    url: str = ""  # sglang: where the servers are, http://HOST:PORT for each generator, with commas between
+    weights_dir: str = ""  # sglang: directory that generators and servers share, for weights on their way; empty: one in /dev/shm, on one host
     kv_at_swap: str = "keep"  # keep: go on with the KV cache of older weights; recompute: prefill again under the new
 
 
@@ -211,6 +213,11 @@ class Config:
         if not self.draft.adapt or self.trainer.kind == "mock":
             return ""
         return {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}.get(self.speculation.method, "")
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Addresses of the SGLang servers, one for each generator."""
+        return [url.strip() for url in self.engine.url.split(",") if url.strip()]
 
     @property
     def draft_directory(self) -> str:

@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
+from urllib.parse import urlsplit
 
 from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, leaves, resolve_path, value_of
 from asyncspec.faults import parse as parse_faults
@@ -67,7 +68,7 @@ def check(config: Config) -> None:
         parse_faults(config.deployment.faults)
     except ValueError as error:
         raise ConfigError(f"deployment.faults={config.deployment.faults!r}: {error}; expected for example generator0:swap:2:kill") from None
-    choice("engine.kind", ("torch", "vllm", "mock"))
+    choice("engine.kind", ("torch", "vllm", "sglang", "mock"))
     choice("trainer.kind", ("torch", "mock"))
     kind = "mock" if config.engine.kind == "mock" else "torch"
     need(config.trainer.kind == kind, "trainer.kind",
@@ -106,6 +107,8 @@ def check(config: Config) -> None:
         need(not config.drafting or config.speculation.draft_length != "auto", "speculation.draft_length",
              "a whole number with engine.kind=vllm: its k is fixed", 3)
         need(config.sampling.temperature >= 0.01, "sampling.temperature", "at least 0.01 with engine.kind=vllm", 0.01)
+    if config.engine.kind == "sglang":
+        _check_sglang(config, need)
     need(config.rl.group_size >= 2, "rl.group_size", "at least 2: advantages compare rollouts of one prompt", 2)
     at_least("rl.kl_coef", 0)
     need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", default_of("data.reward_failures"))
@@ -125,6 +128,30 @@ def check(config: Config) -> None:
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+
+
+def _check_sglang(config: Config, need: Callable[[bool, str, str, Any], None]) -> None:
+    """What an SGLang server can do for us, and where each generator has its own."""
+    urls, count, kind = config.server_urls, config.deployment.generators, "with engine.kind=sglang"
+    need(bool(urls), "engine.url", f"where each generator's server is {kind}", "http://127.0.0.1:30000")
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            held = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None and not parts.path.strip("/") and not parts.query
+        except ValueError:
+            held = False
+        need(held, "engine.url", "http://HOST:PORT, for several generators with commas between", "http://127.0.0.1:30000")
+    need(len(set(urls)) == len(urls), "engine.url", "a server of its own for each generator", ",".join(dict.fromkeys(urls)))
+    if len(urls) != count:
+        raise ConfigError(f"engine.url={config.engine.url!r}: names {len(urls)} servers; expected {count}, one for each generator; nearest valid choice: "
+                          f"deployment.generators={len(urls)}")
+    need(config.speculation.method in ("ngram", "none"), "speculation.method",
+         f"ngram or none {kind}: it would load a policy's weights into a draft as well", "none")
+    need(not config.drafting or config.speculation.draft_length != "auto", "speculation.draft_length", f"a whole number {kind}: its k is fixed", 3)
+    need(config.engine.kv_at_swap == "recompute", "engine.kv_at_swap", f"recompute {kind}: where it keeps the KV cache it does not say exactly "
+         "which tokens are older than a swap", "recompute")
+    for name, whole in (("sampling.top_p", 1.0), ("sampling.top_k", 0)):
+        need(value_of(config, name) == whole, name, f"{whole} {kind}: its logprobs are of the whole distribution", whole)
 
 
 def cxx_compiler() -> str | None:
@@ -148,9 +175,9 @@ def _check_models(config: Config) -> None:
     if heads % parallel:
         raise ConfigError(f"trainer.tensor_parallel={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
                           f"trainer.tensor_parallel={math.gcd(heads, parallel)}")
-    if config.engine.kind == "vllm" and policy.get("num_nextn_predict_layers"):
-        raise ConfigError(f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with engine.kind=vllm; nearest "
-                          "valid choice: engine.kind=torch")
+    if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
+        raise ConfigError(f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with "
+                          f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch")
     method, directory = config.speculation.method, config.draft_directory
     if not directory:
         return

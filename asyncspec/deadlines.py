@@ -16,4 +16,7 @@ LEDGER_S = 10.0  # for a controller that was left behind to let go of the ledger
 MESH_STOP_S = 2.0  # a process mesh of Monarch to stop
 EARLY_STOP_S = 0.5  # actors that have not said they are up, once the run is to end
 STANDBY_AFTER_S = 1.0  # from the last start of an actor until a spare process is made: others start first
+SERVER_ASKED_S = 10.0  # an SGLang server to do what takes no time
+SERVER_WEIGHTS_S = 120.0  # to load a version from files
+SERVER_SAMPLE_S = 1800.0  # to answer with a whole sample, waiting in its queue included; a server that ends closes the connection first
 EXIT_GRACE_S = 0.5  # a launcher, beyond deployment.stop_timeout_s

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncspec import estimate, topology
-from asyncspec.actors.crew import actor_names
+from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError, resolve_path
 
 ROUND_TRIPS = 20
@@ -203,24 +203,24 @@ def judge(config: Config, policy: dict, placed: list[list[str]], names: dict[str
     for index, here in enumerate(placed):
         known = nodes[index] if index < len(nodes) else None
         needs = {name: HEADROOM * sum(estimate.of_actor(config, policy, names[name]).values()) for name in here}
-        computing = [name for name in here if name != "controller"]
+        on_devices = computing(config, {name: names[name] for name in here})
         on_cpu = config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
         if on_cpu:
             needed, where = sum(needs.values()), "memory"
             room = known.memory if known else None
         else:
-            gpus = len(known.gpus) if known else max(1, len(computing))
-            loads = [sum(needs[name] for name in computing[i::gpus]) for i in range(gpus)]
+            gpus = len(known.gpus) if known else max(1, len(on_devices))
+            loads = [sum(needs[name] for name in on_devices[i::gpus]) for i in range(gpus)]
             needed, where = max(loads), "a GPU"
             room = min(known.gpus) if known else None
         findings = []
         if room is not None and needed > room:
-            fullest = max(computing, key=needs.get)
+            fullest = max(here if on_cpu else on_devices, key=needs.get)
             parts = estimate.of_actor(config, policy, names[fullest])
             findings.append(Finding(False, f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for {fullest}: "
                                     + ", ".join(f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1]))))
-        if known is not None and not on_cpu and len(computing) > len(known.gpus):
-            findings.append(Finding(True, f"node {index}: {len(computing)} actors share {len(known.gpus)} GPUs, so weights travel over gloo"))
+        if known is not None and not on_cpu and len(on_devices) > len(known.gpus):
+            findings.append(Finding(True, f"node {index}: {len(on_devices)} actors share {len(known.gpus)} GPUs, so weights travel over gloo"))
         if known is not None and abs(known.skew_s) > MOST_SKEW_S:
             findings.append(Finding(False, f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than {MOST_SKEW_S:.0f}: set up NTP"))
         result.append((_summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))

@@ -71,4 +71,6 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     if role == "generator" and config.engine.kind == "vllm":
         # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
         return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, 2) * longest}
+    if role == "generator" and config.engine.kind == "sglang":
+        return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}  # a copy, and a file in memory
     return {}

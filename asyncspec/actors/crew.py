@@ -7,7 +7,7 @@ in place of another is joining until it is ready. One that has frozen or cannot 
 from __future__ import annotations
 
 import time
-from typing import Callable
+from typing import Callable, Mapping
 
 from asyncspec import messages as m
 from asyncspec import topology
@@ -20,6 +20,13 @@ from asyncspec.heartbeat import SUFFIX, Vigil
 def actor_names(config: Config) -> dict[str, str]:
     """name -> role of every actor but the controller."""
     return topology.actor_names(config.trainer.ranks, config.deployment.logprobs, config.deployment.generators, config.adapting)
+
+
+
+def computing(config: Config, names: Mapping[str, str]) -> list[str]:
+    """Those of some actors (name -> role) that take a device: not the controller, nor a generator whose server computes for it."""
+    waiting = ("controller", "generator") if config.engine.kind == "sglang" else ("controller",)
+    return [name for name, role in names.items() if role not in waiting]
 
 
 class Crew:

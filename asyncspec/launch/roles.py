@@ -45,14 +45,14 @@ def specs(config: configuration.Config, resume: int = -1, node: int | None = Non
         node: of `deployment.nodes`; None: all of them.
         host: what "auto" in deployment.host stands for.
     """
-    from asyncspec.actors.crew import actor_names
+    from asyncspec.actors.crew import actor_names, computing
 
     config = copy.deepcopy(config)
     config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
     text, names = configuration.to_yaml(config), {"controller": "controller", **actor_names(config)}
     here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
-    computing = [name for name in here if name != "controller"]
-    placed = {"controller": "cpu", **dict(zip(computing, devices(config.deployment.device, len(computing))))}
+    on_devices = computing(config, {name: names[name] for name in here})
+    placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, devices(config.deployment.device, len(on_devices))))
     return [ActorSpec(names[name], name, config.run_dir, text, placed[name], resume=resume) for name in here]
 
 

@@ -1,0 +1,204 @@
+"""An SGLang server behind the Engine protocol, by its HTTP interface (SGLang 0.5.23); whoever runs the job has started it.
+
+A sample is one POST to /generate, in a thread that waits for the whole answer. At most `slots` are under way; batching is the server's.
+
+Each token's version is the server's own word, meta_info.weight_versions: for stretches of the response, the `weight_version` that was in force when
+they were sampled. It writes it down for each request when that changes, as so many tokens as it has of the request by then. A swap is therefore
+
+    write the files     (the server goes on sampling under v)
+    /pause_generation, mode retract     (a step under way ends, and its tokens are counted under v; all requests go back to its queue)
+    /update_weights_from_disk, weight_version v+1, flush_cache     (no request has a KV cache; none of v stays for later ones)
+    /continue_generation     (all is computed again, then sampled under v+1)
+
+With mode in_place the KV cache would stay, but so would the step under way, not counted yet: its tokens, sampled under v, would be said to be of v+1.
+With mode abort partial responses would end. So there is one way, which is what engine.kv_at_swap=recompute says.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Mapping
+
+import torch
+from safetensors import SafetensorError
+
+from asyncspec.config import Config, first_line, resolve_path
+from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
+from asyncspec.engine.base import Completion, Request, check_request
+from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
+from asyncspec.models import policy
+from asyncspec.models.policy import PolicyShape
+from asyncspec.timing import clock
+
+LONGEST_WAIT_S = 0.01  # of one poll
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A sample that is under way."""
+
+    request: Request
+    sample: int
+    started_at: float
+    version: int  # the engine's when it was sent
+
+
+class SglangEngine:
+    def __init__(self, config: Config, index: int) -> None:
+        """Ends what the server has under way for others, and gives it the weights of model.path as version 0.
+
+        Args:
+            index: which of the addresses in engine.url.
+
+        Raises:
+            ConfigError: the server was started for something else, see `sglang_server.check`.
+            ServerError: it does not answer, or cannot load the weights.
+        """
+        self.draft_version = 0
+        self.slots = config.engine.slots
+        self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
+        self._temperature, self._drafting = config.sampling.temperature, config.drafting
+        self._queue: deque[tuple[Request, int]] = deque()
+        self._live: dict[int, _Sample] = {}
+        self._answers: queue.SimpleQueue[tuple[int, Answer | ServerError]] = queue.SimpleQueue()
+        self._sent = 0
+        path = resolve_path(config.model.path)
+        self.shape = PolicyShape.from_hf(path)
+        self.policy = policy.skeleton(self.shape)  # names and shapes; the weights are the server's
+        self._server = Server(config.server_urls[index])
+        check(config, self._server)
+        self._weights = weights_folder(config) / f"generator{index}"
+        shutil.rmtree(self._weights, ignore_errors=True)  # what a generator has left here that was killed
+        self._server.ask("/abort_request", {"abort_all": True})
+        self._swap(path.resolve(), 0)
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return dict(self.policy.named_parameters())
+
+    def submit(self, request: Request) -> None:
+        """Queue all samples of a prompt.
+
+        Raises:
+            ValueError: see `check_request`.
+        """
+        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
+        self._queue.extend((request, i) for i in range(len(request.seeds)))
+
+    def poll(self) -> list[Completion]:
+        """Send what there is room for, wait a moment for an answer; returns the samples whose answers have come.
+
+        Raises:
+            ServerError: a call for a sample has failed, or its answer contradicts itself or what was asked.
+        """
+        while self._queue and self.live < self.slots:
+            self._send(*self._queue.popleft())
+        done, wait_s = [], LONGEST_WAIT_S
+        while self._live:
+            try:
+                number, answer = self._answers.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if isinstance(answer, ServerError):
+                raise answer
+            done.append(self._completion(self._live.pop(number), answer))
+            wait_s = 0.0
+        return done
+
+    def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`.
+
+        Raises:
+            ServerError: the files cannot be written, or the server cannot load them. It stays paused then.
+        """
+        folder = self._weights / f"version{version}"
+        try:
+            policy.write_checkpoint(folder, self.shape.to_hf(), policy.to_hf(self.policy, tensors))
+            self._swap(folder, version)
+        except (OSError, SafetensorError) as error:
+            raise ServerError(f"weights of version {version} not written to {folder}: {first_line(error)}; "
+                              "expected an engine.weights_dir with room for them") from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # the server has read them; in /dev/shm they would be memory
+
+    def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """No draft has weights here.
+
+        Raises:
+            ServerError: always; config_check.py refuses drafts with weights.
+        """
+        raise ServerError("engine.kind=sglang takes no weights of a draft")
+
+    def _swap(self, folder: Path, version: int) -> None:
+        """Have the server go on under the weights of a folder."""
+        self._server.ask("/pause_generation", {"mode": "retract"})
+        body = {"model_path": str(folder), "load_format": "safetensors", "weight_version": str(version), "flush_cache": True}
+        updated = self._server.ask("/update_weights_from_disk", body, Updated, SERVER_WEIGHTS_S)
+        if not updated.success:
+            raise ServerError(f"SGLang at {self._server.url} has not loaded version {version}: {' '.join(updated.message.split())}")
+        self.version = version
+        self._server.ask("/continue_generation", {})
+
+    def _send(self, request: Request, index: int) -> None:
+        body = {
+            "input_ids": list(request.prompt), "return_logprob": True, "stream": False,
+            # A server without --enable-deterministic-inference takes no notice of the seed.
+            "sampling_params": {"temperature": self._temperature, "max_new_tokens": request.max_response_tokens,
+                                "stop_token_ids": [self.shape.eos_token_id], "sampling_seed": request.seeds[index]}}
+        self._sent += 1
+        self._live[self._sent] = _Sample(request, index, clock.now(), self.version)
+        # A daemon, so that no process waits at its end for a sample that nobody wants any more.
+        threading.Thread(target=_fetch, args=(self._server, body, self._sent, self._answers), daemon=True).start()
+
+    def _completion(self, sample: _Sample, answer: Answer) -> Completion:
+        meta, limit = answer.meta_info, sample.request.max_response_tokens
+        tokens, reason = [token for _, token, _ in meta.output_token_logprobs], meta.finish_reason
+
+        def need(held: bool, what: str) -> None:
+            if not held:
+                raise ServerError(f"SGLang at {self._server.url}: request {sample.request.request_id}, sample {sample.sample}: {what}")
+
+        need(reason.type in ("stop", "length"), f"ended with {reason.type}: {' '.join((reason.message or '').split())}")
+        need(0 < len(tokens) == meta.completion_tokens <= limit, f"{len(tokens)} logprobs for {meta.completion_tokens} tokens; expected 1 to {limit}, as many")
+        need(reason.type == "stop" or len(tokens) == limit,
+             f"cut off after {len(tokens)} of {limit} tokens; expected a server with a --context-length for prompt and response")
+        versions: list[int] = []
+        for span in meta.weight_versions:
+            need(span.start == len(versions) and span.version.isdecimal(), f"weight_versions {span}; expected a version's number from {len(versions)} on")
+            versions += [int(span.version)] * (span.end - span.start)
+        need(len(versions) == len(tokens), f"weight_versions of {len(versions)} tokens; expected {len(tokens)}")
+        need(sample.version <= versions[0] and versions[-1] <= self.version and versions == sorted(versions),
+             f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: nobody else may change its weights")
+        return Completion(
+            sample.request.request_id, sample.sample, torch.tensor(tokens, dtype=torch.int32),
+            torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]), torch.tensor(versions, dtype=torch.int32),
+            # It may stop at tokens of its own too, those of the model's generation_config.json.
+            reason.type == "length" and tokens[-1] != self.shape.eos_token_id,
+            meta.spec_verify_ct if self._drafting else len(tokens) - 1, meta.spec_num_proposed_drafts, meta.spec_num_correct_drafts, sample.started_at)
+
+
+def weights_folder(config: Config) -> Path:
+    """Where this run's versions lie while a server loads them: engine.weights_dir, or memory, under the name of the run's directory."""
+    if config.engine.weights_dir:
+        return Path(config.engine.weights_dir).expanduser().resolve()
+    return Path(f"/dev/shm/asyncspec-{os.getuid()}", *Path(config.run_dir).resolve().parts[1:])
+
+
+def _fetch(server: Server, body: dict, number: int, answers: queue.SimpleQueue) -> None:
+    try:
+        answers.put((number, server.ask("/generate", body, Answer, SERVER_SAMPLE_S)))
+    except ServerError as error:
+        answers.put((number, error))

@@ -1,0 +1,165 @@
+"""An SGLang server, as far as we talk to it: JSON over HTTP, a connection a call, each call with a deadline; whatever goes wrong is one line.
+
+Written after SGLang 0.5.23: entrypoints/http_server.py (paths, status codes), managers/io_struct.py (what is asked), managers/tokenizer_manager.py and
+utils/weight_versions.py (what is answered). Of the answers only what is used is described here; what is missing or of another type is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from asyncspec.config import Config, ConfigError, first_line, resolve_path
+from asyncspec.deadlines import SERVER_ASKED_S
+from asyncspec.models import CheckpointError
+from asyncspec.models.policy import PolicyShape
+
+ALGORITHMS = {"none": None, "ngram": "NGRAM"}  # speculation.method -> speculative_algorithm
+SAID = 300  # characters of a server's own message that are passed on
+
+
+class ServerError(RuntimeError):
+    """A server that does not answer, or not as documented; the message is one line."""
+
+
+class Info(msgspec.Struct):
+    """Of /server_info: what the server was started with."""
+
+    version: str
+    model_path: str
+    speculative_algorithm: str | None = None
+    speculative_num_draft_tokens: int | None = None  # positions of a verification: one more than it proposes
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
+
+
+class Span(msgspec.Struct):
+    """Tokens from `start` to before `end` were sampled under `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Reason(msgspec.Struct):
+    type: str  # stop, length, abort
+    message: str | None = None
+
+
+class Meta(msgspec.Struct):
+    finish_reason: Reason
+    completion_tokens: int
+    output_token_logprobs: list[tuple[float, int, str | None]]  # logprob, token, text
+    weight_versions: list[Span]
+    # Only of a request that was verified, with speculation.
+    spec_verify_ct: int = 0
+    spec_num_proposed_drafts: int = 0
+    spec_num_correct_drafts: int = 0
+
+
+class Answer(msgspec.Struct):
+    """Of /generate."""
+
+    meta_info: Meta
+
+
+class Updated(msgspec.Struct):
+    """Of /update_weights_from_disk."""
+
+    success: bool
+    message: str
+
+
+class Server:
+    def __init__(self, url: str) -> None:
+        """
+        Args:
+            url: http://HOST:PORT.
+        """
+        parts = urlsplit(url)
+        self.url, self._where = url, (parts.hostname, parts.port)
+
+    def ask(self, path: str, body: dict | None = None, answer: type | None = None, within_s: float = SERVER_ASKED_S) -> Any:
+        """One call; blocks this thread until it is answered or the deadline.
+
+        Args:
+            body: what to POST; None: GET.
+            answer: the struct that the answer is read as; None: it says nothing.
+            within_s: until the server accepts, and again until it answers.
+
+        Raises:
+            ServerError: it cannot be reached, does not answer in time, refuses, or answers something else.
+        """
+        connection = http.client.HTTPConnection(*self._where, timeout=within_s)
+        try:
+            data, headers = (None, {}) if body is None else (json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except TimeoutError:
+            raise self._error(path, f"no answer within {within_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._error(path, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise self._error(path, f"HTTP {response.status}: {_said(content)}")
+        if answer is None:
+            return None
+        try:
+            return msgspec.json.decode(content, type=answer)
+        except msgspec.MsgspecError as error:
+            raise self._error(path, f"not what SGLang 0.5.23 answers: {first_line(error)}") from None
+
+    def _error(self, path: str, what: str) -> ServerError:
+        return ServerError(f"SGLang at {self.url}{path}: {what}")
+
+
+def _said(content: bytes) -> str:
+    """What the body of a refusal says."""
+    try:
+        said = json.loads(content)
+        said = said.get("message") or said["error"]["message"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        said = content.decode(errors="replace")
+    return " ".join(str(said).split())[:SAID] or "no reason given"
+
+
+def check(config: Config, server: Server) -> None:
+    """Compare what the server was started with to the configuration.
+
+    Raises:
+        ServerError: see `Server.ask`.
+        ConfigError: it serves another architecture, or speculates otherwise.
+    """
+    info = server.ask("/server_info", answer=Info)
+    ours, field = PolicyShape.from_hf(resolve_path(config.model.path)), f"engine.url={server.url!r}"
+    start = f"a server started with --model-path {resolve_path(config.model.path).resolve()}"
+    try:
+        theirs = PolicyShape.from_hf(Path(info.model_path))
+    except CheckpointError as error:
+        raise ConfigError(f"{field}: serves {info.model_path!r}: {first_line(error)}; expected {start}") from None
+    for name, value in dataclasses.asdict(ours).items():
+        if getattr(theirs, name) != value:
+            raise ConfigError(f"{field}: serves {info.model_path!r}, which has {name}={getattr(theirs, name)}; the policy of model.path has {value}; "
+                              f"expected {start}")
+    method, algorithm = config.speculation.method, ALGORITHMS[config.speculation.method]
+    if info.speculative_algorithm != algorithm:
+        nearest = next((name for name, other in ALGORITHMS.items() if other == info.speculative_algorithm), None)
+        raise ConfigError(f"speculation.method={method!r}: the server at {server.url} has speculative_algorithm={info.speculative_algorithm}; expected "
+                          f"{algorithm}; nearest valid choice: " + (f"speculation.method={nearest}" if nearest else "a server started without it"))
+    if algorithm is None:
+        return
+    if info.speculative_num_draft_tokens != int(config.speculation.draft_length) + 1:
+        raise ConfigError(f"speculation.draft_length={config.speculation.draft_length!r}: the server at {server.url} has "
+                          f"speculative_num_draft_tokens={info.speculative_num_draft_tokens}; expected one more than the draft length; nearest valid "
+                          f"choice: speculation.draft_length={max(1, (info.speculative_num_draft_tokens or 0) - 1)}")
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if getattr(info, name) != 1.0:
+            raise ConfigError(f"{field}: started with {name}={getattr(info, name)}, which is not the policy's distribution; expected 1.0")
