@@ -1,5 +1,6 @@
 """engine.kind=sglang against MockSglangServer, a test double: what SGLang itself does with the same requests is not tested here."""
 
+import os
 import shutil
 import socket
 import time
@@ -20,6 +21,7 @@ from mock_sglang import POLICY, MockSglangServer, reply
 from runs import Running, rows
 from vllm_checks import difference, ended, fill, moved, prompts, run
 
+URL = "http://127.0.0.1:30000"
 SGLANG = ("engine.kind=sglang", "engine.kv_at_swap=recompute", "speculation.method=none", "sampling.max_response_tokens=64")
 
 
@@ -164,6 +166,11 @@ def test_weights_that_cannot_be_written_or_loaded_are_one_line(settings, tmp_pat
     assert engine.version == 0
 
 
+def test_weights_travel_through_memory_under_the_name_of_the_run_unless_told_otherwise():
+    where = lambda *more: str(sglang_engine.weights_folder(load("tiny", [*SGLANG, f"engine.url={URL}", "run_dir=/data/runs/one", *more])))  # noqa: E731
+    assert where() == f"/dev/shm/asyncspec-{os.getuid()}/data/runs/one" and where("engine.weights_dir=/shared/weights") == "/shared/weights"
+
+
 @pytest.mark.parametrize("info,override,expected", [
     ({"model_path": "/no/such"}, (), "serves '/no/such': /no/such/config.json: "),
     ({"model_path": str(POLICY.parent / "draft_model")}, (), "which has n_layers=2; the policy of model.path has 24; expected a server started"),
@@ -193,9 +200,6 @@ def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
         with pytest.raises(ConfigError) as error:
             check_inputs(load("tiny", [*SGLANG, f"engine.url={url}"]))
     one_line(error, f"SGLang at {url}/server_info: ", "no answer within 0.3 s" if hang else "Connection refused", "nearest valid choice: engine.kind=torch")
-
-
-URL = "http://127.0.0.1:30000"
 
 
 @pytest.mark.parametrize("overrides,expected", [
