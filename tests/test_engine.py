@@ -111,12 +111,22 @@ def test_other_families_are_run_as_torchtitan_runs_them(other):
 
 @pytest.mark.skipif(not cxx_compiler(), reason="torch.compile needs a C++ compiler: install g++")
 def test_compiled_layers_give_the_same_logprobs(small_shape, small_policy, contrary_draft):
-    engine = make(small_shape, small_policy, contrary_draft, slots=5, compile_layers=True)
+    check_compiled(small_shape, small_policy, contrary_draft)
+
+
+@pytest.mark.skipif(not cxx_compiler(), reason="torch.compile needs a C++ compiler: install g++")
+@pytest.mark.parametrize("other", ["llama"], indirect=True)
+def test_compiled_layers_of_llama_give_the_same_logprobs(other, contrary_draft):
+    check_compiled(*other, contrary_draft)
+
+
+def check_compiled(shape, policy, draft):
+    engine = make(shape, policy, draft, slots=5, compile_layers=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
     for (index, _), completion in run(engine, prompts, samples=6).items():  # down to one live row
         tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
-        logprobs = small_policy.lm_head(hidden_states(small_policy, tokens)[0])[0].log_softmax(-1)
+        logprobs = policy.lm_head(hidden_states(policy, tokens)[0])[0].log_softmax(-1)
         expected = logprobs[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
     assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # all was compiled beforehand

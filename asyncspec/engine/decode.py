@@ -160,7 +160,7 @@ class Mixture:
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        (T, D), normed_TD = x_TD.shape, self.unit(x_TD)
+        normed_TD = self.unit(x_TD)
         score_TK, expert_TK = self.router(normed_TD).softmax(-1).topk(self.per_token, sorted=False)
         if self.normed:
             score_TK = score_TK / score_TK.sum(-1, keepdim=True)
@@ -169,7 +169,7 @@ class Mixture:
         # One grouped product was faster than a loop over experts, and than gathering the matrices of each token's.
         gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(2, -1)
         out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
-        out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(T, -1, D)
+        out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
         return torch.baddbmm(x_TD.unsqueeze(1), score_TK.unsqueeze(1), out_TKD).squeeze(1)
 
 

@@ -76,6 +76,11 @@ class ExactExperts(GroupedExperts):
         return times(F.silu(times(x_RD, w1_EFD)) * times(x_RD, w3_EFD), w2_EDF)
 
 
+# torchtitan's block and model, and how several ranks would divide it, see parallel.py.
+_LLAMA = Llama3TransformerBlock, Llama3Model, partial(set_llama3_sharding_config, enable_sp=True)
+_QWEN3 = Qwen3TransformerBlock, Qwen3Model, partial(set_qwen3_sharding_config, enable_sp=True, enable_ep=False)
+
+
 # Fan-in initialisation, residual outputs scaled by depth: also deep and narrow policies train from scratch.
 def _fan_in(t: torch.Tensor) -> None:
     nn.init.normal_(t, std=t.shape[-1] ** -0.5)
@@ -90,11 +95,12 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
     # torchtitan's router asks for float32 where a CPU has nothing else to offer, and torch says so.
     warnings.filterwarnings("ignore", message="In CPU autocast")
     weight = {"weight": _fan_in}
-    block = (Llama3TransformerBlock if shape.model_type == "llama" else Qwen3TransformerBlock).Config(
+    block_class, model_class, divide = _LLAMA if shape.model_type == "llama" else _QWEN3
+    block = block_class.Config(
         attention_norm=_norm(shape, shape.dim), ffn_norm=_norm(shape, shape.dim),
         attention=_attention(shape, max_positions or shape.max_positions), **_feed_forward(shape),
     )
-    config = (Llama3Model if shape.model_type == "llama" else Qwen3Model).Config(
+    config = model_class.Config(
         vocab_size=shape.vocab_size, dim=shape.dim, norm=_norm(shape, shape.dim), enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(
             num_embeddings=shape.vocab_size, embedding_dim=shape.dim,
@@ -103,11 +109,7 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=weight),
         layers=[block] * shape.n_layers,
     )
-    # How several ranks would divide it, see parallel.py.
-    if shape.model_type == "llama":
-        set_llama3_sharding_config(config, enable_sp=True)
-    else:
-        set_qwen3_sharding_config(config, enable_sp=True, enable_ep=False)
+    divide(config)
     return config.build()
 
 
