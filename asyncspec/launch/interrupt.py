@@ -11,6 +11,10 @@ class InterruptFlag:
 
     def __init__(self) -> None:
         self.count, self.first = 0, 0.0
+        self.arm()
+
+    def arm(self) -> None:
+        """Take the signals, also from whoever has taken them since."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 

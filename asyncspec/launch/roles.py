@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Callable
 
+import msgspec
+
 from asyncspec import config as configuration
 from asyncspec import checkpoint, topology, transport
 from asyncspec.actors.base import ActorSpec
@@ -37,25 +39,6 @@ def make(spec: ActorSpec):
     return getattr(importlib.import_module(module), name)(spec)
 
 
-def specs(config: configuration.Config, resume: int = -1, node: int | None = None, host: str = "127.0.0.1") -> list[ActorSpec]:
-    """The actors of a run, or of one of its nodes, the controller first; all but the controller lack its address still.
-
-    Args:
-        resume: the version to go on from; -1: a new run.
-        node: of `deployment.nodes`; None: all of them.
-        host: what "auto" in deployment.host stands for.
-    """
-    from asyncspec.actors.crew import actor_names, computing
-
-    config = copy.deepcopy(config)
-    config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
-    text, names = configuration.to_yaml(config), {"controller": "controller", **actor_names(config)}
-    here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
-    on_devices = computing(config, {name: names[name] for name in here})
-    placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, devices(config.deployment.device, len(on_devices))))
-    return [ActorSpec(names[name], name, config.run_dir, text, placed[name], resume=resume) for name in here]
-
-
 def devices(wanted: str, count: int) -> list[str]:
     """What each of `count` actors computes on: this host's GPUs in turn, or the CPU.
 
@@ -73,14 +56,46 @@ def devices(wanted: str, count: int) -> list[str]:
     return [f"cuda:{i % gpus}" if gpus else "cpu" for i in range(count)]
 
 
-def prepare_run_dir(config: configuration.Config) -> None:
+def specs(config: configuration.Config, resume: int = -1, node: int | None = None, host: str = "127.0.0.1",
+          deal: Callable[[str, int], list[str]] = devices) -> list[ActorSpec]:
+    """The actors of a run, or of one of its nodes, the controller first; all but the controller lack its address still.
+
+    Args:
+        resume: the version to go on from; -1: a new run.
+        node: of `deployment.nodes`; None: all of them.
+        host: what "auto" in deployment.host stands for.
+        deal: callable(deployment.device, how many) -> the device of each actor that computes.
+    """
+    from asyncspec.actors.crew import actor_names, computing
+
+    config = copy.deepcopy(config)
+    config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
+    text, names = configuration.to_yaml(config), {"controller": "controller", **actor_names(config)}
+    here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
+    on_devices = computing(config, {name: names[name] for name in here})
+    placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, deal(config.deployment.device, len(on_devices))))
+    return [ActorSpec(names[name], name, config.run_dir, text, placed[name], resume=resume) for name in here]
+
+
+def at_host(spec: ActorSpec, host: str) -> ActorSpec:
+    """The same actor, where `specs` was told that "auto" stands for "auto": now it stands for `host`."""
+    config = configuration.from_yaml(spec.config_yaml)
+    config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
+    return msgspec.structs.replace(spec, config_yaml=configuration.to_yaml(config))
+
+
+def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
     """Check what the run will read, choose and make the run directory, and write config.yaml and the keys into it.
+
+    Args:
+        local: whether the actors compute on this host.
 
     Raises:
         ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or GPUs are wanted
             and there are none.
     """
-    devices(config.deployment.device, 1)
+    if local:
+        devices(config.deployment.device, 1)
     check_inputs(config)
     config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
     if (Path(config.run_dir) / "metrics.jsonl").exists():

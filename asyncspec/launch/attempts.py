@@ -1,0 +1,242 @@
+"""A run under a launcher that starts all its actors: from one start of all of them to the next, until it has ended.
+
+What starts the processes and carries their results is a `Pool`: Monarch's is in monarch.py, Ray's in ray.py. A process whose actor has ended in
+order can play another of the same kind: its libraries are loaded. Spare processes, with all libraries loaded, wait for whichever actors die next.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Callable
+
+import msgspec
+
+from asyncspec import transport
+from asyncspec.actors.base import ActorSpec, first_name
+from asyncspec.config import Config
+from asyncspec.deadlines import EXIT_GRACE_S, STANDBY_AFTER_S
+from asyncspec.launch import roles
+from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.watch import Supervisor
+
+POLL_S = 0.1
+
+
+class NotStarted(RuntimeError):
+    """The controller did not come up; the message is one line for the user."""
+
+
+class Process(ABC):
+    """A process that plays one actor, and others after it."""
+
+    @abstractmethod
+    def warm(self) -> None:
+        """Load what every role needs, before there is one to play; does not wait."""
+
+    @abstractmethod
+    def play(self, spec: ActorSpec) -> None:
+        """Make the actor and run it; does not wait."""
+
+    @abstractmethod
+    def prepared(self) -> str | Exception | None:
+        """Once the actor is made: the controller's address if it is the controller, else "". None before, an exception if that failed."""
+
+    @abstractmethod
+    def result(self) -> int | Exception | None:
+        """What the actor's `run` returned; None before, an exception if it raised one or its process has ended."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once, also if it is frozen."""
+
+
+class Pool(ABC):
+    """The processes of a run. Those of one place (a host) can stand in for each other."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[Process]] = {}  # by first name of the actor it has played
+        self._spares: dict[object, list[Process]] = {}  # by place
+
+    @abstractmethod
+    def specs(self, config: Config, version: int) -> list[ActorSpec]:
+        """The actors of the run, the controller first, all but the controller without its address."""
+
+    @abstractmethod
+    def make(self, place: object, name: str = "") -> Process:
+        """A new process.
+
+        Args:
+            name: the first name of the actor it is for; "": of a spare.
+        """
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Return after timeout_s, or before that if a process may have ended."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End every process."""
+
+    def place(self, name: str) -> object:
+        """Where the actor of this first name plays."""
+        return None
+
+    def spares_at(self, place: object) -> bool:
+        """Whether a spare can stand in for what plays there."""
+        return True
+
+    def take(self, name: str) -> Process:
+        """A process for an actor, as warm as there is."""
+        name = first_name(name)
+        if self._idle.get(name):
+            return self._idle[name].pop()
+        place = self.place(name)
+        return self._spares[place].pop(0) if self._spares.get(place) else self.make(place, name)
+
+    def give_back(self, name: str, process: Process) -> None:
+        self._idle.setdefault(first_name(name), []).append(process)
+
+    def keep_spares(self, names: list[str], count: int) -> None:
+        """So many at each place of these actors; starts one at a time there."""
+        for place in {self.place(first_name(name)) for name in names}:
+            spares = self._spares.setdefault(place, [])
+            if len(spares) < count and self.spares_at(place):
+                spares.append(self.make(place))
+                spares[-1].warm()
+
+
+def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], local: bool) -> int:
+    """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted.
+
+    Args:
+        resume: go on with the run that config.run_dir holds.
+        start: callable(interrupt) -> the pool; KeyboardInterrupt if it was interrupted.
+        local: whether the actors compute on this host.
+    """
+    if not resume:
+        roles.prepare_run_dir(config, local)
+    lock = roles.hold(config.run_dir)
+    pool = None
+    try:
+        version = roles.prepare_resume(config) if resume else -1
+        interrupt = InterruptFlag()
+        pool = start(interrupt)
+        for left in range(config.deployment.restarts, -1, -1):
+            attempt = _Attempt(config, version, interrupt, left, pool)
+            try:
+                code = attempt.watch()
+            finally:
+                attempt.end()
+            if attempt.resuming and interrupt.count:
+                return 130
+            if not attempt.resuming:
+                return code if code in (0, 130) else 130 if interrupt.count else 1
+            version = roles.prepare_resume(config)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped early: interrupted while starting", flush=True)
+        return 130
+    except NotStarted as error:
+        print(f"failed: {error}", flush=True)
+        return 1
+    finally:
+        if pool is not None:
+            pool.stop()
+        os.close(lock)
+
+
+class _Attempt:
+    """The actors from one start of all of them to their end."""
+
+    def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int, pool: Pool) -> None:
+        transport.use_keys(Path(config.run_dir))
+        self.config, self.interrupt, self.restarts_left, self.pool = config, interrupt, restarts_left, pool
+        self.resuming = False
+        self.playing: dict[str, Process] = {}
+        self.started = time.monotonic()
+        self.specs = pool.specs(config, version)
+
+    def _play(self, spec: ActorSpec, process: Process) -> None:
+        process.play(spec)
+        self.playing[spec.name], self.started = process, time.monotonic()
+
+    def _keep_spares(self) -> None:
+        if time.monotonic() - self.started > STANDBY_AFTER_S and not self.interrupt.count and all(
+                process.prepared() is not None for process in self.playing.values()):
+            self.pool.keep_spares(list(self.playing), min(self.config.deployment.standby, self.supervisor.replacements))
+
+    def watch(self) -> int:
+        """Start all, and see to them until the controller has ended; returns the exit code."""
+        first, *others = [(spec, self.pool.take(spec.name)) for spec in self.specs]
+        self._play(*first)
+        address = self._controller()
+        for spec, process in others:
+            self._play(msgspec.structs.replace(spec, control_address=address), process)
+        self.supervisor = Supervisor(
+            self.config, "launcher", address, self.specs, self.interrupt, self.restarts_left > 0, self._kill)
+        code = None
+        while code is None:
+            self.pool.wait(POLL_S)
+            for name, process in list(self.playing.items()):
+                value = process.result()
+                if value is None:
+                    continue
+                del self.playing[name]
+                if isinstance(value, Exception):  # its process ended, most likely
+                    if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
+                        self._play(msgspec.structs.replace(spec, control_address=address), self.pool.take(spec.name))
+                    value = 1
+                else:
+                    self.pool.give_back(name, process)
+                    if name == "controller":
+                        self.supervisor.ended(value)
+                if name == "controller":
+                    code = value
+            self.supervisor.turn()
+            self._keep_spares()
+            if self.supervisor.overdue:
+                code = 130
+        self.resuming = self.supervisor.resuming
+        self.supervisor.close()
+        return code
+
+    def end(self) -> None:
+        """End what still plays: who could be asked to leave was asked by the controller, and has a moment to do so."""
+        deadline = time.monotonic() + (EXIT_GRACE_S if self.resuming else 0.0)
+        while self.playing:
+            self.pool.wait(POLL_S / 10)
+            for name, process in list(self.playing.items()):
+                if (value := process.result()) is not None:
+                    del self.playing[name]
+                    if not isinstance(value, Exception):
+                        self.pool.give_back(name, process)
+            if time.monotonic() > deadline:
+                break
+        for process in self.playing.values():
+            process.kill()
+
+    def _kill(self, name: str) -> None:
+        if name in self.playing:
+            self.playing[name].kill()
+
+    def _controller(self) -> str:
+        """The controller's address.
+
+        Raises:
+            NotStarted: there is none.
+            KeyboardInterrupt: somebody does not want to wait for it.
+        """
+        limit = self.config.deployment.start_timeout_s
+        deadline = time.monotonic() + limit
+        while (outcome := self.playing["controller"].prepared()) is None:
+            if self.interrupt.count:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise NotStarted(f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s")
+            time.sleep(POLL_S)
+        if isinstance(outcome, Exception):
+            raise NotStarted(f"the controller did not start: {type(outcome).__name__}: {(str(outcome).strip() or '?').splitlines()[-1]}")
+        return outcome
