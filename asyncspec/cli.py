@@ -12,6 +12,7 @@ from asyncspec import __version__
 from asyncspec import config as configuration
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
+LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,6 +70,8 @@ def _add_train(commands) -> None:
     train.add_argument("--node", type=int, metavar="K", help="play only what node K of deployment.nodes does: 0 begins a run, others --join it")
     train.add_argument("--join", metavar="RUN", help="with --node: join the run that node 0 has begun in this directory")
     train.add_argument("--seed", metavar="N", help="of the data, its order and every sample")
+    train.add_argument("--launcher", choices=LAUNCHERS, default="auto",
+                       help="what starts and watches the actors (default: torchrun if it has started several ranks, else monarch)")
     train.add_argument("overrides", nargs="*", metavar="field=value", help="any field listed below, for example trainer.optimizer.lr=1e-4")
     train.set_defaults(run=_train, parser=train)
 
@@ -90,10 +93,19 @@ def _train(args) -> int:
         config = configuration.load(args.config or "tiny", overrides)
     resume = args.resume is not None
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
+    if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
+        raise configuration.ConfigError("--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 launch/async.py")
+    if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:
         from asyncspec.launch import processes
 
         return processes.launch(config, rank, world_size, resume)
+    if world_size > 1:
+        raise configuration.ConfigError(f"--launcher {args.launcher}: expected one process, torchrun has started {world_size}; "
+                                        "nearest valid choice: --launcher torchrun")
+    if args.launcher == "ray":
+        from asyncspec.launch import ray
+
+        return ray.launch(config, resume)
     from asyncspec.launch import monarch
 
     return monarch.launch(config, resume, args.node)

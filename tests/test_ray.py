@@ -1,0 +1,115 @@
+"""Ray as the launcher: the same run, started on a cluster of its own or on one that is there, with two nodes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("ray", reason='needs ray: pip install -e ".[ray]"')
+
+from asyncspec.audit import audit
+from asyncspec.launch import ray as launcher
+from runs import ROOT, Running, alive, descendants, gone_within, pid_of, rows
+
+SCRIPT = (sys.executable, str(ROOT / "launch" / "ray.py"))
+RAY_STOP_S = 4  # ray.shutdown of a cluster of one node, on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def own_cluster(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """Address of a cluster of two nodes, both on this host."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[1])
+
+
+def actors_of(run_dir):
+    return {path.stem: pid_of(run_dir, path.stem) for path in (run_dir / "logs").glob("*.log") if path.stem != launcher.CONSOLE}
+
+
+def test_a_dead_generator_is_replaced_and_all_starts_again_without_its_trainer(tmp_path):
+    run_dir, steps = tmp_path / "run", 10
+    run = Running.new(run_dir, "--steps", str(steps), "checkpoint.every=3", launcher=SCRIPT)
+    run.wait_for_steps(2)
+    run.signal("generator0", signal.SIGKILL)
+    run.wait_for(lambda: "generator0.1 has joined" in run.output, "a replacement")
+    run.wait_for((run_dir / "checkpoints" / "trainer-000003").is_dir, "a checkpoint")
+    run.signal("trainer", signal.SIGKILL)
+    everyone = [run.process.pid, *descendants(run.process.pid)]
+    output = run.end()
+    assert "generator0 died: its process ended" in output and "trainer died: its process ended: all is started again from the last checkpoint" in output
+    assert "going on from version 3" in output or "going on from version 6" in output, output
+    assert f"step   {steps}/{steps}" in output, output
+    assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
+    assert audit(str(run_dir)) == 0 and not gone_within(everyone, 5)
+
+
+def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path):
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "10000", launcher=SCRIPT)
+    run.wait_for_steps(2)
+    everyone = [run.process.pid, *descendants(run.process.pid)]
+    assert set(actors_of(run_dir).values()) <= set(everyone) and len(actors_of(run_dir)) == 5
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert not gone_within(everyone, 4 + RAY_STOP_S), run.output
+    assert "stopped early: interrupted" in run.end(130)
+    assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
+    json.loads((run_dir / "trace.json").read_text())
+
+
+def test_nodes_are_placed_apart_and_no_actor_outlives_the_launcher(tmp_path, two_nodes, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "10000", "deployment.nodes=trainer+logprob,generator", launcher=SCRIPT)
+    run.wait_for_steps(1)
+    actors = actors_of(run_dir)
+    raylets = {name: parent_of(pid) for name, pid in actors.items()}
+    assert len({raylets[name] for name in ("controller", "trainer", "logprob", "draft_adapter")}) == 1
+    assert raylets["generator0"] != raylets["trainer"]
+    assert "tcp://127.0.0.1" not in (run_dir / "config.yaml").read_text()
+    run.signal("generator0", signal.SIGKILL)
+    run.wait_for(lambda: "generator0.1 has joined" in run.output, "a replacement")
+    replacement = pid_of(run_dir, "generator0.1")
+    assert parent_of(replacement) == raylets["generator0"]  # on its node
+    run.process.kill()
+    run.process.wait()
+    assert not gone_within([*actors.values(), replacement], 10)
+    assert alive(raylets.values())  # the cluster is not ours to end
+
+
+def test_what_has_no_room_is_one_line(tmp_path, two_nodes, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+    output = Running.new(tmp_path / "run", "deployment.nodes=trainer+logprob,2*generator", "deployment.start_timeout_s=1", launcher=SCRIPT).end(2)
+    assert "Ray found no room within 1 s (deployment.start_timeout_s); asked for 3 nodes, 3 with 1 CPU; the cluster has 2: " in output
+    assert len(output.splitlines()) == 1, output
+    output = Running.new(tmp_path / "other", "deployment.device=cuda", launcher=SCRIPT).end(2)
+    assert "deployment.device='cuda': expected GPUs, the cluster has 2" in output and len(output.splitlines()) == 1, output
+
+
+@pytest.mark.parametrize("actors, gpus, together", [(8, 8, 1), (4, 1, 4), (3, 2, 2), (7, 3, 3), (5, 0, 0)])
+def test_gpus_are_dealt_out(actors, gpus, together):
+    share = launcher._share(actors, gpus)
+    assert share <= 1 and (not gpus or int(1 / share) == together)  # fit on one GPU
+    assert together * gpus >= actors or not gpus
+
+
+def test_without_ray_is_one_line(tmp_path):
+    without = "import sys; sys.modules['ray'] = None; from asyncspec.cli import main; sys.exit(main(['train', '--launcher', 'ray']))"
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, 'asyncspec: --launcher ray: ray is not installed; expected pip install -e ".[ray]"\n')
