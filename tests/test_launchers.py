@@ -1,0 +1,82 @@
+"""Which launcher is taken, and what is refused; the scripts for Slurm."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncspec import cli
+from runs import ROOT
+
+SBATCH = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("script", SBATCH, ids=lambda path: path.name)
+def test_slurm_scripts_are_shell(script):
+    checker = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
+    done = subprocess.run([*checker, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+COMMAND = """#!/usr/bin/env python3
+import os, signal, sys, time
+name = os.path.basename(sys.argv[0])
+with open(os.path.join(os.environ["SEEN"], name), "a") as file:
+    print(*sys.argv[1:], file=file)
+if name == "scontrol":
+    print("node1\\nnode2")
+elif "launch/" in " ".join(sys.argv):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(os.environ["CODE"])))
+    time.sleep(float(os.environ["SECONDS_OF_WORK"]))
+    sys.exit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.mark.parametrize("script", SBATCH, ids=lambda path: path.name)
+@pytest.mark.parametrize("code, warned", [(0, False), (1, False), (130, False), (130, True)])
+def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_path, script, code, warned):
+    """With a Slurm of two nodes that only notes what it is asked."""
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "scontrol"):
+        (tmp_path / "bin" / name).write_text(COMMAND)
+        (tmp_path / "bin" / name).chmod(0o755)
+    process = subprocess.Popen(["bash", script, "--steps", "3"], env={
+        **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SEEN": str(tmp_path), "CODE": str(code), "SECONDS_OF_WORK": "30" if warned else "0.2",
+        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": "/repository"})
+    asked = tmp_path / "srun"
+    deadline = time.monotonic() + 20
+    while "launch/" not in (asked.read_text() if asked.exists() else "") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if warned:
+        time.sleep(0.3)  # until the stand-in heeds signals
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == code
+    launched = [line for line in asked.read_text().splitlines() if "launch/" in line]
+    assert len(launched) == 1 and launched[0].endswith(f"/repository/launch/{'ray' if 'ray' in script.name else 'async'}.py --steps 3")
+    assert "node1:20041" in asked.read_text()
+
+
+@pytest.mark.parametrize("arguments, environment, said", [
+    (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to have started this"),
+    (["--launcher", "monarch"], {"RANK": "0", "WORLD_SIZE": "2"}, "--launcher monarch: expected one process, torchrun has started 2; nearest valid choice: "),
+    (["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"], {}, "names 2 nodes, and this is one host; expected torchrun --nnodes 2")])
+def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["async", "monarch", "ray"])
+def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path):
+    listed = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2]); import monarch; print(monarch.__file__)"
+    done = subprocess.run([sys.executable, "-c", listed, str(ROOT / "launch"), str(ROOT / "launch" / f"{script}.py")], capture_output=True, text=True,
+                          cwd=tmp_path)
+    assert done.stdout and str(ROOT / "launch") not in done.stdout, done.stderr
