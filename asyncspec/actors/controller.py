@@ -19,7 +19,7 @@ from typing import Callable
 
 from asyncspec import messages as m
 from asyncspec import transport
-from asyncspec.actors.base import ActorSpec
+from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
 from asyncspec.actors.broadcasts import Broadcasts, place
 from asyncspec.actors.crew import Crew
 from asyncspec.actors.records import Records
@@ -58,12 +58,13 @@ class Controller:
         self.next_step = self.trained_steps = self.first_step  # whose tickets are issued next; trained so far
         self.evaluations = Evaluations()
         self.host = clock.host()
+        self.left_behind = False  # the launcher, or its host's Ray, is gone
         self.started = False  # all actors are up: there may be something to save
         self._parent = os.getppid()
         self._beaten = 0.0
 
     def run(self) -> int:
-        """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART."""
+        """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART, LEFT_BEHIND."""
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
         state, console = self.state, Console(self.config, self.run_dir, self.first_step)
         try:
@@ -102,6 +103,8 @@ class Controller:
             except Exception as error:
                 self._note_error(error)
         console.end(state.failure, state.stop_reason, self.records.metrics, state.resuming)
+        if self.left_behind:
+            return LEFT_BEHIND
         return RESTART if state.resuming else 1 if state.failure else 0 if state.stop_reason == "finished" else 130
 
     # Beginning and end.
@@ -291,7 +294,7 @@ class Controller:
     def _watch(self) -> None:
         """See to those that live no more as they should; end without a launcher."""
         if os.getppid() != self._parent:
-            self.state.failure = self.state.stop_reason = "the launcher is gone"
+            self.left_behind, self.state.failure, self.state.stop_reason = True, "the launcher is gone", "the launcher is gone"
         self.recovery.watch()
 
     # Progress.

@@ -15,9 +15,9 @@ from typing import Callable
 import msgspec
 
 from asyncspec import transport
-from asyncspec.actors.base import ActorSpec, first_name
+from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
 from asyncspec.config import Config
-from asyncspec.deadlines import EXIT_GRACE_S, STANDBY_AFTER_S
+from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
@@ -47,6 +47,10 @@ class Process(ABC):
     @abstractmethod
     def result(self) -> int | Exception | None:
         """What the actor's `run` returned; None before, an exception if it raised one or its process has ended."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it can play once more."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -91,8 +95,9 @@ class Pool(ABC):
     def take(self, name: str) -> Process:
         """A process for an actor, as warm as there is."""
         name = first_name(name)
-        if self._idle.get(name):
-            return self._idle[name].pop()
+        while self._idle.get(name):
+            if (process := self._idle[name].pop()).alive():
+                return process
         place = self.place(name)
         return self._spares[place].pop(0) if self._spares.get(place) else self.make(place, name)
 
@@ -156,6 +161,7 @@ class _Attempt:
         self.config, self.interrupt, self.restarts_left, self.pool = config, interrupt, restarts_left, pool
         self.resuming = False
         self.playing: dict[str, Process] = {}
+        self.left_behind: dict[str, float] = {}  # actors whose `run` said so, and when
         self.started = time.monotonic()
         self.specs = pool.specs(config, version)
 
@@ -181,11 +187,11 @@ class _Attempt:
         while code is None:
             self.pool.wait(POLL_S)
             for name, process in list(self.playing.items()):
-                value = process.result()
-                if value is None:
+                if (value := self._result(name, process)) is None:
                     continue
                 del self.playing[name]
                 if isinstance(value, Exception):  # its process ended, most likely
+                    process.kill()
                     if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
                         self._play(msgspec.structs.replace(spec, control_address=address), self.pool.take(spec.name))
                     value = 1
@@ -203,15 +209,23 @@ class _Attempt:
         self.supervisor.close()
         return code
 
+    def _result(self, name: str, process: Process) -> int | Exception | None:
+        """That of the process. Who has lost the controller, or its host's Ray, is dead to the run; but maybe the controller has just ended."""
+        since = self.left_behind.get(name)
+        if since is None and (value := process.result()) != LEFT_BEHIND:
+            return value
+        since = self.left_behind.setdefault(name, time.monotonic())
+        return RuntimeError("it was left behind") if time.monotonic() - since > LATE_WORD_S else None
+
     def end(self) -> None:
         """End what still plays: who could be asked to leave was asked by the controller, and has a moment to do so."""
         deadline = time.monotonic() + (EXIT_GRACE_S if self.resuming else 0.0)
         while self.playing:
             self.pool.wait(POLL_S / 10)
             for name, process in list(self.playing.items()):
-                if (value := process.result()) is not None:
+                if name in self.left_behind or (value := process.result()) is not None:
                     del self.playing[name]
-                    if not isinstance(value, Exception):
+                    if name in self.left_behind or not isinstance(value, Exception):
                         self.pool.give_back(name, process)
             if time.monotonic() > deadline:
                 break

@@ -124,8 +124,11 @@ class _Process(attempts.Process):
         outcome = _outcome(self._result)
         return RuntimeError("its process ended") if outcome is None and self.ended else outcome
 
+    def alive(self) -> bool:
+        return not self.ended
+
     def kill(self) -> None:
-        if self.pid:
+        if self.pid and not self.ended:
             try:
                 os.kill(self.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -22,6 +22,7 @@ from asyncspec import topology
 from asyncspec.actors.base import ActorSpec, redirect_output
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, ConfigError
+from asyncspec.deadlines import ANSWER_S
 from asyncspec.launch import attempts, roles
 from asyncspec.launch.interrupt import InterruptFlag
 
@@ -44,6 +45,9 @@ CONSOLE = "console"  # the log that holds what the controller prints, wherever i
 
 class _Host:
     """Plays one role in its process, in the process's main thread: Ray's health checks have threads of their own."""
+
+    def here(self) -> None:
+        """Answer."""
 
     def warm(self) -> None:
         """Load what every role needs, before there is one to play."""
@@ -150,6 +154,7 @@ class _Process(attempts.Process):
         """
         self._host, self._here, self._preparing, self.running = host, here, None, None
         self._prepared: tuple[int, str, str] | Exception | None = None
+        self._ended = False  # and its process id may be another's
 
     def warm(self) -> None:
         self._host.warm.remote()
@@ -166,17 +171,25 @@ class _Process(attempts.Process):
     def result(self) -> int | Exception | None:
         self.prepared()  # learns the process id
         if (outcome := _outcome(self.running)) is not None:
-            self.running = None
+            self.running, self._ended = None, isinstance(outcome, _Ended)
         return outcome
+
+    def alive(self) -> bool:
+        answer = self._host.here.remote()
+        return bool(ray.wait([answer], timeout=ANSWER_S)[0]) and _outcome(answer) is None
 
     def kill(self) -> None:
         pid, node, _ = self._prepared if isinstance(self._prepared, tuple) else (0, "", "")
-        if node == self._here:
+        if node == self._here and not self._ended:
             try:
                 os.kill(pid, signal.SIGKILL)  # Ray gives a frozen process seconds to end by itself
             except ProcessLookupError:
                 pass
         ray.kill(self._host)
+
+
+class _Ended(RuntimeError):
+    """A Ray actor is dead."""
 
 
 class _Console:
@@ -202,7 +215,7 @@ def _outcome(reference) -> object:
     try:
         return ray.get(reference)
     except RayActorError:
-        return RuntimeError("its process ended")
+        return _Ended("its process ended")
     except RayTaskError as error:
         return error.cause
     except Exception as error:
@@ -211,6 +224,8 @@ def _outcome(reference) -> object:
 
 def _connect(namespace: str) -> None:
     """Join the cluster of RAY_ADDRESS or that `ray start` has made on this host; without either start one, as long as this process lives."""
+    # Of each death and each lost node Ray prints a page, log_to_driver or not. They are said in a line here; its own logs have the page.
+    ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
         ray.init(namespace=namespace, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
