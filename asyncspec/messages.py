@@ -102,7 +102,7 @@ class Order(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An actor is up. `address` is where its inbox listens, `device` what it computes on."""
+    """An actor is up. `address` is where its inbox listens, `device` what it computes on: cpu, or a name of its GPU that no other has."""
 
     name: str
     address: str

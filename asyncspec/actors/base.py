@@ -123,7 +123,7 @@ class Actor(ABC):
             gc.freeze()
             self.fault("boot")
             # Only now: the broadcast groups wait for whoever has said Hello.
-            self.control.send(m.Hello(self.name, self.inbox.address, self.device))
+            self.control.send(m.Hello(self.name, self.inbox.address, one_of_its_kind(self.device)))
             welcome = self._await(m.Welcome)
             self._to_join = self.connect(welcome)
             self.ready_if_joined()
@@ -265,6 +265,15 @@ class Actor(ABC):
         self.control.close(0 if self.stopping == GONE else None)
         # Closing only queues what was sent last; ending the context sends it, within the sockets' linger.
         transport.context().term()
+
+
+def one_of_its_kind(device: str) -> str:
+    """A name for a device that no other has: where each process is shown its own GPU only, and on each host, there is a cuda:0."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def held() -> dict[str, float]:
