@@ -93,6 +93,9 @@ def _train(args) -> int:
         config = configuration.load(args.config or "tiny", overrides)
     resume = args.resume is not None
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
+        raise configuration.ConfigError(f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes themselves; "
+                                        "nearest valid choice: no --node")
     if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise configuration.ConfigError("--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 launch/async.py")
     if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:

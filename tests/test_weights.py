@@ -105,7 +105,7 @@ def test_a_snapshot_is_a_copy_and_views_name_its_parts():
 
 
 def test_nccl_needs_a_gpu_for_each_member():
-    assert broadcast_backend([("tcp://a", "cuda:0"), ("tcp://a", "cuda:1"), ("tcp://b", "cuda:0")]) == "nccl"
-    assert broadcast_backend([("tcp://a", "cuda:0"), ("tcp://a", "cuda:0")]) == "gloo"
-    assert broadcast_backend([("tcp://a", "cuda:0"), ("tcp://b", "cpu")]) == "gloo"
-    assert broadcast_backend([("tcp://a", "cpu")]) == "gloo"
+    assert broadcast_backend(["cuda:a", "cuda:b", "cuda:c"]) == "nccl"
+    assert broadcast_backend(["cuda:a", "cuda:a"]) == "gloo"
+    assert broadcast_backend(["cuda:a", "cpu"]) == "gloo"
+    assert broadcast_backend(["cpu"]) == "gloo"

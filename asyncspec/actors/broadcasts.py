@@ -10,19 +10,14 @@ from asyncspec import messages as m
 MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived in one
 
 
-def broadcast_backend(places: list[tuple[str, str]]) -> str:
+def broadcast_backend(devices: list[str]) -> str:
     """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo.
 
     Args:
-        places: host and device of each member.
+        devices: as the members' Hello names them.
     """
-    alone = len(set(places)) == len(places)
-    return "nccl" if alone and all(device.startswith("cuda") for _, device in places) else "gloo"
-
-
-def place(hello: m.Hello) -> tuple[str, str]:
-    """Where an actor is: its host, by its address, and its device there."""
-    return hello.address.rpartition(":")[0], hello.device
+    alone = len(set(devices)) == len(devices)
+    return "nccl" if alone and all(device.startswith("cuda") for device in devices) else "gloo"
 
 
 class Broadcasts:
@@ -42,7 +37,7 @@ class Broadcasts:
         self.members: dict[str, list[str]] = {}  # by kind; the first one sends
         self.epochs: dict[str, int] = {}
         self.versions = {"policy": 0, "draft": 0}  # the newest published
-        self.places: dict[str, tuple[str, str]] = {}  # host and device of the members
+        self.devices: dict[str, str] = {}  # of the members
         self._broken: dict[str, int] = {}  # epochs in a row that failed
         self._headless: set[str] = set()  # kinds whose sender is gone and may come back
 
@@ -56,7 +51,7 @@ class Broadcasts:
             return
         self.epochs[kind] += 1
         members = self.members[kind]
-        backend = broadcast_backend([self.places[name] for name in members])
+        backend = broadcast_backend([self.devices[name] for name in members])
         for name in members:
             self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
 
@@ -80,7 +75,7 @@ class Broadcasts:
             kinds: the groups it joins, and whether as their sender.
         """
         name = hello.name
-        self.places[name] = place(hello)
+        self.devices[name] = hello.device
         for kind, sends in kinds.items():
             if kind in self.members:
                 self.members[kind].insert(0 if sends else len(self.members[kind]), name)

@@ -20,7 +20,7 @@ from typing import Callable
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
-from asyncspec.actors.broadcasts import Broadcasts, place
+from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.crew import Crew
 from asyncspec.actors.records import Records
 from asyncspec.actors.recovery import Recovery, RunState
@@ -126,7 +126,7 @@ class Controller:
         if self.state.stop_reason:
             return
         self.broadcasts = self.recovery.broadcasts = Broadcasts(self.config.deployment.host, self.server.send)
-        self.broadcasts.places = {name: place(crew.hellos[name]) for name in crew.present}
+        self.broadcasts.devices = {name: crew.hellos[name].device for name in crew.present}
         self.recovery.outboxes |= {name: transport.Outbox(crew.hellos[name].address) for name in crew.generators}
         self.recovery.welcome()
         self.broadcasts.make("policy", [*crew.playing("trainer"), *crew.playing("logprob"), *crew.generators])

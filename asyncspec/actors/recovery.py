@@ -113,7 +113,7 @@ class Recovery:
         """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
         crew, name = self.crew, hello.name
         crew.hellos.setdefault(name, hello)
-        if self.broadcasts is None or name not in crew.joining or name in crew.gone or name in self.broadcasts.places:
+        if self.broadcasts is None or name not in crew.joining or name in crew.gone or name in self.broadcasts.devices:
             return
         self.welcome()
         if crew.roles[name] == "logprob" and self.config.adapting and "draft" not in self.broadcasts.members:

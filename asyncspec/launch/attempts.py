@@ -84,6 +84,12 @@ class Pool(ABC):
     def stop(self) -> None:
         """End every process."""
 
+    def began(self, config: Config, address: str, version: int) -> None:
+        """The controller is up at an address, for a start of all actors from a version."""
+
+    def ended(self, config: Config, code: int) -> None:
+        """The run has ended with an exit code."""
+
     def place(self, name: str) -> object:
         """Where the actor of this first name plays."""
         return None
@@ -124,7 +130,7 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
     if not resume:
         roles.prepare_run_dir(config, local)
     lock = roles.hold(config.run_dir)
-    pool = None
+    pool, code = None, 1
     try:
         version = roles.prepare_resume(config) if resume else -1
         interrupt = InterruptFlag()
@@ -135,22 +141,21 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
                 code = attempt.watch()
             finally:
                 attempt.end()
-            if attempt.resuming and interrupt.count:
-                return 130
-            if not attempt.resuming:
-                return code if code in (0, 130) else 130 if interrupt.count else 1
+            if not attempt.resuming or interrupt.count:
+                break
             version = roles.prepare_resume(config)
-        return 1
+        code = code if code in (0, 130) else 130 if interrupt.count else 1
     except KeyboardInterrupt:
         print("stopped early: interrupted while starting", flush=True)
-        return 130
+        code = 130
     except NotStarted as error:
         print(f"failed: {error}", flush=True)
-        return 1
     finally:
         if pool is not None:
+            pool.ended(config, code)
             pool.stop()
         os.close(lock)
+    return code
 
 
 class _Attempt:
@@ -163,7 +168,7 @@ class _Attempt:
         self.playing: dict[str, Process] = {}
         self.left_behind: dict[str, float] = {}  # actors whose `run` said so, and when
         self.started = time.monotonic()
-        self.specs = pool.specs(config, version)
+        self.specs, self.version = pool.specs(config, version), version
 
     def _play(self, spec: ActorSpec, process: Process) -> None:
         process.play(spec)
@@ -179,6 +184,7 @@ class _Attempt:
         first, *others = [(spec, self.pool.take(spec.name)) for spec in self.specs]
         self._play(*first)
         address = self._controller()
+        self.pool.began(self.config, address, self.version)
         for spec, process in others:
             self._play(msgspec.structs.replace(spec, control_address=address), process)
         self.supervisor = Supervisor(

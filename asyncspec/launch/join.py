@@ -50,17 +50,26 @@ class Rendezvous:
             return None
 
 
+def check_first(config: Config, node: int) -> None:
+    """Raises:
+        ConfigError: this is not the first node of several, or nobody else could reach it.
+    """
+    check_node(config, node)
+    if node:
+        raise ConfigError(f"--node {node}: expected --join RUN beside it, the directory of a run that --node 0 has begun")
+    if config.deployment.host == "auto":
+        raise ConfigError("deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
+                          "nearest valid choice: deployment.host=127.0.0.1, if they are all on this host")
+
+
 def check_node(config: Config, node: int) -> None:
     """Raises:
-        ConfigError: the topology has no such node, or nobody else could reach this one.
+        ConfigError: the topology has no such node.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
     if not 0 <= node < nodes:
         raise ConfigError(f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to {nodes - 1}" if nodes else
                           f"--node {node}: expected deployment.nodes to say what each node plays, for example deployment.nodes=trainer+logprob,generator")
-    if node == 0 and config.deployment.host == "auto":
-        raise ConfigError("deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
-                          "nearest valid choice: deployment.host=127.0.0.1, if they are all on this host")
 
 
 def join(run_dir: str, node: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,6 +20,7 @@ from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import MESH_STOP_S
 from asyncspec.launch import attempts, roles
+from asyncspec.launch.join import Rendezvous, check_first
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,33 +46,44 @@ class _Host(monarch.Actor):
         return self.actor.run()
 
 
-def launch(config: Config, resume: bool = False) -> int:
+def launch(config: Config, resume: bool = False, node: int | None = None) -> int:
     """Run the job on this host; returns the exit code, see attempts.run.
 
     Args:
         resume: go on with the run that config.run_dir holds.
+        node: the first of several; the others join the run, see join.py. None: this host has all actors.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
-    if nodes > 1:
+    if node is not None:
+        check_first(config, node)
+    elif nodes > 1:
         raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
                           f"torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py")
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # the watch through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
-    return attempts.run(config, resume, lambda interrupt: _Pool(), local=True)
+    return attempts.run(config, resume, lambda interrupt: _Pool(node), local=True)
 
 
 class _Pool(attempts.Pool):
     """Meshes with a `_Host` in each."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: int | None) -> None:
         super().__init__()
-        self._host = monarch.this_host()
+        self._node, self._host = node, monarch.this_host()
         self._meshes: list = []
         self._deaths, self._watched = select.poll(), {}  # descriptor -> process
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
-        return roles.specs(config, version)
+        return roles.specs(config, version, self._node)
+
+    def began(self, config: Config, address: str, version: int) -> None:
+        if self._node is not None:
+            Rendezvous(address, version, time.time_ns()).write(config.run_dir)
+
+    def ended(self, config: Config, code: int) -> None:
+        if self._node is not None:
+            Rendezvous("", -1, 0, ended=code).write(config.run_dir)
 
     def make(self, place: object, name: str = "") -> "_Process":
         self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}"))
