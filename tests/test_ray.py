@@ -1,7 +1,8 @@
-"""Ray as the launcher: the same run, started on a cluster of its own or on one that is there, with two nodes."""
+"""Ray as the launcher: the same run, started on a cluster of its own or on one that is there, with three nodes."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,13 +25,14 @@ def own_cluster(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def two_nodes():
-    """Address of a cluster of two nodes, both on this host."""
+def cluster():
+    """Of three nodes, all on this host."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    yield cluster.address
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    yield cluster
     cluster.shutdown()
 
 
@@ -73,8 +75,17 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path):
     json.loads((run_dir / "trace.json").read_text())
 
 
-def test_nodes_are_placed_apart_and_no_actor_outlives_the_launcher(tmp_path, two_nodes, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+def test_what_has_no_room_is_one_line(tmp_path, cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    output = Running.new(tmp_path / "run", "deployment.nodes=trainer+logprob,3*generator", "deployment.start_timeout_s=1", launcher=SCRIPT).end(2)
+    assert "Ray found no room within 1 s (deployment.start_timeout_s); asked for 4 nodes, 4 with 1 CPU; the cluster has 3: " in output
+    assert len(output.splitlines()) == 1, output
+    output = Running.new(tmp_path / "other", "deployment.device=cuda", launcher=SCRIPT).end(2)
+    assert "deployment.device='cuda': expected GPUs, the cluster has 3" in output and len(output.splitlines()) == 1, output
+
+
+def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(tmp_path, cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "10000", "deployment.nodes=trainer+logprob,generator", launcher=SCRIPT)
     run.wait_for_steps(1)
@@ -87,19 +98,19 @@ def test_nodes_are_placed_apart_and_no_actor_outlives_the_launcher(tmp_path, two
     run.wait_for(lambda: "generator0.1 has joined" in run.output, "a replacement")
     replacement = pid_of(run_dir, "generator0.1")
     assert parent_of(replacement) == raylets["generator0"]  # on its node
+    head = cluster.head_node.all_processes["raylet"][0].process.pid
+    lost = next(raylets[name] for name in ("trainer", "generator0") if raylets[name] != head)
+    for pid in [lost, *descendants(lost)]:  # a node, and all that plays there
+        os.kill(pid, signal.SIGKILL)
+    steps = len(rows(run_dir))
+    run.wait_for(lambda: "going on from version" in run.output or "generator0.2 has joined" in run.output, "what played there, on the third node")
+    run.wait_for_steps(steps + 2)
+    everyone = {pid for log in (run_dir / "logs").glob("*.log") for pid in map(int, re.findall(r"starts, pid (\d+)", log.read_text()))}
+    assert len(alive(everyone)) >= 5
     run.process.kill()
     run.process.wait()
-    assert not gone_within([*actors.values(), replacement], 10)
-    assert alive(raylets.values())  # the cluster is not ours to end
-
-
-def test_what_has_no_room_is_one_line(tmp_path, two_nodes, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
-    output = Running.new(tmp_path / "run", "deployment.nodes=trainer+logprob,2*generator", "deployment.start_timeout_s=1", launcher=SCRIPT).end(2)
-    assert "Ray found no room within 1 s (deployment.start_timeout_s); asked for 3 nodes, 3 with 1 CPU; the cluster has 2: " in output
-    assert len(output.splitlines()) == 1, output
-    output = Running.new(tmp_path / "other", "deployment.device=cuda", launcher=SCRIPT).end(2)
-    assert "deployment.device='cuda': expected GPUs, the cluster has 2" in output and len(output.splitlines()) == 1, output
+    assert not gone_within(everyone, 10)
+    assert alive([head])  # the cluster is not ours to end
 
 
 @pytest.mark.parametrize("actors, gpus, together", [(8, 8, 1), (4, 1, 4), (3, 2, 2), (7, 3, 3), (5, 0, 0)])

@@ -29,6 +29,10 @@ class NotStarted(RuntimeError):
     """The controller did not come up; the message is one line for the user."""
 
 
+class Ended(RuntimeError):
+    """A process has ended unasked."""
+
+
 class Process(ABC):
     """A process that plays one actor, and others after it."""
 
@@ -50,7 +54,7 @@ class Process(ABC):
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can play once more."""
+        """Whether it can play, as far as is known."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -101,11 +105,12 @@ class Pool(ABC):
     def take(self, name: str) -> Process:
         """A process for an actor, as warm as there is."""
         name = first_name(name)
-        while self._idle.get(name):
-            if (process := self._idle[name].pop()).alive():
-                return process
         place = self.place(name)
-        return self._spares[place].pop(0) if self._spares.get(place) else self.make(place, name)
+        for waiting in (self._idle.get(name, []), self._spares.get(place, [])):
+            while waiting:
+                if (process := waiting.pop(0)).alive():
+                    return process
+        return self.make(place, name)
 
     def give_back(self, name: str, process: Process) -> None:
         self._idle.setdefault(first_name(name), []).append(process)
@@ -183,7 +188,8 @@ class _Attempt:
         """Start all, and see to them until the controller has ended; returns the exit code."""
         first, *others = [(spec, self.pool.take(spec.name)) for spec in self.specs]
         self._play(*first)
-        address = self._controller()
+        if not (address := self._controller()):
+            return 1
         self.pool.began(self.config, address, self.version)
         for spec, process in others:
             self._play(msgspec.structs.replace(spec, control_address=address), process)
@@ -243,7 +249,7 @@ class _Attempt:
             self.playing[name].kill()
 
     def _controller(self) -> str:
-        """The controller's address.
+        """The controller's address; "" if its process ended, and all is to be started again.
 
         Raises:
             NotStarted: there is none.
@@ -257,6 +263,10 @@ class _Attempt:
             if time.monotonic() > deadline:
                 raise NotStarted(f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s")
             time.sleep(POLL_S)
+        if isinstance(outcome, Ended) and self.restarts_left:
+            print("controller died: its process ended while starting; all is started again from the last checkpoint", flush=True)
+            self.resuming = True
+            return ""
         if isinstance(outcome, Exception):
             raise NotStarted(f"the controller did not start: {type(outcome).__name__}: {(str(outcome).strip() or '?').splitlines()[-1]}")
         return outcome

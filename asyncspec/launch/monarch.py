@@ -135,7 +135,7 @@ class _Process(attempts.Process):
     def result(self) -> int | Exception | None:
         self.prepared()  # learns the process id
         outcome = _outcome(self._result)
-        return RuntimeError("its process ended") if outcome is None and self.ended else outcome
+        return attempts.Ended("its process ended") if outcome is None and self.ended else outcome
 
     def alive(self) -> bool:
         return not self.ended

@@ -171,12 +171,13 @@ class _Process(attempts.Process):
     def result(self) -> int | Exception | None:
         self.prepared()  # learns the process id
         if (outcome := _outcome(self.running)) is not None:
-            self.running, self._ended = None, isinstance(outcome, _Ended)
+            self.running, self._ended = None, isinstance(outcome, attempts.Ended)
         return outcome
 
     def alive(self) -> bool:
         answer = self._host.here.remote()
-        return bool(ray.wait([answer], timeout=ANSWER_S)[0]) and _outcome(answer) is None
+        ray.wait([answer], timeout=ANSWER_S)
+        return _outcome(answer) is None  # a spare may be busy with loading
 
     def kill(self) -> None:
         pid, node, _ = self._prepared if isinstance(self._prepared, tuple) else (0, "", "")
@@ -186,10 +187,6 @@ class _Process(attempts.Process):
             except ProcessLookupError:
                 pass
         ray.kill(self._host)
-
-
-class _Ended(RuntimeError):
-    """A Ray actor is dead."""
 
 
 class _Console:
@@ -215,7 +212,7 @@ def _outcome(reference) -> object:
     try:
         return ray.get(reference)
     except RayActorError:
-        return _Ended("its process ended")
+        return attempts.Ended("its process ended")
     except RayTaskError as error:
         return error.cause
     except Exception as error:
@@ -267,7 +264,7 @@ def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: Interrupt
         if interrupt.count:
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
-            asked = ", ".join(f"{bundles.count(bundle)} with {_resources(bundle)}" for bundle in {str(b): b for b in bundles}.values())
+            asked = ", ".join(f"{bundles.count(bundle)} with {_resources(bundle)}" for bundle in {str(each): each for each in bundles}.values())
             raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within {config.deployment.start_timeout_s:.0f} s "
                               f"(deployment.start_timeout_s); asked for {len(bundles)} nodes, {asked}; {_has()}")
     return group
