@@ -172,6 +172,8 @@ def _check_models(config: Config) -> None:
     if config.engine.kind == "torch" and config.engine.compile and shape.experts is not None:
         raise ConfigError("engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false")
     parallel, heads = config.trainer.tensor_parallel, shape.n_kv_heads
+    if parallel > 1 and shape.experts is not None:  # torchtitan's mixture then asks for passes over as many samples as divide by it
+        raise ConfigError(f"trainer.tensor_parallel={parallel}: expected 1 with a policy of experts; nearest valid choice: trainer.tensor_parallel=1")
     if heads % parallel:
         raise ConfigError(f"trainer.tensor_parallel={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
                           f"trainer.tensor_parallel={math.gcd(heads, parallel)}")

@@ -95,6 +95,8 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
     ({"model_type": "gpt2"}, "steps=1", "model_type='gpt2': expected 'qwen3', 'llama', 'qwen3_moe'; model.path=asset:tiny/policy is the shipped one"),
     ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
      "engine.compile=true", "engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false"),
+    ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+     ("trainer.ranks=2", "trainer.tensor_parallel=2"), "trainer.tensor_parallel=2: expected 1 with a policy of experts"),
     ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "speculation.method=mtp", "made for model_type=qwen3; expected llama"),
 ])
 def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, expected):
@@ -102,7 +104,7 @@ def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, e
         (tmp_path / name).write_bytes((resolve_path("asset:tiny/policy") / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | change))
     with pytest.raises(ConfigError) as caught:
-        load("tiny", [f"model.path={tmp_path}", override])
+        load("tiny", [f"model.path={tmp_path}", *([override] if isinstance(override, str) else override)])
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
