@@ -157,7 +157,7 @@ class SglangEngine:
             "input_ids": list(request.prompt), "return_logprob": True, "stream": False,
             # A server without --enable-deterministic-inference takes no notice of the seed.
             "sampling_params": {"temperature": self._temperature, "max_new_tokens": request.max_response_tokens,
-                                "stop_token_ids": [self.shape.eos_token_id], "sampling_seed": request.seeds[index]}}
+                                "stop_token_ids": [*self.shape.eos_token_ids], "sampling_seed": request.seeds[index]}}
         self._sent += 1
         self._live[self._sent] = _Sample(request, index, clock.now(), self.version)
         # A daemon, so that no process waits at its end for a sample that nobody wants any more.
@@ -186,7 +186,7 @@ class SglangEngine:
             sample.request.request_id, sample.sample, torch.tensor(tokens, dtype=torch.int32),
             torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]), torch.tensor(versions, dtype=torch.int32),
             # It may stop at tokens of its own too, those of the model's generation_config.json.
-            reason.type == "length" and tokens[-1] != self.shape.eos_token_id,
+            reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
             meta.spec_verify_ct if self._drafting else len(tokens) - 1, meta.spec_num_proposed_drafts, meta.spec_num_correct_drafts, sample.started_at)
 
 
