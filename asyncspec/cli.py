@@ -111,7 +111,11 @@ def _train(args) -> int:
         return ray.launch(config, resume)
     from asyncspec.launch import monarch
 
-    return monarch.launch(config, resume, args.node)
+    code = monarch.launch(config, resume, args.node)
+    # All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy machine.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _add_doctor(commands) -> None:

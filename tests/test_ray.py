@@ -103,7 +103,8 @@ def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
     for pid in [lost, *descendants(lost)]:  # a node, and all that plays there
         os.kill(pid, signal.SIGKILL)
     steps = len(rows(run_dir))
-    run.wait_for(lambda: "going on from version" in run.output or "generator0.2 has joined" in run.output, "what played there, on the third node")
+    # A first replacement may still be placed on the node that is going.
+    run.wait_for(lambda: "going on from version" in run.output or re.search(r"generator0\.[2-9] has joined", run.output), "what played there, on the third node")
     run.wait_for_steps(steps + 2)
     everyone = {pid for log in (run_dir / "logs").glob("*.log") for pid in map(int, re.findall(r"starts, pid (\d+)", log.read_text()))}
     assert len(alive(everyone)) >= 5
