@@ -61,7 +61,7 @@ class SamplingConfig:
 
 @dataclass
 class EngineConfig:
-    kind: str = "torch"  # torch: the embedded engine; vllm, sglang: see docs/architecture.md; mock: waits instead of computing, see mock
+    kind: str = "torch"  # torch: the embedded engine; vllm, sglang: see docs/engines.md; mock: waits instead of computing, see mock
     slots: int = 64  # sequences in flight in one generator
     max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
