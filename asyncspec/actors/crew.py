@@ -22,7 +22,6 @@ def actor_names(config: Config) -> dict[str, str]:
     return topology.actor_names(config.trainer.ranks, config.deployment.logprobs, config.deployment.generators, config.adapting)
 
 
-
 def computing(config: Config, names: Mapping[str, str]) -> list[str]:
     """Those of some actors (name -> role) that take a device: not the controller, nor a generator whose server computes for it."""
     waiting = ("controller", "generator") if config.engine.kind == "sglang" else ("controller",)

@@ -80,10 +80,10 @@ class Trainer(Actor):
         if self.mtp is not None:
             self.publishers["draft"] = Publisher(*where, "draft", self.name, self.device)
         if self.step_index:  # go on from where the run was
-            self.learner.restore(self.step_index)
+            state = self.learner.restore(self.step_index)
             self.publisher.begin_with(m.Publish("policy", self.step_index), self.team.snapshot())
             if self.mtp is not None:
-                self.mtp.restore(self.learner.restored["mtp"])
+                self.mtp.restore(state["mtp"])
                 self.publishers["draft"].begin_with(m.Publish("draft", self.step_index, self.step_index), self._draft())
         self.workers = list(self.publishers.values())
         return set(self.publishers)

@@ -45,7 +45,7 @@ class Team:
     def add(self, group: m.Group, arrays: m.Arrays):
         """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it was this rank's turn."""
         if not self.learner.accumulator.has_gradient(group):
-            return self.learner.add(group, arrays)
+            return self.learner.accumulator.add(group, arrays)
         self.waiting.append((group, arrays))
         return self.flush() if len(self.waiting) == self.learner.ranks.data_size else None
 
@@ -54,7 +54,8 @@ class Team:
         if not self.waiting:
             return None
         parts, self.waiting = self.waiting, []
-        counts = [self.learner.accumulator.passes(*part) for part in parts]
+        accumulator = self.learner.accumulator
+        counts = [accumulator.passes(*part) for part in parts]
         for rank, outbox in enumerate(self.outboxes, start=1):
             part = rank // self.actor.config.trainer.tensor_parallel
             done = 0
@@ -65,9 +66,9 @@ class Team:
                 outbox.put(m.Order(NOTHING))
 
         def add():
-            forward = self.learner.add(*parts[0])
+            forward = accumulator.add(*parts[0])
             for _ in range(max(counts) - counts[0]):
-                self.learner.accumulator.add_nothing()
+                accumulator.add_nothing()
             return forward
 
         return self.together(add)
@@ -175,7 +176,7 @@ class TrainerRank(Actor):
         if isinstance(message, m.Group):
             with self.recorder.span("train", message.ticket.step, message.ticket.ticket_id):
                 self.fault("work")
-                learner.add(message, arrays)
+                learner.accumulator.add(message, arrays)
         elif message.what == NOTHING:
             learner.accumulator.add_nothing()
         elif message.what == UPDATE:

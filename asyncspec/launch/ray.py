@@ -20,7 +20,7 @@ import msgspec
 
 from asyncspec import topology
 from asyncspec.actors.base import ActorSpec, redirect_output
-from asyncspec.actors.crew import actor_names
+from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import ANSWER_S
 from asyncspec.launch import attempts, roles
@@ -100,10 +100,11 @@ class _Pool(attempts.Pool):
         names = {"controller": "controller", **actor_names(config)}
         placed = topology.place(topology.parse(config.deployment.nodes), names) if config.deployment.nodes else [list(names)]
         self._node = {name: node for node, here in enumerate(placed) for name in here}
-        computing = [len(here) - ("controller" in here) for here in placed]
-        bundles = _bundles(config.deployment.device, computing)
+        self._computing = set(computing(config, names))
+        counts = [sum(name in self._computing for name in here) for here in placed]
+        bundles = _bundles(config.deployment.device, counts)
         self._gpus = [bundle.get("GPU", 0) for bundle in bundles]
-        self._shares = [_share(count, gpus) for count, gpus in zip(computing, self._gpus)]
+        self._shares = [_share(count, gpus) for count, gpus in zip(counts, self._gpus)]
         self._group = _reserve(config, bundles, interrupt)
         self._here = ray.get_runtime_context().get_node_id()
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
@@ -125,7 +126,7 @@ class _Pool(attempts.Pool):
         return not self._gpus[place]  # a spare would need a share of a GPU that it does not use
 
     def make(self, place: int, name: str = "") -> "_Process":
-        share = self._shares[place] if name not in ("", "controller") else 0
+        share = self._shares[place] if name in self._computing else 0
         # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
         host = ray.remote(_Host).options(
             num_cpus=0, num_gpus=share, max_restarts=0, max_task_retries=0,
@@ -231,7 +232,7 @@ def _connect(namespace: str) -> None:
                           "or none to start one") from None
 
 
-def _bundles(device: str, computing: list[int]) -> list[dict[str, int]]:
+def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
     """What to ask Ray for on each node, for so many actors that compute there: of those that the cluster has, one each of CPUs and GPUs.
 
     Raises:
@@ -239,11 +240,11 @@ def _bundles(device: str, computing: list[int]) -> list[dict[str, int]]:
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # The nodes that have most of it are taken, and of those the one that has least counts.
-    most = {what: int(sorted((node.get(what, 0) for node in alive), reverse=True)[: len(computing)][-1]) for what in ("CPU", "GPU")}
+    most = {what: int(sorted((node.get(what, 0) for node in alive), reverse=True)[: len(counts)][-1]) for what in ("CPU", "GPU")}
     if device == "cuda" and not most["GPU"]:
         raise ConfigError(f"deployment.device='cuda': expected GPUs, {_has()}; nearest valid choice: deployment.device=cpu")
     gpus = 0 if device == "cpu" else most["GPU"]
-    return [{"CPU": max(1, min(count, most["CPU"]))} | ({"GPU": min(count, gpus)} if min(count, gpus) else {}) for count in computing]
+    return [{"CPU": max(1, min(count, most["CPU"]))} | ({"GPU": min(count, gpus)} if min(count, gpus) else {}) for count in counts]
 
 
 def _share(actors: int, gpus: int) -> float:

@@ -68,9 +68,7 @@ def specs(config: configuration.Config, resume: int = -1, node: int | None = Non
     """
     from asyncspec.actors.crew import actor_names, computing
 
-    config = copy.deepcopy(config)
-    config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
-    text, names = configuration.to_yaml(config), {"controller": "controller", **actor_names(config)}
+    text, names = _yaml_at(copy.deepcopy(config), host), {"controller": "controller", **actor_names(config)}
     here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
     on_devices = computing(config, {name: names[name] for name in here})
     placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, deal(config.deployment.device, len(on_devices))))
@@ -79,9 +77,14 @@ def specs(config: configuration.Config, resume: int = -1, node: int | None = Non
 
 def at_host(spec: ActorSpec, host: str) -> ActorSpec:
     """The same actor, where `specs` was told that "auto" stands for "auto": now it stands for `host`."""
-    config = configuration.from_yaml(spec.config_yaml)
-    config.deployment.host = host if config.deployment.host == "auto" else config.deployment.host
-    return msgspec.structs.replace(spec, config_yaml=configuration.to_yaml(config))
+    return msgspec.structs.replace(spec, config_yaml=_yaml_at(configuration.from_yaml(spec.config_yaml), host))
+
+
+def _yaml_at(config: configuration.Config, host: str) -> str:
+    """A configuration in which "auto" in deployment.host stands for `host`, as text."""
+    if config.deployment.host == "auto":
+        config.deployment.host = host
+    return configuration.to_yaml(config)
 
 
 def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:

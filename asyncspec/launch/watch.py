@@ -29,12 +29,12 @@ class Supervisor:
                  kill: Callable[[str], None], alone: bool = False) -> None:
         """
         Args:
-            alone: an interrupt here ends what this launcher has, not the run, which takes it for a node that is cut off.
             name: of this launcher.
             address: the controller's.
             specs: the actors it starts.
             may_restart: whether the run may be started again as a whole.
             kill: callable(name of an actor), which ends its process if it is this launcher's.
+            alone: an interrupt here ends what this launcher has, not the run, which takes it for a node that is cut off.
         """
         self.config, self.name, self.interrupt, self.may_restart, self._kill = config, name, interrupt, may_restart, kill
         self.alone, self.specs = alone, {spec.name: spec for spec in specs}

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncspec import checkpoint
 from asyncspec import messages as m
@@ -105,8 +106,6 @@ class GradientAccumulator:
         Raises:
             FloatingPointError: the gradient is not finite; nothing was changed.
         """
-        from torch.distributed.tensor import DTensor
-
         totals = torch.tensor([self.tokens, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)], dtype=torch.float64, device=self.device)
         tokens, with_signal, *sums = (totals if self.ranks is None else self.ranks.sum_over_groups(totals)).tolist()
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -126,8 +125,6 @@ class GradientAccumulator:
 
     def _logits(self, tokens_GL: torch.Tensor) -> torch.Tensor:
         """logits_GLV, float32 [G, L, V], with gradient."""
-        from torch.distributed.tensor import DTensor
-
         logits_GLV = self.model(tokens_GL)
         return (logits_GLV.full_tensor() if isinstance(logits_GLV, DTensor) else logits_GLV).float()
 

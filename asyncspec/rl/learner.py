@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Callable
 
 from asyncspec import checkpoint
-from asyncspec import messages as m
 from asyncspec.config import Config, resolve_path
 from asyncspec.parallel import Ranks
 from asyncspec.weights import Layout, Snapshot, WholeSnapshot
@@ -45,10 +44,6 @@ class Learner:
         self.layout = Layout.of(dict(self.model.named_parameters()))
         self.checkpoints = checkpoint.Checkpoints(self.run_dir, "trainer", self.config.checkpoint.keep, self.ranks)
 
-    def add(self, group: m.Group, arrays: m.Arrays):
-        """A group with a gradient, while the other ranks add theirs; see `GradientAccumulator.add`. Collective."""
-        return self.accumulator.add(group, arrays)
-
     def update(self) -> dict[str, float]:
         """The optimizer's step; returns its statistics. Collective.
 
@@ -80,13 +75,13 @@ class Learner:
         """Begin a checkpoint. Collective."""
         self.checkpoints.save(version, self._state())
 
-    def restore(self, version: int) -> None:
-        """Go on from a checkpoint; it may be of another number of ranks."""
+    def restore(self, version: int) -> dict:
+        """Go on from a checkpoint, which may be of another number of ranks; returns what it holds, `more_state` included."""
         state = self._state()
         checkpoint.load(checkpoint.where(self.run_dir, "trainer", version), state)
         self.accumulator.restore(state["trainer"])
         self.skipped, self.skipped_in_a_row = state["skipped"]
-        self.restored = state
+        return state
 
     def _state(self) -> dict:
         """What a run goes on from; the order of the data and the samples' seeds are functions of the run's seed."""
