@@ -7,10 +7,14 @@ token is stamped with the version that sampled it, in the step that sampled it.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Mapping, Protocol, Sequence
 
 import torch
+
+from asyncspec.config import Config
+from asyncspec.models.shape import PolicyShape
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,33 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int: ...
+
+
+class QueueingEngine:
+    """What engines share that have somebody else compute: samples wait here until there is a slot there."""
+
+    def __init__(self, config: Config, shape: PolicyShape) -> None:
+        self.shape, self.slots = shape, config.engine.slots
+        self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
+        self._queue: deque[tuple[Request, int]] = deque()
+        self._live: dict = {}  # samples that have a slot, by what they are called there
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request: Request) -> None:
+        """Queue all samples of a prompt.
+
+        Raises:
+            ValueError: see `check_request`.
+        """
+        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
+        self._queue.extend((request, i) for i in range(len(request.seeds)))
 
 
 def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max_response_tokens: int) -> None:

@@ -20,7 +20,6 @@ import os
 import queue
 import shutil
 import threading
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping
@@ -30,7 +29,7 @@ from safetensors import SafetensorError
 
 from asyncspec.config import Config, first_line, resolve_path
 from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
-from asyncspec.engine.base import Completion, Request, check_request
+from asyncspec.engine.base import Completion, QueueingEngine, Request
 from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
@@ -49,7 +48,7 @@ class _Sample:
     version: int  # the engine's when it was sent
 
 
-class SglangEngine:
+class SglangEngine(QueueingEngine):
     def __init__(self, config: Config, index: int) -> None:
         """Ends what the server has under way for others, and gives it the weights of model.path as version 0.
 
@@ -60,16 +59,12 @@ class SglangEngine:
             ConfigError: the server was started for something else, see `sglang_server.check`.
             ServerError: it does not answer, or cannot load the weights.
         """
+        path = resolve_path(config.model.path)
+        super().__init__(config, PolicyShape.from_hf(path))
         self.draft_version = 0
-        self.slots = config.engine.slots
-        self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
         self._temperature, self._drafting = config.sampling.temperature, config.drafting
-        self._queue: deque[tuple[Request, int]] = deque()
-        self._live: dict[int, _Sample] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer | ServerError]] = queue.SimpleQueue()
         self._sent = 0
-        path = resolve_path(config.model.path)
-        self.shape = PolicyShape.from_hf(path)
         self.policy = policy.skeleton(self.shape)  # names and shapes; the weights are the server's
         self._server = Server(config.server_urls[index])
         check(config, self._server)
@@ -78,25 +73,8 @@ class SglangEngine:
         self._server.ask("/abort_request", {"abort_all": True})
         self._swap(path.resolve(), 0)
 
-    @property
-    def live(self) -> int:
-        return len(self._live)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
         return dict(self.policy.named_parameters())
-
-    def submit(self, request: Request) -> None:
-        """Queue all samples of a prompt.
-
-        Raises:
-            ValueError: see `check_request`.
-        """
-        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
-        self._queue.extend((request, i) for i in range(len(request.seeds)))
 
     def poll(self) -> list[Completion]:
         """Send what there is room for, wait a moment for an answer; returns the samples whose answers have come.

