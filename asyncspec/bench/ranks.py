@@ -27,7 +27,7 @@ class RanksBenchmark(Benchmark):
         self.overrides, self.out = list(overrides), out
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        rows = run_job(self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}", "--steps", str(STEPS), f"seed={repetition}",
+        rows = run_job(self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}", f"steps={STEPS}", f"seed={repetition}",
                        *SETTINGS[variant], *self.overrides)
         accuracy = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
         return {"accuracy_start": accuracy[0], "accuracy_end": accuracy[-1], "step_s": statistics.median(row["time/step"] for row in rows),
