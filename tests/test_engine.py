@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
 from asyncspec.engine.base import Request
-from asyncspec.engine.decode import packs
+from asyncspec.engine.decode import slowed_by_mkl
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
@@ -229,7 +229,7 @@ print(held()["mb"] - before)
 """
 
 
-@pytest.mark.skipif(not packs("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
+@pytest.mark.skipif(not slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
 def test_what_onednn_keeps_is_bounded():
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200

@@ -15,15 +15,18 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from threadpoolctl import threadpool_info
 
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.models.policy import PolicyShape
 
-# Multiply-adds from which on oneDNN's faster kernels make up for their dearer call.
-PACKED_FROM = 1_000_000
+PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
+LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
+AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
 COMPILED_TOKENS = 96  # up to which compiled layers are faster than eager ones with oneDNN's matrices
 
 
@@ -61,34 +64,48 @@ class Matrix:
     """x @ weight.T."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
-        # A transposed view: mm on it is half the price of linear where the matrix is small.
-        self.weight = weight_OI.contiguous().t()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None) if packs(weight_OI.device.type) else None
-
-    def _packs(self, x_TI: torch.Tensor) -> bool:
-        return self.packed is not None and x_TI.shape[0] * self.weight.numel() >= PACKED_FROM
+        weight_OI = weight_OI.detach()
+        self.weight = weight_OI.t().contiguous()
+        self._array = self._packed = None
+        if slowed_by_mkl(weight_OI.device.type):
+            if numpy_uses_avx512() and weight_OI.numel() < LARGE:
+                self._array = self.weight.numpy()
+            else:
+                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        if self._packs(x_TI):
-            return torch.ops.mkldnn._linear_pointwise(x_TI, self.packed, None, "none", [], "")
-        return torch.mm(x_TI, self.weight)
+        product_TO = self._special(x_TI)
+        return torch.mm(x_TI, self.weight) if product_TO is None else product_TO
 
     def plus(self, rest_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """rest + x @ weight.T."""
-        if self._packs(x_TI):
-            return torch.ops.mkldnn._linear_pointwise(x_TI, self.packed, None, "none", [], "").add_(rest_TO)
-        return torch.addmm(rest_TO, x_TI, self.weight)
+        product_TO = self._special(x_TI)
+        return torch.addmm(rest_TO, x_TI, self.weight) if product_TO is None else product_TO.add_(rest_TO)
+
+    def _special(self, x_TI: torch.Tensor) -> torch.Tensor | None:
+        """The product, where torch's own would be slower."""
+        if self._array is not None and len(x_TI) > 1:
+            return torch.from_numpy(np.dot(x_TI.numpy(), self._array))
+        if self._packed is not None and len(x_TI) * self.weight.numel() >= PACKED_FROM:
+            return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, None, "none", [], "")
+        return None
 
 
 @lru_cache
-def packs(device: str) -> bool:
-    """Whether matrices are also kept in oneDNN's layout: on AMD processors with AVX-512, where torch's own mm uses half of it."""
+def slowed_by_mkl(device: str) -> bool:
+    """Whether torch's own products use half of the processor: on AMD's with AVX-512. oneDNN and numpy then have better ones."""
     if device != "cpu" or not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
+
+
+@lru_cache
+def numpy_uses_avx512() -> bool:
+    """Whether numpy's BLAS does; which kernels it takes is settled when it is loaded, and OPENBLAS_CORETYPE can settle it otherwise."""
+    return any(library.get("architecture") in AVX512_KERNELS for library in threadpool_info() if library["internal_api"] == "openblas")
 
 
 def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
@@ -189,7 +206,7 @@ class DecodeModel:
         self.norm = RMSNorm(model.norm)
         self.layers = [DecodeLayer(layer, index, cache) for index, layer in enumerate(model.layers.values())]
         self.compiled: CompiledLayers | None = None
-        self._compiled_tokens = COMPILED_TOKENS if packs(str(device)) else slots * positions
+        self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""

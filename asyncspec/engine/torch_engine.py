@@ -203,7 +203,7 @@ class TorchEngine:
         return self._retired(finished_B.cpu().numpy(), first)
 
     def _step(self) -> list[Completion]:
-        B = self.live
+        B, start = self.live, time.perf_counter()
         self._arrange()
         if self.drafter is None:
             _, finished_B, _ = self._advance(B, 0)
@@ -212,7 +212,6 @@ class TorchEngine:
         self._drafting = K > 0
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
-        start = time.perf_counter()
         kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim if self.drafter.looks_up else None)
         seconds = time.perf_counter() - start
         self.lengths.observe(B, K, seconds, kept_B, proposed, usual)
