@@ -195,7 +195,7 @@ def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_name
 ], ids=["monarch", "ranks"])
 def test_a_killed_generator_is_replaced_and_its_tickets_are_trained_once(tmp_path, launcher, generators, lost):
     run_dir, steps = tmp_path / "run", 16
-    command = [*launcher, "--run-dir", str(run_dir), *SMALL, "--steps", str(steps), f"deployment.generators={generators}"]
+    command = [*launcher, "--run-dir", str(run_dir), *SMALL, "deployment.standby=1", "--steps", str(steps), f"deployment.generators={generators}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 180
     for name, after in zip(lost, (3, 8)):

@@ -149,7 +149,9 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
             if not attempt.resuming or interrupt.count:
                 break
             version = roles.prepare_resume(config)
-        code = code if code in (0, 130) else 130 if interrupt.count else 1
+        if code not in (0, 130) and interrupt.count:  # the controller, which would have said so, met the signal before it was up
+            print("stopped early: interrupted", flush=True)
+            code = 130
     except KeyboardInterrupt:
         print("stopped early: interrupted while starting", flush=True)
         code = 130
@@ -216,7 +218,7 @@ class _Attempt:
             self.supervisor.turn()
             self._keep_spares()
             if self.supervisor.overdue:
-                code = 130
+                code = 1
         self.resuming = self.supervisor.resuming
         self.supervisor.close()
         return code
