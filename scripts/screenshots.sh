@@ -9,8 +9,8 @@ browser=$(command -v chromium || command -v chromium-browser || command -v googl
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
-shot() { # URL FILE SIZE
-    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size="$3" --virtual-time-budget=60000 \
+shot() { # URL FILE SIZE; without WebGL, which has nothing to draw with here, TensorBoard draws its curves as SVG
+    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --disable-3d-apis --hide-scrollbars --window-size="$3" --virtual-time-budget=60000 \
         --screenshot="$out/$2" "$1" 2>/dev/null
 }
 
