@@ -24,6 +24,7 @@ from typing import Sequence
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
+from threadpoolctl import threadpool_info
 
 from asyncspec.config import ConfigError
 
@@ -140,7 +141,9 @@ def machine() -> dict[str, str | int]:
             model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     except OSError:
         pass
-    return {"system": platform.system(), "machine": platform.machine(), "processor": model, "cores": os.cpu_count() or 0}
+    blas = sorted({library["architecture"] for library in threadpool_info() if "architecture" in library})
+    return {"system": platform.system(), "machine": platform.machine(), "processor": model, "cores": os.cpu_count() or 0,
+            "numpy_kernels": ", ".join(blas)}
 
 
 def versions() -> dict[str, str]:
