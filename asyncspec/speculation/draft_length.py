@@ -6,8 +6,8 @@ B sequences are live; a_j is the share of rows whose j-th proposal is accepted w
 sliding window; seconds are measured (a calibration fills the table, every step corrects it). Both look only at what is past, or
 at how many proposals a lookup has found, which the tokens before them decide: so the choice cannot bend the distribution.
 
-Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, so a draft that has
-become good again is found out, and a useless one costs next to nothing.
+Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
+best, so a draft that has become good again is found out, and a useless one costs next to nothing.
 
 Shape suffixes: B live rows.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-EXPLORE_SHARE = 0.003
+EXPLORE_SHARE, FAR_SHARE = 0.003, 0.001  # the second where nothing comes near to no speculation
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
@@ -103,20 +103,20 @@ class _Learning:
         self._drift: dict[int, float] = {}
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._turn, self._exploring = FIRST_BUDGET_S, 0, False
-        self._best, self._live, self._held = 0, 0, 0
+        self._best, self._live, self._held, self._share = 0, 0, 0, EXPLORE_SHARE
 
     def choose(self, live: int) -> int:
         if self._held and live == self._live:
             self._held -= 1
             self._exploring = False
             return self._best
-        self._live, self._held = live, HOLD - 1
+        self._live, self._held, self._share = live, HOLD - 1, EXPLORE_SHARE
         return self._chosen(live)
 
     def _rest(self, other_rate: float) -> None:
         """No speculation is the best choice, and this the rate of the next best."""
         if other_rate < NEAR * self._best_rate:
-            self._held = HOLD_LONG - 1
+            self._held, self._share = HOLD_LONG - 1, FAR_SHARE
 
     def _passes_over(self, draft_length: int) -> bool:
         return not draft_length and not self._exploring and self._held % HOLD > 0
@@ -126,7 +126,7 @@ class _Learning:
         if self._exploring:
             self.budget_s -= max(0.0, seconds - tokens / self._best_rate)
         stands_for = 1 if self._best else HOLD  # steps
-        self.budget_s = min(self.budget_s + EXPLORE_SHARE * stands_for * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
+        self.budget_s = min(self.budget_s + self._share * stands_for * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
 
     def _took(self, live: int, entry: int, seconds: float) -> None:
         """Learn a step's time. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
