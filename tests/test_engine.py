@@ -10,8 +10,8 @@ import torch
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
+from asyncspec.engine import decode
 from asyncspec.engine.base import Request
-from asyncspec.engine.decode import slowed_by_mkl
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
@@ -229,7 +229,20 @@ print(held()["mb"] - before)
 """
 
 
-@pytest.mark.skipif(not slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
+@pytest.mark.skipif(not decode.slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
 def test_what_onednn_keeps_is_bounded():
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("numpy", [True, False])
+def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
+    monkeypatch.setattr(decode, "slowed_by_mkl", lambda device: True)
+    monkeypatch.setattr(decode, "numpy_uses_avx512", lambda: numpy)
+    for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (300, 64, 384), (3, 512, 768)):  # the last is large
+        weight_OI, x_TI, rest_TO = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+        with torch.inference_mode():
+            matrix = decode.Matrix(weight_OI)
+            torch.testing.assert_close(matrix(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(matrix.plus(rest_TO, x_TI), rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
