@@ -24,13 +24,13 @@ def test_slurm_scripts_are_shell(script):
 
 COMMAND = """#!/usr/bin/env python3
 import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(os.environ["CODE"])))  # before anybody can know that this runs
 name = os.path.basename(sys.argv[0])
 with open(os.path.join(os.environ["SEEN"], name), "a") as file:
     print(*sys.argv[1:], file=file)
 if name == "scontrol":
     print("node1\\nnode2")
 elif "launch/" in " ".join(sys.argv):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(os.environ["CODE"])))
     time.sleep(float(os.environ["SECONDS_OF_WORK"]))
     sys.exit(int(os.environ["CODE"]))
 """
@@ -52,7 +52,7 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
     while "launch/" not in (asked.read_text() if asked.exists() else "") and time.monotonic() < deadline:
         time.sleep(0.05)
     if warned:
-        time.sleep(0.3)  # until the stand-in heeds signals
+        time.sleep(0.3)  # until the script, which has started the stand-in, heeds signals as well
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == code
     launched = [line for line in asked.read_text().splitlines() if "launch/" in line]
