@@ -10,7 +10,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
 shot() { # URL FILE SIZE; without WebGL, which has nothing to draw with here, TensorBoard draws its curves as SVG
-    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --disable-3d-apis --hide-scrollbars --window-size="$3" --virtual-time-budget=60000 \
+    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --disable-webgl --disable-3d-apis --hide-scrollbars --window-size="$3" --virtual-time-budget=60000 \
         --screenshot="$out/$2" "$1" 2>/dev/null
 }
 
@@ -21,8 +21,9 @@ port=$((20000 + RANDOM % 20000))
 tensorboard --logdir "$run/tb" --port "$port" --host 127.0.0.1 >/dev/null 2>&1 &
 board=$!
 trap 'kill "$board"; rm -f "$page"' EXIT
-for _ in $(seq 60); do
-    (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break
+for _ in $(seq 60); do # until it has read the run
+    python3 -c "import sys, urllib.request as u; sys.exit(b'time/step' not in u.urlopen('http://127.0.0.1:$port/data/plugin/scalars/tags').read())" \
+        2>/dev/null && break
     sleep 0.5
 done
 shot "http://127.0.0.1:$port/?tagFilter=time%2F#timeseries" tensorboard.png 1300,1500
