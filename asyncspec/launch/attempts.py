@@ -149,9 +149,10 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
             if not attempt.resuming or interrupt.count:
                 break
             version = roles.prepare_resume(config)
-        if code not in (0, 130) and interrupt.count:  # the controller, which would have said so, met the signal before it was up
-            print("stopped early: interrupted", flush=True)
-            code = 130
+        if code not in (0, 130):
+            if interrupt.count:  # and the controller, which would have said so, did not come to it: it was still starting, say
+                print("stopped early: interrupted", flush=True)
+            code = 130 if interrupt.count else 1
     except KeyboardInterrupt:
         print("stopped early: interrupted while starting", flush=True)
         code = 130
