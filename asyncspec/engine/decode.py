@@ -64,14 +64,15 @@ class Matrix:
     """x @ weight.T."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
-        weight_OI = weight_OI.detach()
-        self.weight = weight_OI.t().contiguous()
+        weight_OI = weight_OI.detach().contiguous()
+        # A transposed view: mm on it is half the price of linear where the matrix is small.
+        self.weight = weight_OI.t()
         self._array = self._packed = None
         if slowed_by_mkl(weight_OI.device.type):
             if numpy_uses_avx512() and weight_OI.numel() < LARGE:
-                self._array = self.weight.numpy()
+                self._array = self.weight.contiguous().numpy()  # of a view numpy makes a copy each time
             else:
-                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), None)
+                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         product_TO = self._special(x_TI)
