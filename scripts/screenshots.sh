@@ -10,8 +10,8 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
 shot() { # URL FILE SIZE; without WebGL, which has nothing to draw with here, TensorBoard draws its curves as SVG
-    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --disable-webgl --disable-3d-apis --hide-scrollbars --window-size="$3" --virtual-time-budget=60000 \
-        --screenshot="$out/$2" "$1" 2>/dev/null
+    timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --disable-webgl --disable-3d-apis --hide-scrollbars \
+        --window-size="$3" --virtual-time-budget=60000 --screenshot="$out/$2" "$1" 2>/dev/null
 }
 
 page=$(mktemp --suffix=.html)

@@ -32,7 +32,8 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
                         faults("logprob", kind, work=6, swap=2, receive=2, send=3, join=1),
                         faults("draft_adapter", kind, work=5, send=1, checkpoint=1, join=1)])
     run_dir, steps = tmp_path / "run", 60
-    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.replacements=40", "deployment.standby=1", "draft.publish_every=1", f"deployment.faults={planned}", seconds=280)
+    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.replacements=40", "deployment.standby=1", "draft.publish_every=1",
+                      f"deployment.faults={planned}", seconds=280)
     output = run.end()
     check(run_dir, steps)
     happened = sorted(path.name for path in (run_dir / "faults").iterdir())
@@ -85,9 +86,10 @@ def policy_of(run_dir):
     return load_file(run_dir / "checkpoint" / "policy" / "model.safetensors")
 
 
-def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("speculation", [("speculation.method=none",), ("speculation.draft_length=3", "draft.adapt=false")], ids=["plain", "eagle3"])
+def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, speculation):
     # Behaviour logprobs are rounded by what shares a batch, which nobody repeats; without the correction they reach no gradient.
-    settings = ("--policy-lag", "0", "checkpoint.every=2", "rl.correction=none", "speculation.draft_length=3", "draft.adapt=false")
+    settings = ("--policy-lag", "0", "checkpoint.every=2", "rl.correction=none", *speculation)
     Running.new(tmp_path / "whole", "--steps", "6", *settings).end()
     cut = Running.new(tmp_path / "cut", "--steps", "6", *settings)
     cut.wait_for_steps(3)
