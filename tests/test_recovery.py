@@ -106,7 +106,8 @@ def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, specu
 def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     launcher = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", SCRIPT)
-    run = Running.new(run_dir, "--steps", "10", *QUICK, "deployment.faults=trainer:work:19:kill", launcher=launcher)
+    # Just before version 6, and slowly: the checkpoint of version 3, which is written in the background, is then whole.
+    run = Running.new(run_dir, "--steps", "10", *QUICK, "deployment.faults=trainer:work:24:kill", "deployment.delays=train=0.2", launcher=launcher)
     output = run.end()
     check(run_dir, 10)
     assert "trainer died: SIGKILL: all is started again from the last checkpoint" in output and "going on from version 3" in output, output
