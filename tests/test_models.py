@@ -1,6 +1,8 @@
 """Checkpoints: the same logits as transformers on the same files, and clear refusals."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -182,7 +184,7 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
         n = 6  # tokens known; the draft reads positions 0..n-2
         slots.token_SP[:, :12], slots.length_S[:] = tokens, n
         drafter.enter(0, 1)
-        drafter.observe(0, features[:, : n - 1], torch.arange(n - 1)[None])
+        drafter.observe(0, features[:, : n - 1].chunk(len(draft.aux_layers), -1), torch.arange(n - 1)[None])
         h, logits = drafter._read(0, 1, drafter.unread(1))
         drafted, decode = [logits], drafter.decode
         for j in range(1, unroll):  # teacher-forced: the draft's own tokens are those of the sequence
@@ -251,3 +253,15 @@ def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy,
         assert written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected)
         assert all(p.is_meta for p in skeleton.parameters())
         assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+def test_what_compiles_later_computes_the_same_and_loads_no_compiler():
+    from asyncspec.loading import compiling_later
+
+    compile_now = torch.compile
+    with compiling_later():
+        doubled = torch.compile(lambda x: 2 * x, backend="eager")
+    assert torch.compile is compile_now and doubled(torch.tensor(3)) == 6
+    loaded = subprocess.run([sys.executable, "-c", "import sys, asyncspec.models.policy; print('torch._inductor.compile_fx' in sys.modules)"],
+                            capture_output=True, text=True)
+    assert loaded.stdout.strip() == "False", loaded.stderr

@@ -24,6 +24,7 @@ from asyncspec import transport
 from asyncspec.config import Config, from_yaml
 from asyncspec.faults import Faults
 from asyncspec.heartbeat import Heart
+from asyncspec.loading import uncollected
 from asyncspec.timing import clock
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
@@ -109,13 +110,15 @@ class Actor(ABC):
         self.control = transport.ControlClient(self.spec.control_address, self.name)
         self.heart = Heart(self.spec.control_address, self.name)
         try:
-            import torch
+            with uncollected():
+                import torch
 
-            torch.set_num_threads(self.threads)
-            if self.device.startswith("cuda"):
-                torch.cuda.set_device(self.device)
-            self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
-            self.load()
+                torch.set_num_threads(self.threads)
+                if self.device.startswith("cuda"):
+                    torch.cuda.set_device(self.device)
+                    self.recorder.use(self.device)
+                self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
+                self.load()
             self._loaded = True
             # What is loaded stays: going through it again in every full collection would stop all threads, the heart's too, for half a second.
             gc.unfreeze()  # what an actor that played here before had loaded

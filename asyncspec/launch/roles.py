@@ -16,6 +16,7 @@ from asyncspec import config as configuration
 from asyncspec import checkpoint, topology, transport
 from asyncspec.actors.base import ActorSpec
 from asyncspec.launch.preflight import check_inputs
+from asyncspec.loading import uncollected
 from asyncspec.timing.exporters import read_rows
 
 CLASSES = {
@@ -36,7 +37,8 @@ def make(spec: ActorSpec):
     """The actor object; modules are imported only for the role that is played."""
     mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
-    return getattr(importlib.import_module(module), name)(spec)
+    with uncollected():
+        return getattr(importlib.import_module(module), name)(spec)
 
 
 def devices(wanted: str, count: int) -> list[str]:
@@ -169,9 +171,8 @@ def room_needed(config: configuration.Config) -> int:
 
 def warm() -> None:
     """Load the libraries that actors need, in a process that waits for a role."""
-    import torch.distributed.checkpoint  # noqa: F401
-
-    for module, _ in CLASSES.values():
-        importlib.import_module(module)
-    for module in ("asyncspec.drafts.draft", "asyncspec.engine.torch_engine", "asyncspec.models.policy", "asyncspec.speculation.make"):
-        importlib.import_module(module)
+    roles = [module for module, _ in CLASSES.values()]
+    with uncollected():
+        for module in ("torch.distributed.checkpoint", *roles, "asyncspec.drafts.draft", "asyncspec.engine.torch_engine",
+                       "asyncspec.models.policy", "asyncspec.speculation.make"):
+            importlib.import_module(module)

@@ -22,24 +22,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.attention import GQAttention
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-from torchtitan.models.llama3.sharding import set_llama3_sharding_config
-from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-from torchtitan.protocols.module import Module
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from asyncspec.loading import compiling_later
 from asyncspec.models import CheckpointError
 from asyncspec.models.shape import PolicyShape, RopeScaling
+
+with compiling_later():
+    from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
+    from torchtitan.models.common.attention import GQAttention
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.nn_modules import RMSNorm
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+    from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+    from torchtitan.protocols.module import Module
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 
 class CausalAttention(Module):

@@ -1,0 +1,44 @@
+"""Loading libraries in half the time."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Callable, Iterator
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection, which as libraries are loaded would go through all that was loaded before, again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def compiling_later() -> Iterator[None]:
+    """Within it `torch.compile(function, ...)` does nothing until what it returns is called.
+
+    torchtitan calls it as it is imported, for functions that we do not use, and would so load torch's compiler.
+    """
+    import torch
+
+    compile_now = torch.compile
+
+    def later(function: Callable, **options) -> Callable:
+        compiled = cache(lambda: compile_now(function, **options))
+
+        @wraps(function)
+        def call(*args, **kwargs):
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
