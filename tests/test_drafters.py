@@ -235,6 +235,31 @@ def test_ngram_proposes_what_followed_the_longest_latest_match():
     assert proposal.kind_B.tolist()[0] == 2 and proposal.kind_B.tolist()[2] == 3
 
 
+def test_suffix_remembers_rollouts_together_as_one_by_one():
+    class OneByOne(SuffixDrafter):
+        UNREMEMBERED = 1
+
+    class Turning(SuffixDrafter):
+        RING = 500  # which turns many times; what it proposes then differs, but must lie in it
+
+    rng = np.random.default_rng(0)
+    drafters = [kind(slots_with([[]] * 8)) for kind in (OneByOne, SuffixDrafter, Turning)]
+    for _ in range(40):
+        lengths = rng.integers(4, 40, 8)
+        rows = rng.integers(0, 4, (8, 40))
+        proposals = []
+        for drafter in drafters:
+            slots = drafter.slots
+            slots.token_SP[:], slots.length_S[:], slots.prompt_S[:] = torch.from_numpy(rows), torch.from_numpy(lengths), 3
+            drafter.enter(0, 8)
+            proposals.append(drafter.propose(8, 5, None))
+            for row in range(8):
+                drafter.leave(row)
+        assert all(torch.equal(a, b) for a, b in zip(proposals[0][:3:2], proposals[1][:3:2]))
+        assert proposals[2].draft_BK.max() < 4
+    assert all(proposal.count_B.any() for proposal in proposals)
+
+
 def test_suffix_proposes_what_followed_in_earlier_rollouts_its_own_prompt_first():
     rows = [[2, 3, 10, 11, 12, 13, 14], [2, 4, 10, 11, 15, 16], [2, 3, 10, 11], [2, 9, 10, 11], [6, 6, 6, 6]]
     slots = slots_with(rows)

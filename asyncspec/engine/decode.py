@@ -236,8 +236,7 @@ class DecodeModel:
             spans: host-side bounds of the positions, see `KVCache.at`.
 
         Returns:
-            hidden_BLD after the final norm, and the inputs of `aux_layers` concatenated, [B, L, A*D], or None; as
-            `models.policy.hidden_states`.
+            hidden_BLD after the final norm, and the inputs of `aux_layers`, each [B, L, D].
         """
         B, L = token_BL.shape
         x_TD = self.embedding(token_BL).flatten(0, 1)
@@ -255,7 +254,7 @@ class DecodeModel:
         x_TD = self.norm(x_TD)
         if len(self.layers) in aux_layers:
             kept.append(x_TD)
-        return x_TD.view(B, L, -1), (torch.cat(kept, dim=-1).view(B, L, -1) if kept else None)
+        return x_TD.view(B, L, -1), [kept_TD.view(B, L, -1) for kept_TD in kept]
 
 
 class DecodeLayer:

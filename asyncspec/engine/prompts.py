@@ -101,9 +101,9 @@ class PromptReader:
             end = start + chunk_UL.shape[1]
             position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
             spans = [(len(chunk_UL), end)]
-            hidden_ULD, features_ULE = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
+            hidden_ULD, features_ULD = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
             if self.drafter is not None:
-                self.drafter.observe(first_row, features_ULE, position_UL)
+                self.drafter.observe(first_row, features_ULD, position_UL)
             if last_U is not None:
                 at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
                 here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)

@@ -5,7 +5,7 @@ length, propose, verify, commit, hand out what finished. Live sequences occupy s
 slot. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves, and the host waits
 for the device once a step.
 
-Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, E draft features.
+Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, D model dimension.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class TorchEngine:
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
         read_BJ = position_BJ - 1
-        hidden_BJD, features_BJE = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers)
+        hidden_BJD, features_BJD = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers)
         logits_BJV = self.model.lm_head(hidden_BJD)
         self._lap("target")
         p_BJV = sampling_distribution(logits_BJV, *self.settings)
@@ -251,7 +251,7 @@ class TorchEngine:
         finished_B = self._commit(0, token_BJ, p_BJV, count_B).cpu().numpy()
         tokens.refresh(B)
         if self.drafter is not None:
-            self.drafter.observe(0, features_BJE, read_BJ)
+            self.drafter.observe(0, features_BJD, read_BJ)
         kept_B, counter_B3 = np.zeros(B, dtype=np.int64), self.counter_S3[:B]
         counter_B3[:, 0] += 1
         if K:

@@ -64,8 +64,8 @@ class Drafter(Protocol):
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts."""
 
-    def observe(self, first_row: int, features_BLE: torch.Tensor, position_BL: torch.Tensor) -> None:
-        """The target has read these positions, and the tokens it emitted are appended."""
+    def observe(self, first_row: int, features_BLD: Sequence[torch.Tensor], position_BL: torch.Tensor) -> None:
+        """The target has read these positions, and the tokens it emitted are appended. Features: the inputs of each of `aux_layers`."""
 
     def prefill(self, first_row: int, count: int) -> None:
         """Read these prompts now, in one pass, for all their samples; otherwise that happens at the next proposal."""

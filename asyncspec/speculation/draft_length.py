@@ -104,12 +104,14 @@ class _Learning:
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._turn, self._exploring = FIRST_BUDGET_S, 0, False
         self._best, self._live, self._held, self._share = 0, 0, 0, EXPLORE_SHARE
+        self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
 
     def choose(self, live: int) -> int:
         if self._held and live == self._live:
             self._held -= 1
             self._exploring = False
             return self._best
+        self._learn()
         self._live, self._held, self._share = live, HOLD - 1, EXPLORE_SHARE
         return self._chosen(live)
 
@@ -118,24 +120,45 @@ class _Learning:
         if other_rate < NEAR * self._best_rate:
             self._held, self._share = HOLD_LONG - 1, FAR_SHARE
 
-    def _passes_over(self, draft_length: int) -> bool:
-        return not draft_length and not self._exploring and self._held % HOLD > 0
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
+                usual: bool = True) -> None:
+        """Learn from a step, before the next choice.
 
-    def _spent(self, seconds: float, tokens: float) -> None:
-        """Keep the budget: a step emitted so many tokens for each row."""
+        Args:
+            draft_length: the k that `choose` gave.
+            seconds: of the whole step.
+            kept_B: int64, accepted proposals of each row.
+            proposed: count_B and kind_B of a lookup's proposals that were verified.
+            usual: False if the step did work that is not part of every such step; its time then says nothing of others.
+        """
+        step = (draft_length, seconds, kept_B, proposed, usual)
+        if self._exploring:  # by itself: it is charged to the budget
+            self._learn_from(*zip(step))
+        elif draft_length or self._held % HOLD == 0:
+            self._seen.append(step)
+
+    def _learn(self) -> None:
+        """Learn from the steps seen, all of one draft length."""
+        if self._seen:
+            self._learn_from(*zip(*self._seen))
+            self._seen.clear()
+
+    def _spent(self, seconds: Sequence[float], tokens: float) -> None:
+        """Keep the budget: steps that emitted so many tokens for each row."""
+        total = sum(seconds)
         if self._exploring:
-            self.budget_s -= max(0.0, seconds - tokens / self._best_rate)
+            self.budget_s -= max(0.0, total - tokens / self._best_rate)
         stands_for = 1 if self._best else HOLD  # steps
-        self.budget_s = min(self.budget_s + self._share * stands_for * seconds, max(BUDGET_S, BUDGET_STEPS * seconds))
+        self.budget_s = min(self.budget_s + self._share * stands_for * total, max(BUDGET_S, BUDGET_STEPS * total / len(seconds)))
 
-    def _took(self, live: int, entry: int, seconds: float) -> None:
-        """Learn a step's time. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
-        bucket = self._bucket(live)
+    def _took(self, entry: int, seconds: Sequence[float]) -> None:
+        """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
+        bucket, count = self._bucket(self._live), len(seconds)
         row, drift = self._table[bucket], self._drift[bucket]
-        ratio = min(2.0, max(0.5, seconds / (row[entry] * drift)))
-        self._drift[bucket] = drift * ratio**0.1
+        ratio = min(2.0, max(0.5, sorted(seconds)[(count - 1) // 2] / (row[entry] * drift)))
+        self._drift[bucket] = drift * ratio ** (0.1 * count)
         # What is tried seldom learns more from each step.
-        row[entry] *= ratio ** (0.15 if self._exploring else 0.03)
+        row[entry] *= ratio ** ((0.15 if self._exploring else 0.03) * count)
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
@@ -174,25 +197,15 @@ class AutoLength(_Learning):
             self._rest(max(rates[1:]))
         return best
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
-                usual: bool = True) -> None:
-        """Learn from a step.
-
-        Args:
-            draft_length: the k that `choose` gave.
-            seconds: of the whole step.
-            kept_B: int64, accepted proposals of each row.
-            proposed: count_B and kind_B of a lookup's proposals that were verified.
-            usual: False if the step did work that is not part of every such step; its time then says nothing of others.
-        """
-        if self._passes_over(draft_length):
-            return
-        if draft_length:
-            self.acceptance.add(kept_B, draft_length, WINDOW if self._best else RESTING_WINDOW)
+    def _learn_from(self, draft_length, seconds, kept_NB, proposed, usual) -> None:
+        k = draft_length[0]
+        if k:
+            kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
+            self.acceptance.add(kept_R, k, WINDOW if self._best else RESTING_WINDOW)
         # The tokens to be expected: those that came are mostly chance, and only losses are charged.
-        self._spent(seconds, self.acceptance.emitted()[draft_length] if self._exploring else 1.0)
-        if usual:
-            self._took(live, draft_length, seconds)
+        self._spent(seconds, self.acceptance.emitted()[k] if self._exploring else 1.0)
+        if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
+            self._took(k, usual)
 
 
 class LookupLength(_Learning):
@@ -213,10 +226,11 @@ class LookupLength(_Learning):
         plain, looking = 1 / self._seconds(live)[0], tokens / spent
         self._best_rate = max(plain, looking)
         self._best = LONGEST if looking >= plain else 0
-        self._exploring = not self._best and self.budget_s > spent / steps * (1 - looking / plain)
+        other = LONGEST - self._best
+        self._exploring = self.budget_s > (self._seconds(live)[0] * (1 - plain / looking) if self._best else spent / steps * (1 - looking / plain))
         if not self._best and not self._exploring:
             self._rest(looking)
-        return LONGEST if self._exploring else self._best
+        return other if self._exploring else self._best
 
     def trim(self, live: int, count_B: np.ndarray, kind_B: np.ndarray) -> int:
         """The draft length to verify, given what was found: how many proposals each row has, and of what kind."""
@@ -242,26 +256,25 @@ class LookupLength(_Learning):
             return other
         return best
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, proposed: tuple | None = None,
-                usual: bool = True) -> None:
-        """As `AutoLength.observe`."""
-        if self._passes_over(draft_length):
-            return
-        tokens, entry = 1.0, 0
-        if draft_length:
-            tokens += int(kept_B.sum()) / live
-            entry = LONGEST + 1
-            if proposed is not None:
-                count_B, kind_B = proposed
-                entry = int(count_B.max()) or entry
-                for (kind, count, kept), rows in Counter(zip(kind_B.tolist(), count_B.tolist(), kept_B.tolist())).items():
-                    self.by_kind[min(kind, KINDS - 1)].add_alike(kept, count, rows)
-            record = self._record(live)
-            for i, value in enumerate((tokens, seconds, 1.0)):
-                record[i] = record[i] * (1 - 1 / self.WINDOW) + value
+    def _learn_from(self, draft_length, seconds, kept_NB, proposed, usual) -> None:
+        tokens, live = 1.0, self._live
+        by_entry: dict[int, list[float]] = {}
+        for k, spent, kept_B, found, _ in zip(draft_length, seconds, kept_NB, proposed, usual):
+            entry = 0
+            if k:
+                tokens, entry = 1.0 + int(kept_B.sum()) / live, LONGEST + 1
+                if found is not None:
+                    count_B, kind_B = found
+                    entry = int(count_B.max()) or entry
+                    for (kind, count, kept), rows in Counter(zip(kind_B.tolist(), count_B.tolist(), kept_B.tolist())).items():
+                        self.by_kind[min(kind, KINDS - 1)].add_alike(kept, count, rows)
+                record = self._record(live)
+                for i, value in enumerate((tokens, spent, 1.0)):
+                    record[i] = record[i] * (1 - 1 / self.WINDOW) + value
+            by_entry.setdefault(entry, []).append(spent)
         self._spent(seconds, tokens)
-        if usual:
-            self._took(live, entry, seconds)
+        for entry, times in by_entry.items():
+            self._took(entry, times)
 
     def _record(self, live: int) -> list[float]:
         bucket = self._bucket(live)

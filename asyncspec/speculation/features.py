@@ -17,7 +17,7 @@ from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
 
-UNSTORED = 16
+UNSTORED = 32  # steps without speculation whose features are written at once
 
 
 class FeatureDrafter:
@@ -37,7 +37,8 @@ class FeatureDrafter:
         self.feature_SPE = torch.zeros(size, device=slots.device)
         self._feature_TE = self.feature_SPE.view(-1, size[-1])
         self._start_S1 = torch.arange(size[0], device=slots.device).unsqueeze(1) * slots.positions
-        self._unstored: list[tuple[torch.Tensor, torch.Tensor]] = []  # of single positions, from row 0
+        self._unstored: list[torch.Tensor] = []  # features of single positions, from row 0; layer by layer
+        self._unstored_at: list[torch.Tensor] = []  # and the positions
         self.read = np.zeros(size[0], dtype=np.int64)  # positions below are in the KV cache
         self.reload()
 
@@ -47,26 +48,30 @@ class FeatureDrafter:
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0
 
-    def observe(self, first_row: int, features_BLE, position_BL) -> None:
-        if first_row or position_BL.shape[1] > 1:
+    def observe(self, first_row: int, features_BLD, position_BL) -> None:
+        B, L = position_BL.shape
+        if first_row or L > 1:
             self._store()
-            self._write(first_row, features_BLE, position_BL)
+            self._write(first_row, torch.cat(features_BLD, -1), position_BL)
             return
         # While nothing is proposed, one write serves many steps: it costs as much as a hundredth of a step.
-        if self._unstored and (len(self._unstored) == UNSTORED or len(position_BL) != len(self._unstored[0][1])):
+        waiting = self._unstored_at
+        if waiting and (len(waiting) == UNSTORED or len(waiting[0]) != B):
             self._store()
-        self._unstored.append((features_BLE, position_BL))
+        self._unstored += features_BLD
+        self._unstored_at.append(position_BL)
 
     def _store(self) -> None:
         """Write what `observe` has put off."""
-        if self._unstored:
-            features, positions = zip(*self._unstored)
+        if self._unstored_at:
+            self._write(0, torch.cat(self._unstored, 1), torch.cat(self._unstored_at, 1))
             self._unstored.clear()
-            self._write(0, torch.cat(features, 1), torch.cat(positions, 1))
+            self._unstored_at.clear()
 
-    def _write(self, first_row: int, features_BLE, position_BL) -> None:
+    def _write(self, first_row: int, features, position_BL) -> None:
+        """`features` hold those of each position's layers in turn, whatever their shape."""
         index_BL = self._start_S1[first_row : first_row + len(position_BL)] + position_BL
-        self._feature_TE.index_copy_(0, index_BL.flatten(), features_BLE.flatten(0, 1))
+        self._feature_TE.index_copy_(0, index_BL.flatten(), features.reshape(-1, self._feature_TE.shape[-1]))
 
     def unread(self, count: int) -> int:
         # The last token's features come with the next verification.

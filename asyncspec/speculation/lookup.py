@@ -4,7 +4,7 @@ Both find where the last tokens of a row occurred before and propose what follow
 mass, and is verified as one. Where nothing matches a row has no proposal. The length of the match is the proposal's kind:
 the longer the match, the likelier it is accepted, and how likely is learned for each kind.
 
-Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths).
+Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths), T tokens of finished rollouts, R those of responses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Sequence
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
@@ -28,7 +29,7 @@ class _Lookup:
     def enter(self, first_row: int, count: int) -> None:
         pass
 
-    def observe(self, first_row: int, features_BLE, position_BL) -> None:
+    def observe(self, first_row: int, features_BLD, position_BL) -> None:
         pass
 
     def prefill(self, first_row: int, count: int) -> None:
@@ -87,6 +88,7 @@ class SuffixDrafter(_Lookup):
     remembers = True
     ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
     RING = 1 << 20
+    UNREMEMBERED = 64  # finished rollouts that wait at most
     TABLE = 1 << 20
     _BASE, _SALT, _MIX = 6364136223846793005, 1442695040888963407, -7046029254386353131
 
@@ -105,15 +107,18 @@ class SuffixDrafter(_Lookup):
         self._salt_N = self._order_N * self._SALT
         self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
         self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
+        self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # tokens, the prompt's hash, and how many are its; not remembered yet
 
     def past(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """A copy of all it remembers, for `restore`."""
+        self._remember()
         return self.ring.clone(), self.seen_T2.clone(), self.end
 
     def restore(self, past: tuple[torch.Tensor, torch.Tensor, int]) -> None:
         self.ring.copy_(past[0])
         self.seen_T2.copy_(past[1])
         self.end = past[2]
+        self._finished.clear()
 
     def enter(self, first_row: int, count: int) -> None:
         rows, slots = slice(first_row, first_row + count), self.slots
@@ -130,20 +135,34 @@ class SuffixDrafter(_Lookup):
 
     def leave(self, row: int) -> None:
         slots = self.slots
-        length, prompt = int(slots.length[row]), int(slots.prompt_S[row])
-        if self.end + length + 1 > self.RING:
+        length = int(slots.length[row])
+        # What follows the last token is nothing, -1.
+        self._finished.append((pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row])))
+        if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
+            self._remember()
+
+    def _remember(self) -> None:
+        """Enter what has finished into ring and tables, all at once: one by one each would cost as much as a tenth of an engine step."""
+        if not self._finished:
+            return
+        tokens, hashes, prompts = zip(*self._finished)
+        self._finished.clear()
+        lengths, token_T = np.array([len(t) for t in tokens]), torch.cat(tokens)
+        if self.end + len(token_T) > self.RING:
             self.end = 1
-        tokens_T = slots.token_SP[row, :length]
-        self.ring[self.end : self.end + length] = tokens_T
-        self.ring[self.end + length] = -1  # nothing follows
-        place_T = self.end + torch.arange(prompt, length, device=slots.device)  # each response token, and its contexts
-        window_TN = torch.nn.functional.pad(tokens_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[prompt:length].flip(1)
-        key_TN, valid_TN = self._keys(window_TN, self._prompt_S[row].expand(len(place_T)), place_T - self.end)
-        keys, places = key_TN[valid_TN], place_T.unsqueeze(1).expand_as(key_TN)[valid_TN]
+        self.ring[self.end : self.end + len(token_T)] = token_T
+        position_T = np.arange(len(token_T)) - np.repeat(lengths.cumsum() - lengths, lengths)
+        response_T = (position_T >= np.repeat(prompts, lengths)) & (position_T < np.repeat(lengths - 1, lengths))
+        at_R = torch.from_numpy(response_T.nonzero()[0]).to(token_T.device)  # each response token, and its contexts
+        window_RN = pad(token_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[at_R].flip(1)
+        hash_R = torch.stack(hashes).repeat_interleave(torch.from_numpy(lengths).to(token_T.device))[at_R]
+        key_RN, valid_RN = self._keys(window_RN, hash_R, torch.from_numpy(position_T[response_T]).to(token_T.device))
+        keys, places = key_RN[valid_RN], (self.end + at_R).unsqueeze(1).expand_as(key_RN)[valid_RN]
         self.seen_T2[self._bucket(keys)] = torch.stack([keys, places], 1)
-        self.end += length + 1
+        self.end += len(token_T)
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        self._remember()
         slots, length_B = self.slots, self.slots.length_S[:count]
         window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - self._back_N).clamp_(min=0))
         key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)
