@@ -45,6 +45,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int = -1
     ticket: int = -1
     version: int = -1
+    device: str = ""  # the GPU whose time it is; "": the host's
 
 
 # --- data: along the way of a rollout ---------------------------------------------------------------------------------

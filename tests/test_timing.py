@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,6 +195,69 @@ def test_spans_are_kept_in_order_also_when_drained_while_open():
     with silent.span("nothing"):
         silent.add("nothing", 0, 1)
     assert silent.drain() == []
+
+
+class MockGpu:
+    """A GPU's stream in place of one: what it is given takes its seconds, one after the other; the host does not wait."""
+
+    def __init__(self):
+        self.time = self.free_at = 100.0  # seconds of the host's clock; when all that was given is done
+
+    def work(self, seconds):
+        self.free_at = max(self.free_at, self.time) + seconds
+
+    def record(self):
+        return MockEvent(self, max(self.free_at, self.time))
+
+
+class MockEvent:
+    def __init__(self, gpu, at):
+        self.gpu, self.at = gpu, at
+
+    def query(self):
+        return self.at <= self.gpu.time
+
+    def elapsed_time(self, later):
+        assert self.query() and later.query()  # as torch's, which would raise
+        return (later.at - self.at) * 1e3
+
+
+def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monkeypatch):
+    gpu, recorder = MockGpu(), Recorder()
+    monkeypatch.setattr("asyncspec.timing.spans.now", lambda: gpu.time)
+    recorder.use("cuda:0", gpu.record)
+    with recorder.span("train", 3, 7, 2):
+        gpu.work(2.0)
+        gpu.time += 0.1
+    mark = recorder.mark()
+    gpu.work(1.0)
+    gpu.time += 0.1
+    recorder.add("logprob", 100.1, 100.2, since=mark)
+    train, logprob = recorder.drain()  # the GPU is still at the first
+    assert (train.name, train.start, train.end, train.device) == ("train", 100.0, pytest.approx(100.1), "") and logprob.device == ""
+    gpu.time = 102.5
+    (train,) = recorder.drain()
+    assert (train.name, train.step, train.ticket, train.version, train.device) == ("train", 3, 7, 2, "cuda:0")
+    assert (train.start, train.end) == (100.0, pytest.approx(102.0))
+    gpu.time = 104.0
+    (logprob,) = recorder.drain()
+    assert (logprob.start, logprob.end) == (pytest.approx(102.0), pytest.approx(103.0))
+    with recorder.span("later"):  # from an event of its own on, not from the first of the run
+        gpu.work(0.5)
+    gpu.time = 105.0
+    assert [(span.device, span.start, span.end) for span in recorder.drain()] == [("", 104.0, 104.0), ("cuda:0", 104.0, 104.5)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_spans_of_a_real_gpu_last_as_long_as_its_work():
+    recorder = Recorder()
+    recorder.use("cuda:0")
+    with recorder.span("work"):
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+    (host,) = recorder.drain()
+    torch.cuda.synchronize()
+    (gpu,) = recorder.drain()
+    assert host.end - host.start < 0.02 < gpu.end - gpu.start < 1.0 and abs(gpu.start - host.start) < 0.02
 
 
 @pytest.mark.parametrize("text,message", [("nowhere=1", "is none of generate"), ("train=soon", "no number"), ("train=-1", "not from 0 on")])

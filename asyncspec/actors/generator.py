@@ -42,7 +42,7 @@ class Generator(Actor):
         self.threads = self.config.engine.threads
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
-        self._busy_since = 0.0
+        self._busy_since = None  # and the mark of the GPU's part
         self._interruptions: deque[m.Phase] = deque()  # of generation: rewards and swaps, in order
 
     def inbox_credits(self) -> int:
@@ -82,7 +82,7 @@ class Generator(Actor):
         self._swap_weights()
         self._admit()
         if self.engine.live or self.engine.waiting:
-            self._busy_since = self._busy_since or now()
+            self._busy_since = self._busy_since or (now(), self.recorder.mark())
             self.delay("generate")
             self.fault("work")
             for completion in self.engine.poll():
@@ -178,5 +178,6 @@ class Generator(Actor):
 
     def _end_busy_span(self) -> None:
         if self._busy_since:
-            self.recorder.add("generate", self._busy_since, now(), version=self.engine.version)
-            self._busy_since = 0.0
+            start, mark = self._busy_since
+            self.recorder.add("generate", start, now(), version=self.engine.version, since=mark)
+            self._busy_since = None

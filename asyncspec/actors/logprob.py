@@ -102,7 +102,7 @@ class Logprob(Actor):
             self.swapped = now()
 
     def _process(self, group: m.Group, arrays: m.Arrays, arrived: float) -> None:
-        start, ticket = now(), group.ticket
+        start, mark, ticket = now(), self.recorder.mark(), group.ticket
         self.delay("logprob")
         self.fault("work")
         # Weights that came while the group lay here are what it waited for, if it needed them.
@@ -110,7 +110,7 @@ class Logprob(Actor):
         waited_until = self.swapped if needed else arrived
         supervision = self.score(group, arrays, self._wants_supervision(ticket.step))
         end = now()
-        self.recorder.add("logprob", start, end, ticket.step, ticket.ticket_id, self.version)
+        self.recorder.add("logprob", start, end, ticket.step, ticket.ticket_id, self.version, mark)
         phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
                   m.Phase("logprob_queue", waited_until, start), m.Phase("logprob", start, end)]
         self.to_trainer.put(

@@ -252,8 +252,8 @@ class Trainer(Actor):
 
     @contextmanager
     def _part(self, name: str, step: int, ticket: int = -1):
-        start = now()
+        start, mark = now(), self.recorder.mark()
         yield
         end = now()
         self.busy[name] += end - start
-        self.recorder.add(name, start, end, step, ticket, step)
+        self.recorder.add(name, start, end, step, ticket, step, mark)

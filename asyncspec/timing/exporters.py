@@ -100,7 +100,7 @@ FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes thro
 
 
 class TraceFile:
-    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, one async slice a ticket, an arrow along its way.
+    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, another for its GPU, one async slice a ticket, an arrow along its way.
 
     Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be missing.
     """
@@ -123,9 +123,10 @@ class TraceFile:
     def write(self, actor: str, spans: Sequence[Span]) -> None:
         for span in spans:
             args = {k: getattr(span, k) for k in ("step", "ticket", "version") if getattr(span, k) >= 0}
-            if span.ticket >= 0 and span.name in FLOW:
+            if span.ticket >= 0 and span.name in FLOW and not span.device:
                 self._flow(FLOW[span.name], span.ticket, actor, span.start)
-            self._event({"name": span.name, "ph": "X", "pid": 1, "tid": self._track(actor), "cat": actor,
+            track = f"{actor} {span.device}" if span.device else actor
+            self._event({"name": span.name, "ph": "X", "pid": 1, "tid": self._track(track), "cat": actor,
                          "ts": self._us(span.start), "dur": round((span.end - span.start) * 1e6, 1), "args": args})
 
     def write_group(self, step: int, record: GroupRecord) -> None:

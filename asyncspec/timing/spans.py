@@ -1,12 +1,14 @@
-"""Recording: an actor notes what it did from when to when.
+"""Recording: an actor notes what it did from when to when, and on a GPU also from when to when the GPU did it.
 
-All times are seconds of the run's clock, see clock.py.
+All times are seconds of the run's clock, see clock.py. The GPU's are those of events in its stream, which are read once they have
+passed: the host never waits for them.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Callable
+from collections import deque
+from typing import Any, Callable, NamedTuple
 
 from asyncspec.messages import Span
 from asyncspec.timing.clock import now
@@ -27,6 +29,56 @@ class _Span:
         self._keep((self._about, self._start, now()))
 
 
+class Mark(NamedTuple):
+    """An event in a GPU's stream, and one before it of which it is known when it passed."""
+
+    event: Any
+    anchor: Any
+    anchor_at: float
+
+
+class _Gpu:
+    """Spans of what a GPU was given, from one event in its stream to another."""
+
+    def __init__(self, record: Callable) -> None:
+        """
+        Args:
+            record: callable() -> an event, recorded in the stream.
+        """
+        self._record = record
+        self._pending: deque[tuple[tuple, Mark, Any]] = deque()
+        self._anchor, self._anchor_at = record(), now()
+
+    def mark(self) -> Mark:
+        return Mark(self._record(), self._anchor, self._anchor_at)
+
+    def add(self, about: tuple, since: Mark) -> None:
+        self._pending.append((about, since, self._record()))
+
+    def passed(self) -> list[tuple]:
+        """Spans that the GPU is through with, in order: about, start, end."""
+        found = []
+        while self._pending and self._pending[0][2].query():
+            about, (first, anchor, anchor_at), last = self._pending.popleft()
+            found.append((about, *(anchor_at + 1e-3 * anchor.elapsed_time(event) for event in (first, last))))
+        if not self._pending:  # the stream is empty, so that an event passes as it is recorded: clocks drift, and elapsed_time is a float32
+            self._anchor, self._anchor_at = self._record(), now()
+        return found
+
+
+class _GpuSpan:
+    __slots__ = ("_recorder", "_about", "_start", "_mark")
+
+    def __init__(self, recorder: "Recorder", about: tuple) -> None:
+        self._recorder, self._about = recorder, about
+
+    def __enter__(self) -> None:
+        self._start, self._mark = now(), self._recorder.mark()
+
+    def __exit__(self, *error) -> None:
+        self._recorder.add(self._about[0], self._start, now(), *self._about[1:], since=self._mark)
+
+
 class _Nothing:
     def __enter__(self) -> None:
         pass
@@ -44,9 +96,22 @@ class Recorder:
     def __init__(self, recording: bool = True) -> None:
         self.recording = recording
         self._spans: list[tuple] = []
+        self._gpu: _Gpu | None = None
+        self._device = ""
+
+    def use(self, device: str, record: Callable | None = None) -> None:
+        """Record from now on also what a GPU does; nothing if it is none.
+
+        Args:
+            record: callable() -> an event recorded in the GPU's stream, in place of torch's.
+        """
+        if self.recording and device.startswith("cuda"):
+            self._gpu, self._device = _Gpu(record or _recorded_event), device
 
     def span(self, name: str, step: int = -1, ticket: int = -1, version: int = -1):
         """A context manager around what is recorded."""
+        if self._gpu is not None:
+            return _GpuSpan(self, (name, step, ticket, version))
         return _Span(self._spans.append, (name, step, ticket, version)) if self.recording else _NOTHING
 
     def recorded(self, name: str) -> Callable:
@@ -61,12 +126,32 @@ class Recorder:
 
         return decorate
 
-    def add(self, name: str, start: float, end: float, step: int = -1, ticket: int = -1, version: int = -1) -> None:
+    def mark(self) -> Mark | None:
+        """Where in the GPU's stream a span begins; see `add`."""
+        return None if self._gpu is None else self._gpu.mark()
+
+    def add(self, name: str, start: float, end: float, step: int = -1, ticket: int = -1, version: int = -1, since: Mark | None = None) -> None:
+        """
+        Args:
+            since: what the GPU was given since then is a span of the GPU's, too.
+        """
         if self.recording:
             self._spans.append(((name, step, ticket, version), start, end))
+        if since is not None:
+            self._gpu.add((name, step, ticket, version), since)
 
     def drain(self) -> list[Span]:
         # In place: a span that is still open appends to this list.
         spans = self._spans[:]
         del self._spans[: len(spans)]
-        return [Span(name, start, end, step, ticket, version) for (name, step, ticket, version), start, end in spans]
+        of_gpu = [] if self._gpu is None else self._gpu.passed()
+        return [Span(name, start, end, step, ticket, version, device) for device, some in (("", spans), (self._device, of_gpu))
+                for (name, step, ticket, version), start, end in some]
+
+
+def _recorded_event():
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
