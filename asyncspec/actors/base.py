@@ -63,7 +63,7 @@ class Actor(ABC):
         self.spec, self.name, self.device = spec, spec.name, spec.device
         self.config: Config = from_yaml(spec.config_yaml)
         self.recorder = Recorder(self.config.deployment.record)
-        self.delay = Delays(self.config.deployment.delays)
+        self.delay = Delays(self.config.deployment.delays, self.recorder)
         self.fault = Faults(self.config.deployment.faults, self.name, Path(spec.run_dir))
         self.counters: dict[str, float] = {}
         self.stopping = ""

@@ -1,12 +1,15 @@
 """bench attribution: is time charged to its cause? The default job at lag 0, with a delay put into one place at a time.
 
 Each place is compared with the run without delays of the same repetition: how much longer a step became, and how much of that the
-attribution charged to the place; and what it charged to generation that was put elsewhere. Two runs with generation slowed by different
+attribution charged to the place; and by how much what it charged to generation grew that was put elsewhere. The last may be right: while
+the generator sleeps over a reward the trainer catches up, and then no longer hides the generation that follows. So for rewards it is
+also counted directly: the seconds of injected sleep that were charged to generation. Two runs with generation slowed by different
 amounts test the what-if answers; a run that records nothing shows what recording costs.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Sequence
 from asyncspec.bench.harness import Benchmark, Samples, median
 from asyncspec.bench.jobs import run_job
 from asyncspec.timing import timeline, whatif
-from asyncspec.timing.attribution import PARTS
+from asyncspec.timing.attribution import PARTS, critical_path
 from asyncspec.timing.spans import Recorder
 
 STEPS, SKIP = 12, 2
@@ -48,6 +51,8 @@ class AttributionBenchmark(Benchmark):
             "sum_error": max(abs(sum(row[f"time/{part}"] for part in PARTS) / row["time/step"] - 1) for row in rows),
             "other_share": statistics.median(row["time/other"] / row["time/step"] for row in rows),
             "spans_per_s": (run_dir / "trace.json").read_text().count('"ph": "X"') / (steps[-1].end - steps[0].start)}
+        if variant == "reward":
+            measured |= {f"asleep_{part}_s": seconds / len(rows) for part, seconds in asleep(run_dir, steps[SKIP:]).items()}
         if variant == "generate":
             self._slowed = (steps, measured["generation_s"])
         if variant == "faster":
@@ -56,15 +61,17 @@ class AttributionBenchmark(Benchmark):
         return measured
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        found, wrongly = {}, {}
+        found, grew = {}, {}
         for place, (_, part) in DELAYS.items():
             pairs = list(zip(samples[place], samples["none"]))
             found[place] = statistics.median((a[f"{part}_s"] - b[f"{part}_s"]) / (a["step_s"] - b["step_s"]) for a, b in pairs)
             if part != "exposed_generation":
-                wrongly[place] = statistics.median(
+                grew[place] = statistics.median(
                     max(0.0, a["exposed_generation_s"] - b["exposed_generation_s"]) / (a["step_s"] - b["step_s"]) for a, b in pairs)
+        pairs = list(zip(samples["reward"], samples["none"]))
+        by_part = {part: statistics.median(a[f"asleep_{part}_s"] / (a["step_s"] - b["step_s"]) for a, b in pairs) for part in PARTS}
         return {
-            "injected_found_min": min(found.values()), "charged_wrongly_max": max(wrongly.values()),
+            "injected_found_min": min(found.values()), "charged_wrongly_max": max((grew | {"reward": by_part["exposed_generation"]}).values()),
             "recording_overhead": median(samples, "none", "spans_per_s") * span_cost_s(),
             "step_recorded_over_unrecorded": statistics.median(a["step_s"] / b["step_s"] for a, b in zip(samples["none"], samples["unrecorded"])),
             "span_cost_us": 1e6 * span_cost_s(), "span_cost_off_us": 1e6 * span_cost_s(False),
@@ -72,7 +79,8 @@ class AttributionBenchmark(Benchmark):
             "parts_sum_error_max": max(s["sum_error"] for v in self.variants for s in samples[v]),
             "other_share_none": median(samples, "none", "other_share"),
             **{f"found_{place}": value for place, value in found.items()},
-            **{f"wrongly_{place}": value for place, value in wrongly.items()}}
+            **{f"reward_asleep_in_{part}": by_part[part] for part in ("exposed_generation", "exposed_reward")},
+            **{f"generation_grew_{place}": value for place, value in grew.items()}}
 
     def plot(self, axes, samples: Samples) -> None:
         from asyncspec.report.run import COLORS
@@ -84,6 +92,17 @@ class AttributionBenchmark(Benchmark):
             left = [a + b for a, b in zip(left, widths)]
         axes.set_xlabel("seconds per step")
         axes.legend(fontsize=7)
+
+
+def asleep(run_dir: Path, steps: Sequence) -> dict[str, float]:
+    """Seconds of the steps' critical path, by the part they were charged to, in which the generator slept over a reward."""
+    events = json.loads((run_dir / "trace.json").read_text())
+    origin = next(event["args"]["origin_s"] for event in events if event["name"] == "process_labels")
+    sleeps = [(origin + 1e-6 * e["ts"], origin + 1e-6 * (e["ts"] + e["dur"])) for e in events if e["name"] == "delay reward"]
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for segment in (segment for step in steps for segment in critical_path(step)):
+        seconds[segment.part] += sum(max(0.0, min(segment.end, until) - max(segment.start, since)) for since, until in sleeps)
+    return seconds
 
 
 def span_cost_s(recording: bool = True, count: int = 20_000) -> float:

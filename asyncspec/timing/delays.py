@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from asyncspec.timing.spans import Recorder
+
 PLACES = {  # where; each time that happens
     "generate": "an engine step of a generator", "reward": "a rollout's reward", "queue": "a group on its way to logprob",
     "logprob": "a group in logprob", "broadcast": "a policy version before it is sent", "train": "a group in the trainer"}
@@ -30,10 +32,11 @@ def parse(text: str) -> dict[str, float]:
 
 
 class Delays:
-    def __init__(self, text: str) -> None:
-        self.seconds = parse(text)
+    def __init__(self, text: str, recorder: Recorder) -> None:
+        self.seconds, self._recorder = parse(text), recorder
 
     def __call__(self, place: str, times: int = 1) -> None:
-        """Sleep as long as told for what happened so many times in this place."""
+        """Sleep as long as told for what happened so many times in this place; the trace shows it as "delay PLACE"."""
         if self.seconds and place in self.seconds:
-            time.sleep(times * self.seconds[place])
+            with self._recorder.span(f"delay {place}"):
+                time.sleep(times * self.seconds[place])

@@ -149,7 +149,7 @@ class TraceFile:
     def close(self, clock_error_s: float = 0.0) -> None:
         """End the file, with a word on how far apart the clocks behind the tracks may be."""
         text = f"clocks agree within {1e6 * clock_error_s:.0f} us" if clock_error_s else "one clock"
-        self._event({"name": "process_labels", "ph": "M", "pid": 1, "args": {"labels": text}})
+        self._event({"name": "process_labels", "ph": "M", "pid": 1, "args": {"labels": text, "origin_s": self._origin}})
         self._file.write("\n]\n")
         self._file.close()
 
