@@ -31,7 +31,7 @@ PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 KINDS = 16
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
-HOLD, HOLD_LONG, NEAR = 4, 32, 0.9
+HOLD, HOLD_LONG, NEAR = 8, 32, 0.9
 
 
 class FixedLength:

@@ -101,8 +101,9 @@ class FeatureDrafter:
 
     def copy(self, sources: Sequence[int], first_row: int) -> None:
         self._store()
-        length = int(self.slots.length[sources].max())
-        self.decode.cache.copy(sources, first_row, length)
+        length, read = int(self.slots.length[sources].max()), int(self.read[sources].max())
+        if read:
+            self.decode.cache.copy(sources, first_row, read)
         for source, rows in runs(sources, first_row):
             self.feature_SPE[rows, :length] = self.feature_SPE[source, :length]
             self.read[rows] = self.read[source]
