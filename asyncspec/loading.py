@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Callable, Iterator
@@ -11,16 +12,18 @@ from typing import Callable, Iterator
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Without garbage collection, which as libraries are loaded would go through all that was loaded before, again and again."""
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
 
 
 @contextmanager
 def compiling_later() -> Iterator[None]:
-    """Within it `torch.compile(function, ...)` does nothing until what it returns is called.
+    """Within it `torch.compile(function, ...)` does nothing until what it returns is called; other uses of it are as ever.
 
     torchtitan calls it as it is imported, for functions that we do not use, and would so load torch's compiler.
     """
@@ -28,7 +31,9 @@ def compiling_later() -> Iterator[None]:
 
     compile_now = torch.compile
 
-    def later(function: Callable, **options) -> Callable:
+    def later(*arguments, **options) -> Callable:
+        if len(arguments) != 1 or not inspect.isfunction(function := arguments[0]):
+            return compile_now(*arguments, **options)
         compiled = cache(lambda: compile_now(function, **options))
 
         @wraps(function)

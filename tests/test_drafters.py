@@ -307,6 +307,18 @@ def test_auto_finds_out_that_a_draft_has_become_good(scale):
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
 
 
+def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2) * 1e-3
+    lengths, rng, chosen = AutoLength([1, 64], seconds), np.random.default_rng(0), []
+    for step in range(8000):
+        live = int(rng.integers(8, 17))
+        k = lengths.choose(live)
+        chosen.append(k)
+        lengths.observe(live, k, seconds[0, k], (rng.random((live, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1))
+    assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
+    assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
+
+
 def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
     lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
     for _ in range(2000):

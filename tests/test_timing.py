@@ -215,6 +215,7 @@ class MockEvent:
         self.gpu, self.at = gpu, at
 
     def query(self):
+        self.gpu.time += 1e-6  # asking takes the host so long
         return self.at <= self.gpu.time
 
     def elapsed_time(self, later):
@@ -242,10 +243,32 @@ def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monke
     gpu.time = 104.0
     (logprob,) = recorder.drain()
     assert (logprob.start, logprob.end) == (pytest.approx(102.0), pytest.approx(103.0))
-    with recorder.span("later"):  # from an event of its own on, not from the first of the run
+    gpu.work(3.0)  # of no span
+    assert recorder.drain() == []
+    with recorder.span("later"):
         gpu.work(0.5)
-    gpu.time = 105.0
-    assert [(span.device, span.start, span.end) for span in recorder.drain()] == [("", 104.0, 104.0), ("cuda:0", 104.0, 104.5)]
+    gpu.time = 110.0
+    host, later = recorder.drain()
+    assert (later.device, later.start, later.end) == ("cuda:0", pytest.approx(107.0), pytest.approx(107.5))
+    with recorder.span("last"):  # from an event of its own on, not from the first of the run
+        gpu.work(0.5)
+    gpu.time = 115.0
+    assert [(span.start, span.end) for span in recorder.drain()] == [(pytest.approx(110.0),) * 2, (pytest.approx(110.0), pytest.approx(110.5))]
+
+
+def test_a_gpu_that_has_failed_does_not_keep_an_actor_from_reporting():
+    class Failed(MockEvent):
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    gpu, recorder = MockGpu(), Recorder()
+    recorder.use("cuda:0", lambda: Failed(gpu, 0.0))
+    with recorder.span("train"):
+        mark = recorder.mark()
+    assert [span.name for span in recorder.drain()] == ["train"]
+    with recorder.span("after"):
+        recorder.add("train", 1.0, 2.0, since=mark)
+    assert [span.name for span in recorder.drain()] == ["train", "after"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -50,7 +50,7 @@ class AttributionBenchmark(Benchmark):
             "step_s": statistics.fmean(row["time/step"] for row in rows), "generation_s": statistics.fmean(row["time/generation"] for row in rows),
             "sum_error": max(abs(sum(row[f"time/{part}"] for part in PARTS) / row["time/step"] - 1) for row in rows),
             "other_share": statistics.median(row["time/other"] / row["time/step"] for row in rows),
-            "spans_per_s": (run_dir / "trace.json").read_text().count('"ph": "X"') / (steps[-1].end - steps[0].start)}
+            "spans_per_s": len(spans(run_dir)) / (steps[-1].end - steps[0].start)}
         if variant == "reward":
             measured |= {f"asleep_{part}_s": seconds / len(rows) for part, seconds in asleep(run_dir, steps[SKIP:]).items()}
         if variant == "generate":
@@ -94,11 +94,17 @@ class AttributionBenchmark(Benchmark):
         axes.legend(fontsize=7)
 
 
-def asleep(run_dir: Path, steps: Sequence) -> dict[str, float]:
-    """Seconds of the steps' critical path, by the part they were charged to, in which the generator slept over a reward."""
+def spans(run_dir: Path) -> list[tuple[str, float, float]]:
+    """Name, start and end of the hosts' spans in a run's trace."""
     events = json.loads((run_dir / "trace.json").read_text())
     origin = next(event["args"]["origin_s"] for event in events if event["name"] == "process_labels")
-    sleeps = [(origin + 1e-6 * e["ts"], origin + 1e-6 * (e["ts"] + e["dur"])) for e in events if e["name"] == "delay reward"]
+    return [(e["name"], origin + 1e-6 * e["ts"], origin + 1e-6 * (e["ts"] + e["dur"]))
+            for e in events if e["ph"] == "X" and "device" not in e["args"]]
+
+
+def asleep(run_dir: Path, steps: Sequence) -> dict[str, float]:
+    """Seconds of the steps' critical path, by the part they were charged to, in which the generator slept over a reward."""
+    sleeps = [(start, end) for name, start, end in spans(run_dir) if name == "delay reward"]
     seconds = dict.fromkeys(PARTS, 0.0)
     for segment in (segment for step in steps for segment in critical_path(step)):
         seconds[segment.part] += sum(max(0.0, min(segment.end, until) - max(segment.start, since)) for since, until in sleeps)

@@ -142,6 +142,8 @@ class TorchEngine:
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
             self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1])
+            if self.drafter is not None:
+                self.drafter.catch_up()
 
     @torch.no_grad()
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
@@ -203,13 +205,17 @@ class TorchEngine:
         return self._retired(finished_B.cpu().numpy(), first)
 
     def _step(self) -> list[Completion]:
-        B, start = self.live, time.perf_counter()
-        self._arrange()
+        B = self.live
         if self.drafter is None:
+            self._arrange()
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B)
         K = self.lengths.choose(B)
         self._drafting = K > 0
+        if K:
+            self.drafter.catch_up()
+        start = time.perf_counter()
+        self._arrange()
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
         kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim if self.drafter.looks_up else None)

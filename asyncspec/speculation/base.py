@@ -73,6 +73,9 @@ class Drafter(Protocol):
     def unread(self, count: int) -> int:
         """Positions of the row that is furthest behind, which the next proposal will have to read."""
 
+    def catch_up(self) -> None:
+        """Do what was put off while nothing was proposed; otherwise that happens at the next proposal."""
+
     def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
         """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
 

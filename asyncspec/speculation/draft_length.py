@@ -105,6 +105,7 @@ class _Learning:
         self.budget_s, self._turn, self._exploring = FIRST_BUDGET_S, 0, False
         self._best, self._live, self._held, self._share = 0, 0, 0, EXPLORE_SHARE
         self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
+        self._passed_s = 0.0  # of steps since the budget was kept last
 
     def choose(self, live: int) -> int:
         if self._held and live == self._live:
@@ -131,10 +132,11 @@ class _Learning:
             proposed: count_B and kind_B of a lookup's proposals that were verified.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
         """
+        self._passed_s += seconds
         step = (draft_length, seconds, kept_B, proposed, usual)
         if self._exploring:  # by itself: it is charged to the budget
             self._learn_from(*zip(step))
-        elif draft_length or self._held % HOLD == 0:
+        elif draft_length or self._held % HOLD == HOLD - 1:
             self._seen.append(step)
 
     def _learn(self) -> None:
@@ -145,20 +147,19 @@ class _Learning:
 
     def _spent(self, seconds: Sequence[float], tokens: float) -> None:
         """Keep the budget: steps that emitted so many tokens for each row."""
-        total = sum(seconds)
         if self._exploring:
-            self.budget_s -= max(0.0, total - tokens / self._best_rate)
-        stands_for = 1 if self._best else HOLD  # steps
-        self.budget_s = min(self.budget_s + self._share * stands_for * total, max(BUDGET_S, BUDGET_STEPS * total / len(seconds)))
+            self.budget_s -= max(0.0, seconds[0] - tokens / self._best_rate)
+        self.budget_s = min(self.budget_s + self._share * self._passed_s, max(BUDGET_S, BUDGET_STEPS * seconds[0]))
+        self._passed_s = 0.0
 
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
         """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
         bucket, count = self._bucket(self._live), len(seconds)
         row, drift = self._table[bucket], self._drift[bucket]
         ratio = min(2.0, max(0.5, sorted(seconds)[(count - 1) // 2] / (row[entry] * drift)))
-        self._drift[bucket] = drift * ratio ** (0.1 * count)
+        self._drift[bucket] = drift * ratio ** (1 - 0.9**count)
         # What is tried seldom learns more from each step.
-        row[entry] *= ratio ** ((0.15 if self._exploring else 0.03) * count)
+        row[entry] *= ratio ** (1 - (0.85 if self._exploring else 0.97) ** count)
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)

@@ -39,6 +39,9 @@ class DraftModelDrafter:
         rows = slice(first_row, first_row + len(position_BL))
         self.read[rows] = np.minimum(self.read[rows], self.slots.length[rows] - 1)
 
+    def catch_up(self) -> None:
+        pass
+
     def unread(self, count: int) -> int:
         # At least the last token: the one the target chose itself.
         return max(1, int((self.slots.length[:count] - self.read[:count]).max()))

@@ -73,6 +73,9 @@ class FeatureDrafter:
         index_BL = self._start_S1[first_row : first_row + len(position_BL)] + position_BL
         self._feature_TE.index_copy_(0, index_BL.flatten(), features.reshape(-1, self._feature_TE.shape[-1]))
 
+    def catch_up(self) -> None:
+        self._store()
+
     def unread(self, count: int) -> int:
         # The last token's features come with the next verification.
         return max(1, int((self.slots.length[:count] - 1 - self.read[:count]).max()))

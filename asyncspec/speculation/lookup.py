@@ -35,6 +35,9 @@ class _Lookup:
     def prefill(self, first_row: int, count: int) -> None:
         pass
 
+    def catch_up(self) -> None:
+        pass
+
     def unread(self, count: int) -> int:
         return 1
 
@@ -140,6 +143,9 @@ class SuffixDrafter(_Lookup):
         self._finished.append((pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row])))
         if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
             self._remember()
+
+    def catch_up(self) -> None:
+        self._remember()
 
     def _remember(self) -> None:
         """Enter what has finished into ring and tables, all at once: one by one each would cost as much as a tenth of an engine step."""

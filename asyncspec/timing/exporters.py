@@ -126,6 +126,7 @@ class TraceFile:
             if span.ticket >= 0 and span.name in FLOW and not span.device:
                 self._flow(FLOW[span.name], span.ticket, actor, span.start)
             track = f"{actor} {span.device}" if span.device else actor
+            args |= {"device": span.device} if span.device else {}
             self._event({"name": span.name, "ph": "X", "pid": 1, "tid": self._track(track), "cat": actor,
                          "ts": self._us(span.start), "dur": round((span.end - span.start) * 1e6, 1), "args": args})
 

@@ -13,6 +13,8 @@ from typing import Any, Callable, NamedTuple
 from asyncspec.messages import Span
 from asyncspec.timing.clock import now
 
+IDLE_S = 50e-6  # within which an event passes in a stream that is empty
+
 
 class _Span:
     """A class rather than a generator: half the price."""
@@ -61,8 +63,12 @@ class _Gpu:
         while self._pending and self._pending[0][2].query():
             about, (first, anchor, anchor_at), last = self._pending.popleft()
             found.append((about, *(anchor_at + 1e-3 * anchor.elapsed_time(event) for event in (first, last))))
-        if not self._pending:  # the stream is empty, so that an event passes as it is recorded: clocks drift, and elapsed_time is a float32
-            self._anchor, self._anchor_at = self._record(), now()
+        if not self._pending:  # clocks drift, and elapsed_time is a float32
+            event, at = self._record(), now()
+            while not (passed := event.query()) and now() < at + IDLE_S:
+                pass
+            if passed:  # as it was recorded: the stream was empty
+                self._anchor, self._anchor_at = event, at
         return found
 
 
@@ -128,7 +134,7 @@ class Recorder:
 
     def mark(self) -> Mark | None:
         """Where in the GPU's stream a span begins; see `add`."""
-        return None if self._gpu is None else self._gpu.mark()
+        return self._asked(lambda gpu: gpu.mark())
 
     def add(self, name: str, start: float, end: float, step: int = -1, ticket: int = -1, version: int = -1, since: Mark | None = None) -> None:
         """
@@ -138,15 +144,25 @@ class Recorder:
         if self.recording:
             self._spans.append(((name, step, ticket, version), start, end))
         if since is not None:
-            self._gpu.add((name, step, ticket, version), since)
+            self._asked(lambda gpu: gpu.add((name, step, ticket, version), since))
 
     def drain(self) -> list[Span]:
         # In place: a span that is still open appends to this list.
         spans = self._spans[:]
         del self._spans[: len(spans)]
-        of_gpu = [] if self._gpu is None else self._gpu.passed()
+        of_gpu = self._asked(lambda gpu: gpu.passed()) or []
         return [Span(name, start, end, step, ticket, version, device) for device, some in (("", spans), (self._device, of_gpu))
                 for (name, step, ticket, version), start, end in some]
+
+
+    def _asked(self, ask: Callable[[_Gpu], Any]) -> Any:
+        """What the GPU's events say; None without a GPU, and once it has failed, which is not for the recorder to report."""
+        if self._gpu is not None:
+            try:
+                return ask(self._gpu)
+            except RuntimeError:
+                self._gpu = None
+        return None
 
 
 def _recorded_event():
