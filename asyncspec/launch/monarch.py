@@ -100,9 +100,7 @@ class _Pool(attempts.Pool):
             self._watched.pop(descriptor).ended = True
 
     def stop(self) -> None:
-        """End every process. What has played has nothing left to do; a mesh whose process is alive takes a second to stop, so all at once."""
-        for process in self._watched.values():
-            process.kill()
+        """End every process. A mesh takes a second to stop, so all at once."""
         with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
             pool.map(_stop, self._meshes)
 
