@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import typing
 from dataclasses import dataclass, field
@@ -112,7 +113,13 @@ class TrainerConfig:
     tokens_per_pass: int = 32768  # of one forward and backward pass, padding included, and of one of logprob; larger groups are divided
     recompute: bool = False  # activations in the backward pass instead of keeping them: less memory, a third more work
     threads: int = 1  # CPU threads of each rank
-    logprob_threads: int = 1  # CPU threads of the logprob actor
+    logprob_threads: int = 1  # CPU threads of each rank of a logprob actor
+
+
+@dataclass
+class LogprobConfig:
+    ranks: int = 1  # processes that hold the policy of one logprob actor together, by FSDP
+    tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
 
 
 @dataclass
@@ -161,12 +168,12 @@ class MockConfig:
 @dataclass
 class DeploymentConfig:
     generators: int = 1  # generator actors
-    logprobs: int = 1  # logprob actors; each takes every so manieth group
+    logprobs: int = 1  # logprob actors, of logprob.ranks processes each; each takes every so manieth group
     nodes: str = ""  # who plays where on several nodes, for example 4*trainer:4+logprob:4,12*generator:8; then it says how many there are of each
     device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
     host: str = "auto"  # address the actors of this host bind to; auto: loopback, or where torchrun joins several hosts the address they are reached at
-    replacements: int = 8  # generators, logprob actors and draft adapters that may be started in place of ones that died, between two starts of all
-    restarts: int = 3  # times all may be started again from the last checkpoint because the trainer or the controller died
+    replacements: int = 8  # generators, logprob actors (of one rank) and draft adapters started in place of ones that died, at most, between two starts of all
+    restarts: int = 3  # times all may be started again from the last checkpoint because the trainer, the controller or one of several ranks died
     standby: int = 1  # spare processes, which have loaded all libraries, kept for the next replacements
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
     start_timeout_s: float = 120.0  # until every actor has joined
@@ -192,6 +199,7 @@ class Config:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     rl: RLConfig = field(default_factory=RLConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logprob: LogprobConfig = field(default_factory=LogprobConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     mock: MockConfig = field(default_factory=MockConfig)
@@ -276,6 +284,11 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
         totals = topology.total(topology.parse(text))
     except ValueError as error:
         raise ConfigError(f"deployment.nodes={text!r}: {error}") from None
+    ranks = max(1, config.logprob.ranks)
+    if totals["logprob"] % ranks:
+        raise ConfigError(f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of logprob.ranks={ranks}; "
+                          f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}")
+    totals["logprob"] //= ranks
     for name, role in (("trainer.ranks", "trainer"), ("deployment.logprobs", "logprob"), ("deployment.generators", "generator")):
         if name in given and value_of(config, name) != totals[role]:
             raise ConfigError(f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an empty deployment.nodes")

@@ -42,7 +42,8 @@ def check(config: Config) -> None:
         value = value_of(config, name)
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
     for name in ("steps", "rl.groups_per_step", "deployment.generators", "deployment.logprobs", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
-                 "trainer.threads", "trainer.tokens_per_pass", "trainer.ranks", "trainer.tensor_parallel", "trainer.logprob_threads", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
+                 "trainer.threads", "trainer.tokens_per_pass", "trainer.ranks", "trainer.tensor_parallel", "trainer.logprob_threads", "logprob.ranks",
+                 "logprob.tensor_parallel", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
                  "sampling.max_response_tokens", "data.train_prompts", "checkpoint.keep"):
         at_least(name, 1)
     for name in ("policy_lag", "seed", "draft.top_tokens", "draft.window", "data.eval_prompts", "trainer.optimizer.warmup_steps",
@@ -80,8 +81,10 @@ def check(config: Config) -> None:
     for name in ("row_s", "draft_share", "draft_length", "logprob_s", "train_s", "prepare_s"):
         at_least(f"mock.{name}", 0)
     choice("trainer.dtype", ("float32", "bfloat16"))
+    for who in ("trainer", "logprob"):
+        ranks, parallel = value_of(config, f"{who}.ranks"), value_of(config, f"{who}.tensor_parallel")
+        need(ranks % parallel == 0, f"{who}.tensor_parallel", f"a divisor of {who}.ranks={ranks}", math.gcd(ranks, parallel))
     ranks, parallel = config.trainer.ranks, config.trainer.tensor_parallel
-    need(ranks % parallel == 0, "trainer.tensor_parallel", f"a divisor of trainer.ranks={ranks}", math.gcd(ranks, parallel))
     need(ranks // parallel <= config.rl.groups_per_step, "trainer.ranks",
          f"at most {config.rl.groups_per_step} ranks that read different groups, as rl.groups_per_step", config.rl.groups_per_step * parallel)
     plain = ranks == 1 and config.trainer.dtype == "float32"
@@ -171,12 +174,14 @@ def _check_models(config: Config) -> None:
         raise ConfigError(f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one")
     if config.engine.kind == "torch" and config.engine.compile and shape.experts is not None:
         raise ConfigError("engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false")
-    parallel, heads = config.trainer.tensor_parallel, shape.n_kv_heads
-    if parallel > 1 and shape.experts is not None:  # torchtitan's mixture then asks for passes over as many samples as divide by it
-        raise ConfigError(f"trainer.tensor_parallel={parallel}: expected 1 with a policy of experts; nearest valid choice: trainer.tensor_parallel=1")
-    if heads % parallel:
-        raise ConfigError(f"trainer.tensor_parallel={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
-                          f"trainer.tensor_parallel={math.gcd(heads, parallel)}")
+    heads = shape.n_kv_heads
+    for name in ("trainer.tensor_parallel", "logprob.tensor_parallel"):
+        parallel = value_of(config, name)
+        if parallel > 1 and shape.experts is not None:  # torchtitan's mixture then asks for passes over as many samples as divide by it
+            raise ConfigError(f"{name}={parallel}: expected 1 with a policy of experts; nearest valid choice: {name}=1")
+        if heads % parallel:
+            raise ConfigError(f"{name}={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
+                              f"{name}={math.gcd(heads, parallel)}")
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
         raise ConfigError(f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with "
                           f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch")

@@ -57,9 +57,16 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         return {"weights and gradients": 2 * FLOAT * share, "optimizer": ADAM * share, "snapshot": FLOAT * share,
                 "activations": kept * wide * tokens * policy["hidden_size"] * policy["num_hidden_layers"] / trainer.tensor_parallel,
                 "logits": 3 * FLOAT * tokens * V}
-    if role == "logprob":
-        element = FLOAT if trainer.dtype == "float32" else 2
-        return {"weights": element * P * (2 if config.rl.kl_coef > 0 else 1), "arriving weights": FLOAT * P, "logits": 2 * FLOAT * tokens * V}
+    if role in ("logprob", "logprob_rank"):
+        element, ranks = FLOAT if trainer.dtype == "float32" else 2, config.logprob.ranks
+        found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 2 * FLOAT * tokens * V}
+        if ranks == 1:
+            return found | {"arriving weights": FLOAT * P}
+        # Each keeps its share of a version that waits for the other ranks and of one that arrives, tensor by tensor; the embedding is the largest,
+        # also of what a pass gathers.
+        largest = V * policy["hidden_size"]
+        return found | {"arriving weights": 2 * element * P / ranks + FLOAT * largest,
+                        "gathered weights": element * largest / config.logprob.tensor_parallel}
     if role == "generator" and config.engine.kind == "torch":
         from asyncspec.engine.prompts import PROMPT_ROWS
 

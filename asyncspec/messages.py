@@ -93,10 +93,10 @@ class Supervision(Message, frozen=True):
 
 
 class Order(Message, frozen=True):
-    """To the trainer's other ranks: what all of them do next, see actors/trainer_rank.py."""
+    """To the other ranks of a trainer or a logprob actor: what all of them do next, see actors/team.py."""
 
     what: str
-    version: int = -1
+    number: int = -1  # a version, or how many
 
 
 # --- control: between every actor and the controller ------------------------------------------------------------------

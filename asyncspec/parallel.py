@@ -6,8 +6,8 @@ grid [data, tensor]: those of one row read the same groups, those of one column 
     4 ranks, tensor_parallel=2:    0 1    read one group
                                    2 3    read another
 
-Weights are published from a snapshot of each rank's shards, gathered a bucket at a time in a thread, on process groups that
-training does not use: no rank ever holds the whole model.
+The trainer's weights are published from a snapshot of each rank's shards, gathered a bucket at a time in a thread, on process groups that
+training does not use; of those that arrive each rank of a logprob actor keeps its `share`: no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from asyncspec.config import TrainerConfig
 from asyncspec.transport import own_address
 from asyncspec.weights import Layout
 
@@ -35,15 +34,17 @@ _SIOCGIFADDR = 0x8915
 class Ranks:
     """This process among the ranks of one model."""
 
-    def __init__(self, config: TrainerConfig, rank: int = 0) -> None:
+    def __init__(self, name: str, rank: int, size: int = 1, tensor_parallel: int = 1, dtype: str = "") -> None:
         """
         Args:
-            rank: of this process, from 0 to config.ranks - 1.
+            name: by which they find each other: that of the actor that leads them.
+            rank: of this process, from 0 to size - 1.
+            tensor_parallel: so many of them divide each matrix.
+            dtype: what float32 weights are computed with; "": weights are computed with as they are.
         """
-        self.config, self.rank, self.size = config, rank, config.ranks
-        self.data_size, self.data_rank = config.ranks // config.tensor_parallel, rank // config.tensor_parallel
-        # One rank that computes in float32 needs none of this.
-        self.sharded = config.ranks > 1 or config.dtype != "float32"
+        self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
+        self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
+        self.sharded = size > 1 or dtype not in ("", "float32")  # otherwise nothing of this is needed
         self.checkpoints: dist.ProcessGroup | None = None  # for checkpoints alone, which are written in a thread
 
     def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
@@ -70,20 +71,25 @@ class Ranks:
         # gloo and NCCL would take an interface by the host's name.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(own_address(store_host, store_port))
         store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=join_s))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore("trainer", store), rank=self.rank,
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore(self.name, store), rank=self.rank,
                                 world_size=self.size, timeout=timeout)
-        T = self.config.tensor_parallel
+        T = self.tensor_parallel
         self._dims = ParallelDims(dp_replicate=1, dp_shard=self.data_size, cp=1, tp=T, pp=1, ep=1, world_size=self.size,
                                   spmd_backend="partial_dtensor")  # the default one needs a later torch than 2.13
         self._dims.build_mesh()
         self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)
         self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
 
-    def shard(self, model) -> None:
-        """Distribute a policy that every rank holds whole; in place. Collective."""
+    def shard(self, model, trained: bool, recompute: bool = False) -> None:
+        """Distribute a policy that every rank holds whole; in place. Collective.
+
+        Args:
+            trained: passes go forward and backward; otherwise what one has gathered is let go of right after it.
+            recompute: activations in the backward pass.
+        """
         from torch.utils.checkpoint import checkpoint
 
-        if self.config.recompute:  # inside FSDP's hooks, so that it is recomputed while its weights are there
+        if recompute:  # inside FSDP's hooks, so that it is recomputed while its weights are there
             for layer in model.layers.values():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         if not self.sharded:
@@ -91,12 +97,12 @@ class Ranks:
         from torch.distributed.fsdp import FSDPModule
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
-        if self.config.tensor_parallel > 1:
+        if self.tensor_parallel > 1:
             model.parallelize(self._dims)
             if model.enable_weight_tying:  # which distributing the two by themselves has undone
                 model.lm_head.weight = model.tok_embeddings.weight
-        apply_fsdp_to_decoder(model, self._dims.get_mesh(["fsdp"]), param_dtype=getattr(torch, self.config.dtype), reduce_dtype=torch.float32,
-                              pp_enabled=False)
+        apply_fsdp_to_decoder(model, self._dims.get_mesh(["fsdp"]), param_dtype=getattr(torch, self.dtype) if self.dtype else None,
+                              reduce_dtype=torch.float32, pp_enabled=False, reshard_after_forward_policy="default" if trained else "always")
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it sums; nothing is to be divided
@@ -104,7 +110,7 @@ class Ranks:
     def sum_over_groups(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of what was counted over groups, each counted in its first rank; in place. Collective."""
         if self.sharded:
-            if self.rank % self.config.tensor_parallel:
+            if self.rank % self.tensor_parallel:
                 values.zero_()
             dist.all_reduce(values)
         return values
@@ -112,6 +118,32 @@ class Ranks:
     def snapshot(self, layout: Layout, tensors: Mapping[str, torch.Tensor], tell: Callable[[], None]) -> "ShardedSnapshot":
         """Of this rank's shards, as they are now."""
         return ShardedSnapshot(layout, tensors, self._gatherer, tell)
+
+
+def share(parameter: torch.Tensor) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part of a parameter lies."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return ()
+    sizes, firsts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + size) for size, first in zip(sizes, firsts))
+
+
+def let_go(model) -> None:
+    """Forget what FSDP, if it divides a model, notes in each pass forward for the one backward, which does not come where nothing is trained."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedSnapshot:

@@ -2,8 +2,9 @@
 
     4*trainer:4+logprob:4,12*generator:8
 
-are 16 nodes: the first four with four ranks of the trainer and four logprob actors each, the others with eight generators. What a node plays
-is dealt out to its GPUs in turn. The controller is on the first node; the draft adapter too, unless a node names it.
+are 16 nodes: the first four with four ranks of the trainer and four of logprob actors each (an actor is one rank, unless logprob.ranks says
+otherwise), the others with eight generators. What a node plays is dealt out to its GPUs in turn. The controller is on the first node; the draft
+adapter too, unless a node names it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import re
 from typing import Mapping
 
 ROLES = ("trainer", "logprob", "generator", "draft_adapter")
-TRAINER_RANK = "trainer_rank"
+TRAINER_RANK, LOGPROB_RANK = "trainer_rank", "logprob_rank"
+_RANK = "_rank"
 
 
 def parse(text: str) -> list[dict[str, int]]:
@@ -52,17 +54,34 @@ def total(nodes: list[dict[str, int]]) -> dict[str, int]:
     return {role: sum(node.get(role, 0) for node in nodes) for role in ROLES}
 
 
-def actor_names(ranks: int, logprobs: int, generators: int, adapting: bool) -> dict[str, str]:
-    """name -> role of every actor but the controller, in order. What the trainer's other ranks play is called trainer_rank."""
-    names = {"trainer": "trainer"} | {f"{TRAINER_RANK}{rank}": TRAINER_RANK for rank in range(1, ranks)}
-    names |= {f"logprob{i or ''}": "logprob" for i in range(logprobs)}
+def actor_names(ranks: int, logprobs: int, logprob_ranks: int, generators: int, adapting: bool) -> dict[str, str]:
+    """name -> role of every actor but the controller, in order.
+
+    Args:
+        ranks: of the trainer.
+        logprob_ranks: of each logprob actor. What a trainer's or a logprob actor's further ranks play is called trainer_rank or logprob_rank.
+    """
+    names = {name: TRAINER_RANK if rank else "trainer" for rank, name in enumerate(rank_names("trainer", ranks))}
+    for leader in (f"logprob{i or ''}" for i in range(logprobs)):
+        names |= {name: LOGPROB_RANK if rank else "logprob" for rank, name in enumerate(rank_names(leader, logprob_ranks))}
     names |= {f"generator{i}": "generator" for i in range(generators)}
     return names | ({"draft_adapter": "draft_adapter"} if adapting else {})
 
 
+def rank_names(leader: str, ranks: int) -> list[str]:
+    """Of the ranks that hold one model together, the leading one first: logprob1, logprob1_rank1, ..."""
+    return [leader, *(f"{leader}{_RANK}{rank}" for rank in range(1, ranks))]
+
+
+def rank_of(name: str) -> tuple[str, int]:
+    """An actor's leader and its rank; of one that leads, or has no ranks, itself and 0."""
+    leader, _, rank = name.partition(_RANK)
+    return leader, int(rank or 0)
+
+
 def place(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[str]]:
     """The names of the actors on each node, the controller among them."""
-    waiting = {role: [name for name, plays in names.items() if plays.removesuffix("_rank") == role] for role in ROLES}
+    waiting = {role: [name for name, plays in names.items() if plays.removesuffix(_RANK) == role] for role in ROLES}
     placed = []
     for node in nodes:
         here = []

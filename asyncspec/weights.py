@@ -21,7 +21,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Iterator, Mapping, Protocol
+from typing import Callable, Iterator, Mapping, Protocol, Sequence
 
 import msgspec
 import torch
@@ -73,9 +73,11 @@ class Layout:
             flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
         return flat
 
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The named tensors inside a flat buffer."""
-        return {name: flat[offset : offset + torch.Size(shape).numel()].view(shape) for name, shape, offset in self.entries}
+    def views(self, flat: torch.Tensor, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """The named tensors inside a flat buffer; or those of a bucket inside the stretch that it is."""
+        inside = self.entries if names is None else [entry for entry in self.entries if entry[0] in names]
+        first = inside[0][2] if inside else 0
+        return {name: flat[offset - first : offset - first + torch.Size(shape).numel()].view(shape) for name, shape, offset in inside}
 
 
 class Snapshot(Protocol):
@@ -294,14 +296,16 @@ class Receiver(_Worker):
     """The receiving end: staging buffers fill in the background, `take` hands over the newest complete version."""
 
     def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout,
-                 received: Callable[[int], None]) -> None:
+                 received: Callable[[int], None], keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> None:
         """
         Args:
             received: called in the thread with each version that is complete in staging.
+            keep: for one of several ranks that take versions together: callable(name, tensor that has arrived) -> a copy of what of it is
+                this rank's. A complete version then stays until that or a newer one is taken. None: the newest stays, all of it.
         """
         self.layout = layout
-        self._received = received
-        self._complete: tuple[int, torch.Tensor] | None = None
+        self._received, self._keep = received, keep
+        self._complete: dict[int, dict[str, torch.Tensor]] = {}
         self._taken = 0
         self._lock = threading.Lock()
         super().__init__(f"receive-{kind}", store_host, store_port, kind, me, device)
@@ -313,10 +317,13 @@ class Receiver(_Worker):
             return
 
         def task() -> None:
-            flat = torch.empty(self.layout.elements, dtype=torch.float32, device=lane.device)
-            for _, first, end in self.layout.buckets:
-                lane.group.broadcast(flat[first:end])
-            expected = lane.group.record(version, flat.numel())
+            tensors: dict[str, torch.Tensor] = {}
+            for names, first, end in self.layout.buckets:
+                bucket = torch.empty(end - first, dtype=torch.float32, device=lane.device)
+                lane.group.broadcast(bucket)
+                arrived = self.layout.views(bucket, names)
+                tensors |= arrived if self._keep is None else {name: self._keep(name, tensor) for name, tensor in arrived.items()}
+            expected = lane.group.record(version, self.layout.elements)
             record = torch.zeros_like(expected)
             lane.group.broadcast(record)
             if not torch.equal(record, expected):
@@ -324,16 +331,30 @@ class Receiver(_Worker):
             with self._lock:
                 if lane is not self._lane or version <= self._taken:  # of an epoch that is past, or sent again to newcomers
                     return
-                self._complete = (version, flat)
+                if self._keep is None:
+                    self._complete.clear()
+                self._complete[version] = tensors
             self._received(version)
 
         lane.tasks.put(task)
 
-    def take(self) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The newest complete version and its tensors, once; None if there is no new one."""
+    @property
+    def complete(self) -> list[int]:
+        """Versions that can be taken."""
+        with self._lock:
+            return list(self._complete)
+
+    def take(self, version: int | None = None) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The newest complete version and its tensors, once; None if there is no new one. Older ones go.
+
+        Args:
+            version: this one, which is complete; None: the newest.
+        """
         self.check()
         with self._lock:
-            complete, self._complete = self._complete, None
-            if complete is not None:
-                self._taken = complete[0]
-        return None if complete is None else (complete[0], self.layout.views(complete[1]))
+            if not self._complete:
+                return None
+            self._taken = version = max(self._complete) if version is None else version
+            tensors = self._complete[version]
+            self._complete = {later: held for later, held in self._complete.items() if later > version}
+        return version, tensors

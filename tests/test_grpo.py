@@ -190,7 +190,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
 
     from asyncspec import config as configuration
     from asyncspec.actors import trainer as trainers
-    from asyncspec.actors.trainer_rank import Team
+    from asyncspec.actors.trainer_rank import TrainerTeam
     from asyncspec.rl.learner import Learner
 
     model, said = trainable, []
@@ -199,7 +199,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
     actor.control = SimpleNamespace(send=said.append)
     actor.learner = Learner(actor.config, tmp_path, "cpu")
     actor.learner.accumulator = GradientAccumulator(model, actor.config.trainer.optimizer, actor.config.rl, 1.0)
-    actor.team = Team(actor, actor.learner)
+    actor.team = TrainerTeam(actor, actor.learner)
     group_, arrays = group(0, [2, 3], [3, 4], 1)
     bad = {**arrays, "behaviour": np.full_like(arrays["behaviour"], np.nan)}
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -244,19 +244,17 @@ def test_dividing_a_group_does_not_change_its_gradient(trainable):
     assert stats_divided == pytest.approx(stats, rel=1e-4)
 
 
-def test_logprobs_do_not_depend_on_how_a_group_is_divided(tmp_path):
-    from asyncspec.actors.base import ActorSpec
-    from asyncspec.actors.logprob import Logprob
-    from asyncspec.config import load, to_yaml
+def test_logprobs_do_not_depend_on_how_a_group_is_divided():
+    from asyncspec.config import load
+    from asyncspec.rl.scorer import Scorer
 
     group_, arrays = group(0, [2, 3], [3, 9, 1, 14], 1)
     found = []
     for most in (1 << 20, 20):
-        actor = Logprob(ActorSpec("logprob", "logprob", str(tmp_path), to_yaml(load("tiny", ["rl.kl_coef=0.1", f"trainer.tokens_per_pass={most}"]))))
-        actor.load()
-        scored = dict(arrays)
-        assert actor.score(group_, scored, True) is not None
-        found.append(scored)
-    for name in ("proximal", "reference"):
-        assert len(found[0][name]) == 27
-        np.testing.assert_allclose(found[1][name], found[0][name], atol=1e-5)
+        scorer = Scorer(load("tiny", ["rl.kl_coef=0.1", f"trainer.tokens_per_pass={most}"]), "cpu")
+        scorer.load()
+        scorer.supervising = True
+        assert scorer.add(group_, arrays) is not None and scorer.passes(group_, arrays) == (1 if most > 20 else 4)
+        found.append(scorer.collect(27))
+    assert scorer.scores == ["proximal", "reference"] and found[0].shape == (1, 2, 27) and (found[0] < 0).all()
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)

@@ -72,10 +72,10 @@ def work(rank, config, tied, kind, port, results):
     """The same in one of several ranks: what is left over for none is nothing."""
     torch.set_num_threads(1)
     weights.BUCKET_ELEMENTS = 4000
-    ranks = Ranks(config, rank)
+    ranks = Ranks("trainer", rank, config.ranks, config.tensor_parallel, config.dtype)
     ranks.join("127.0.0.1", port, "cpu", 60, 60)
     model, gathered = policy(tied, kind), {}
-    ranks.shard(model)
+    ranks.shard(model, trained=True, recompute=config.recompute)
     share = accumulator(model, ranks)
     layout = Layout.of(dict(model.named_parameters()))
 

@@ -14,14 +14,15 @@ from asyncspec.doctor import Node, judge
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), counts), min_size=1, max_size=6), st.booleans())
-def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting):
+@given(st.lists(st.tuples(st.integers(1, 4), counts), min_size=1, max_size=6), st.booleans(), st.data())
+def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting, data):
     nodes = [*nodes, (1, {"trainer": 1, "logprob": 1, "generator": 1})]
     text = ",".join(f"{times}*" + "+".join(f"{role}:{count}" for role, count in node.items()) for times, node in nodes)
     parsed = topology.parse(text)
     assert parsed == [node for times, node in nodes for _ in range(times)]
     totals = topology.total(parsed)
-    names = topology.actor_names(totals["trainer"], totals["logprob"], totals["generator"], adapting)
+    ranks = data.draw(st.sampled_from([n for n in range(1, totals["logprob"] + 1) if totals["logprob"] % n == 0]))
+    names = topology.actor_names(totals["trainer"], totals["logprob"] // ranks, ranks, totals["generator"], adapting)
     placed = topology.place(parsed, names)
     assert sorted(name for node in placed for name in node) == sorted(["controller", *names]) and placed[0][0] == "controller"
     for node, here in zip(parsed, placed):
@@ -42,6 +43,11 @@ def test_a_topology_that_cannot_be_is_one_line(nodes, said):
 def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
     config = load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8"])
     assert (config.trainer.ranks, config.deployment.logprobs, config.deployment.generators) == (4, 2, 24)
+    config = load("tiny", ["deployment.nodes=trainer,2*logprob:4,generator", "logprob.ranks=4"])
+    assert config.deployment.logprobs == 2 and [name for name, role in actor_names(config).items() if role == "logprob_rank"] == [
+        *(f"logprob_rank{rank}" for rank in (1, 2, 3)), *(f"logprob1_rank{rank}" for rank in (1, 2, 3))]
+    with pytest.raises(ConfigError, match="3 ranks of logprob actors; expected a multiple of logprob.ranks=2; nearest valid choice: logprob.ranks=1"):
+        load("tiny", ["deployment.nodes=trainer+logprob:3+generator", "logprob.ranks=2"])
     with pytest.raises(ConfigError, match="deployment.generators=3: expected 24"):
         load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8", "deployment.generators=3"])
 

@@ -129,7 +129,7 @@ class Controller:
         self.broadcasts.devices = {name: crew.hellos[name].device for name in crew.present}
         self.recovery.outboxes |= {name: transport.Outbox(crew.hellos[name].address) for name in crew.generators}
         self.recovery.welcome()
-        self.broadcasts.make("policy", [*crew.playing("trainer"), *crew.playing("logprob"), *crew.generators])
+        self.broadcasts.make("policy", [*crew.playing("trainer"), *crew.playing("logprob"), *crew.playing("logprob_rank"), *crew.generators])
         if self.config.draft_trainer:
             self.broadcasts.make("draft", [*crew.playing(self.config.draft_trainer), *crew.generators])
         self._listen_until(lambda: crew.present - crew.ready, "to load and join its broadcast group")

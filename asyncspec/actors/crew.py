@@ -19,7 +19,12 @@ from asyncspec.heartbeat import SUFFIX, Vigil
 
 def actor_names(config: Config) -> dict[str, str]:
     """name -> role of every actor but the controller."""
-    return topology.actor_names(config.trainer.ranks, config.deployment.logprobs, config.deployment.generators, config.adapting)
+    return topology.actor_names(config.trainer.ranks, config.deployment.logprobs, config.logprob.ranks, config.deployment.generators, config.adapting)
+
+
+def replaceable(config: Config) -> set[str]:
+    """The roles of actors in whose place others can be started alone. The ranks of one model cannot: they start together."""
+    return {"generator", "draft_adapter", *(["logprob"] if config.logprob.ranks == 1 else [])}
 
 
 def computing(config: Config, names: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.actors.base import first_name
 from asyncspec.actors.broadcasts import Broadcasts
-from asyncspec.actors.crew import Crew
+from asyncspec.actors.crew import Crew, replaceable
 from asyncspec.actors.records import Records
 from asyncspec.actors.tickets import ARRIVED, GENERATED, TicketBook
 from asyncspec.config import Config
@@ -87,7 +87,7 @@ class Recovery:
         for name in names:
             known = [other for other in crew.roles if first_name(other) == name]
             came = self.broadcasts is not None or name in crew.hellos
-            if not known or (came and crew.roles[name] not in _KINDS):
+            if not known or (came and crew.roles[name] not in replaceable(self.config)):
                 return m.Claimed([], f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
                                      "launcher to do so")
             granted.append(f"{name}.{len(known)}" if came else name)

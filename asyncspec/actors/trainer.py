@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncspec import messages as m
 from asyncspec.actors.base import Actor, StopRequested
-from asyncspec.actors.trainer_rank import Team
+from asyncspec.actors.trainer_rank import TrainerTeam
 from asyncspec.config import Config, resolve_path
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
@@ -52,7 +52,7 @@ class Trainer(Actor):
         self.step_start = 0.0
         self.next_ticket = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
-        self.team = Team(self, self.learner)
+        self.team = TrainerTeam(self, self.learner)
 
     def inbox_credits(self) -> int:
         return (self.config.policy_lag + 1) * self.config.rl.groups_per_step
@@ -219,7 +219,8 @@ class Trainer(Actor):
     def _train_mtp(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> None:
         from asyncspec.drafts.supervision import from_pass
 
-        supervision = from_pass(self.learner.model, tokens_GL, mask_GL, logits_GLV, hidden_GLD, self.config.sampling.temperature)
+        embeds_GLD = self.learner.model.tok_embeddings(tokens_GL)
+        supervision = from_pass(tokens_GL, mask_GL, logits_GLV, hidden_GLD, embeds_GLD, self.config.sampling.temperature)
         loss, rates = self.mtp.step(supervision)
         self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.mtp.steps,
                           "draft/skipped": self.mtp.skipped}

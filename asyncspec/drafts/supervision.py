@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from asyncspec.messages import Arrays
-from asyncspec.models.policy import hidden_states
+from asyncspec.models.policy import forward
 
 LEAST_REST = 1e-6  # mass that a draft is taken to leave outside the tokens kept, so that its logarithm is finite
 
@@ -89,15 +89,15 @@ def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supe
         aux_layers: whose inputs the draft reads; () for a draft that reads tokens only.
         temperature: of the sampling; the draft learns the distribution that is sampled from.
     """
-    hidden_BLD, features_BLE = hidden_states(model, tokens_BL, None, aux_layers)
-    return from_pass(model, tokens_BL, mask_BL, model.lm_head(hidden_BLD), features_BLE, temperature)
+    return from_pass(tokens_BL, mask_BL, *forward(model, tokens_BL, aux_layers), temperature)
 
 
-def from_pass(model, tokens_BL, mask_BL, logits_BLV, features_BLE, temperature: float) -> Supervision:
-    """The same from a pass that was made anyhow."""
+@torch.no_grad()
+def from_pass(tokens_BL, mask_BL, logits_BLV, features_BLE, embeds_BLD, temperature: float) -> Supervision:
+    """The same from a pass that was made anyhow; of what `models.policy.forward` returns."""
     target = Target((logits_BLV.detach() / temperature).log_softmax(-1))
-    embeds_BLD = None if features_BLE is None else model.tok_embeddings(tokens_BL).detach().float()
-    return Supervision(tokens_BL, mask_BL, target, None if features_BLE is None else features_BLE.detach().float(), embeds_BLD)
+    features_BLE, embeds_BLD = (None if tensor is None else tensor.detach().float() for tensor in (features_BLE, embeds_BLD))
+    return Supervision(tokens_BL, mask_BL, target, features_BLE, embeds_BLD)
 
 
 def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random.Generator | None = None) -> Arrays:

@@ -23,6 +23,7 @@ CLASSES = {
     "controller": ("asyncspec.actors.controller", "Controller"),
     "generator": ("asyncspec.actors.generator", "Generator"),
     "logprob": ("asyncspec.actors.logprob", "Logprob"),
+    "logprob_rank": ("asyncspec.actors.logprob_rank", "LogprobRank"),
     "trainer": ("asyncspec.actors.trainer", "Trainer"),
     "trainer_rank": ("asyncspec.actors.trainer_rank", "TrainerRank"),
     "draft_adapter": ("asyncspec.actors.draft_adapter", "DraftAdapter"),
@@ -30,7 +31,7 @@ CLASSES = {
 
 
 MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": ("asyncspec.mock.actors", "MockTrainerRank"),
-          "logprob": ("asyncspec.mock.actors", "MockLogprob")}
+          "logprob": ("asyncspec.mock.actors", "MockLogprob"), "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank")}
 
 
 def make(spec: ActorSpec):

@@ -1,7 +1,7 @@
 """What every launcher does while its actors live, however it starts their processes.
 
 It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the whole run started
-again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, or the controller.
+again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, the controller, or one of several ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import msgspec
 from asyncspec import transport
 from asyncspec.actors.base import ActorSpec, first_name
 from asyncspec.actors.controller import RESTART
+from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.heartbeat import Vigil
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.messages import Beat, Interrupt, Kill, Stop
-
-REPLACEABLE = ("generator", "logprob", "draft_adapter")
 
 
 class Supervisor:
@@ -70,7 +69,7 @@ class Supervisor:
     @property
     def replaceable(self) -> bool:
         """Whether this launcher has an actor that can be replaced."""
-        return any(spec.role in REPLACEABLE for spec in self.specs.values())
+        return any(spec.role in replaceable(self.config) for spec in self.specs.values())
 
     @property
     def overdue(self) -> bool:
@@ -93,7 +92,7 @@ class Supervisor:
             print(f"controller died: {how}" + ("; all is started again from the last checkpoint" if self.resuming else ""), flush=True)
             return None
         new = None
-        if spec is not None and spec.role in REPLACEABLE and going_on and self.replacements:
+        if spec is not None and spec.role in replaceable(self.config) and going_on and self.replacements:
             self.replacements -= 1
             number = name.removeprefix(first_name(name)).lstrip(".")
             new = msgspec.structs.replace(spec, name=f"{first_name(name)}.{int(number or 0) + 1}")

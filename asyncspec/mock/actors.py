@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 
 from asyncspec import checkpoint
 from asyncspec import messages as m
 from asyncspec.actors.logprob import Logprob
+from asyncspec.actors.logprob_rank import LogprobRank
 from asyncspec.actors.trainer import Trainer
 from asyncspec.actors.trainer_rank import TrainerRank
 from asyncspec.mock.engine import MockModel
 from asyncspec.parallel import Ranks
 from asyncspec.rl.learner import Learner
+from asyncspec.rl.scorer import Scorer
 
 
 class MockAccumulator:
@@ -80,12 +81,30 @@ class MockTrainerRank(TrainerRank):
     learner_class = MockLearner
 
 
-class MockLogprob(Logprob):
+class MockScorer(Scorer):
     def load(self) -> None:
-        mock = self.config.mock
-        self.model, self.reference = MockModel(mock.weights), None
-        self.group_s = mock.logprob_s * mock.time_scale / self.config.rl.groups_per_step * self.config.deployment.logprobs
+        c = self.config
+        self.model = MockModel(c.mock.weights)
+        seconds = c.mock.logprob_s * c.mock.time_scale / c.rl.groups_per_step  # of a group, with all actors and ranks at it
+        self.group_s = seconds * c.deployment.logprobs * self.ranks.data_size
 
-    def score(self, group: m.Group, arrays: m.Arrays, supervising: bool) -> None:
+    def join(self, store_host: str, store_port: int, collective_s: float) -> None:
+        self.ranks.join(store_host, store_port, self.device, self.config.deployment.start_timeout_s, collective_s)
+        self._hold()
+
+    def passes(self, group: m.Group, arrays: m.Arrays) -> int:
+        return 1
+
+    def add(self, group: m.Group, arrays: m.Arrays) -> None:
         time.sleep(self.group_s)
-        arrays["proximal"] = np.zeros_like(arrays["behaviour"])
+
+    def add_nothing(self) -> None:
+        pass
+
+
+class MockLogprob(Logprob):
+    scorer_class = MockScorer
+
+
+class MockLogprobRank(LogprobRank):
+    scorer_class = MockScorer

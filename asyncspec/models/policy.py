@@ -193,6 +193,35 @@ def hidden_states(
     return h_BLD, (torch.cat(kept, dim=-1) if kept else None)
 
 
+def forward(model: Decoder, tokens_BL: torch.Tensor, aux_layers=()) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """One pass of a policy, whole or divided over several ranks; then collective.
+
+    Args:
+        tokens_BL: int64 token ids.
+        aux_layers: as for `hidden_states`.
+
+    Returns:
+        logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D], or None without
+        `aux_layers`.
+    """
+    # A divided policy is called as a whole, which is when its ranks gather what a pass needs; what is to be kept passes by on the way.
+    passed: dict[int, torch.Tensor] = {}
+    modules = dict(enumerate([*model.layers.values(), model.lm_head]))
+    hooks = [modules[index].register_forward_pre_hook(lambda _, inputs, index=index: passed.update({index: _whole(inputs[0])}))
+             for index in ({0, *aux_layers} if aux_layers else ())]
+    try:
+        logits_BLV = _whole(model(tokens_BL)).float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    features_BLE = torch.cat([passed[index] for index in sorted({*aux_layers})], dim=-1) if aux_layers else None
+    return logits_BLV, features_BLE, passed.get(0)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
     """Build a policy on a device and fill it from a Hugging Face directory.
 

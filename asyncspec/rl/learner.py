@@ -18,7 +18,8 @@ from asyncspec.weights import Layout, Snapshot, WholeSnapshot
 class Learner:
     def __init__(self, config: Config, run_dir: Path, device: str, rank: int = 0) -> None:
         self.config, self.run_dir, self.device = config, run_dir, device
-        self.ranks = Ranks(config.trainer, rank)
+        t = config.trainer
+        self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, t.dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # what else belongs into a checkpoint
 
@@ -36,7 +37,7 @@ class Learner:
         c = self.config
         self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
         self.model.to(self.device)
-        self.ranks.shard(self.model)
+        self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
         self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks, c.trainer.tokens_per_pass)
         self._hold()
 

@@ -1,0 +1,151 @@
+"""Several ranks that hold one model together, and how the first leads them: those of the trainer, or of a logprob actor.
+
+The leading rank alone has an inbox for groups, waits, decides and reports. Before each collective it sends the others an order, so that all of
+them come to the same one; a rank without an order waits. Of the groups that are to be gone through, as many as there are data ranks are at once,
+one in each; a rank for which none is left, or whose group takes fewer passes, makes passes over nothing, and so takes part.
+
+    leader          deal g0, g1           | deal g2         | update, or collect
+    orders to 1     g1                    | nothing         | update, or collect
+    both ranks      passes over g0, g1    | passes over g2  | step, or sum
+
+A rank that dies ends a collective with an error in the others, or leaves it to its deadline; the whole run is started again from the last
+checkpoint, which the others wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from typing import Callable
+
+from asyncspec import messages as m
+from asyncspec import topology
+from asyncspec.actors.base import Actor, first_name
+from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
+from asyncspec.parallel import Ranks
+
+NOTHING, END = "nothing", "end"  # orders that all teams have
+
+
+class PeersLost(RuntimeError):
+    """A collective among the ranks has failed."""
+
+
+class Team:
+    """The leading rank's hold of the others."""
+
+    def __init__(self, actor: Actor, ranks: Ranks) -> None:
+        self.actor, self.ranks = actor, ranks
+        self.outboxes: list = []  # to ranks 1, 2, ...
+        self.lost = False
+
+    def connect(self, welcome: m.Welcome) -> None:
+        _, *others = topology.rank_names(first_name(self.actor.name), self.ranks.size)
+        self.outboxes = [self.actor.outbox(name, welcome) for name in others]
+
+    def deal(self, parts: list[tuple[m.Group, m.Arrays]], worker):
+        """Have groups gone through, each in a data rank of its own; returns what the worker's `add` does of the first, which is this rank's.
+
+        Args:
+            parts: no more than there are data ranks.
+            worker: with `passes`, how many a group takes, `add` and `add_nothing`; the other ranks have such a one too.
+        """
+        counts = [worker.passes(*part) for part in parts]
+        for rank, outbox in enumerate(self.outboxes, start=1):
+            part = rank // self.ranks.tensor_parallel
+            done = 0
+            if part < len(parts):
+                outbox.put(*parts[part])
+                done = counts[part]
+            if done < max(counts):
+                outbox.put(m.Order(NOTHING, max(counts) - done))
+
+        def add():
+            result = worker.add(*parts[0])
+            for _ in range(max(counts) - counts[0]):
+                worker.add_nothing()
+            return result
+
+        return self.together(add)
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self.order(END)
+        self._sent()
+
+    def order(self, what: str, number: int = -1) -> None:
+        for outbox in self.outboxes:
+            outbox.put(m.Order(what, number))
+
+    def together(self, act: Callable):
+        """Do what all ranks do now.
+
+        Raises:
+            PeersLost: a rank is gone, and nobody has ended the run for it.
+        """
+        self._sent()
+        try:
+            return act()
+        except RuntimeError as error:
+            if not self.outboxes:
+                raise
+            self.lost = True
+            return await_end(self.actor, error)
+
+    def _sent(self) -> None:
+        """Until every order has left: nobody would come to a collective whose order waits here for credit."""
+        deadline = time.monotonic() + COLLECTIVE_S
+        while any(outbox.backlog for outbox in self.outboxes) and time.monotonic() < deadline:
+            self.actor.wait(0.005)
+            for outbox in self.outboxes:
+                outbox.flush()
+
+
+def await_end(actor: Actor, error: RuntimeError):
+    """A rank is gone: give its launcher the time to say so and the controller to end this run for another start; raises PeersLost after it."""
+    actor.log(f"a collective among the ranks failed: {error}")
+    deadline = time.monotonic() + actor.config.deployment.silent_timeout_s + 2 * KILLED_S
+    while time.monotonic() < deadline:
+        actor.wait_step(0.05)
+    raise PeersLost(f"ranks of {topology.rank_of(first_name(actor.name))[0]}: {str(error).splitlines()[0]}")
+
+
+class Follower(Actor):
+    """A further rank: does as the leading one says."""
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self.leader, self.rank = topology.rank_of(spec.name)
+        self.ended, self.ordered = False, 0.0  # and when it was last told to do something
+
+    def inbox_credits(self) -> int:
+        return 64
+
+    @abstractmethod
+    def follow(self, message: m.Message, arrays: m.Arrays) -> None:
+        """Do what a group or an order asks."""
+
+    def turn(self) -> None:
+        item = self.inbox.take()
+        if item is None:
+            self.wait(0.05)
+            return
+        self.ordered = time.monotonic()
+        if isinstance(item[0], m.Order) and item[0].what == END:
+            self.ended = True
+            return
+        try:
+            self.follow(item[0], item[1])
+        except RuntimeError as error:
+            self.ended = True
+            await_end(self, error)
+
+    def follow_to_the_end(self, patience_s: float) -> None:
+        """Take part in what the leading rank has still begun.
+
+        Args:
+            patience_s: without an order; then the leading rank is gone.
+        """
+        self.ordered = time.monotonic()
+        while not self.ended and time.monotonic() - self.ordered < patience_s:
+            self.turn()

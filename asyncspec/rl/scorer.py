@@ -1,0 +1,129 @@
+"""What each rank of a logprob actor holds of the policy, and does with it: load, score, take a new version.
+
+The actors decide when: the leading rank is the logprob actor (actors/logprob.py), the others do as it says (actors/logprob_rank.py). What is
+marked as collective here must be called in all ranks, in the same order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, Mapping
+
+import numpy as np
+import torch
+
+from asyncspec import messages as m
+from asyncspec.config import Config, resolve_path
+from asyncspec.parallel import Ranks, let_go, local, share
+from asyncspec.rl.batch import padded, passes, response_logprobs
+from asyncspec.weights import Layout
+
+
+class Scorer:
+    def __init__(self, config: Config, device: str, name: str = "logprob", rank: int = 0) -> None:
+        """
+        Args:
+            name: of the logprob actor.
+            rank: of this process among its ranks.
+        """
+        self.config, self.device = config, device
+        self.ranks = Ranks(name, rank, config.logprob.ranks, config.logprob.tensor_parallel)
+        self.reference, self.aux_layers = None, ()
+        self.scores = ["proximal"] + ["reference"] * (config.rl.kl_coef > 0)
+        self.supervising = False  # whether the next group's hidden states are wanted too
+        self._scored: list[list[torch.Tensor]] = []  # [scores, passes]: float32 [tokens] each, of the group added last
+
+    def load(self) -> None:
+        """Read the policy and, with a KL term, the reference."""
+        from asyncspec.drafts import draft
+
+        c = self.config
+        self.model, self.shape = self._read(c.model.path)
+        if c.adapting:
+            self.aux_layers = draft.aux_layers(c.speculation.method, resolve_path(c.draft_directory), self.shape)
+        if c.rl.kl_coef > 0:
+            self.reference, _ = self._read(c.model.reference_path or c.model.path)
+
+    def _read(self, path: str):
+        from asyncspec.models import policy
+
+        # Every rank reads all of it, into host memory, and keeps its share.
+        model, shape = policy.load(resolve_path(path), "cpu" if self.ranks.sharded else self.device)
+        return policy.cast(model, getattr(torch, self.config.trainer.dtype)).requires_grad_(False), shape
+
+    def join(self, store_host: str, store_port: int, collective_s: float) -> None:
+        """Find the other ranks and share policy and reference with them. Collective."""
+        self.ranks.join(store_host, store_port, self.device, self.config.deployment.start_timeout_s, collective_s)
+        for model in self._models:
+            self.ranks.shard(model, trained=False)
+            model.to(self.device)
+        self._hold()
+
+    @property
+    def _models(self) -> list:
+        return [self.model] if self.reference is None else [self.model, self.reference]
+
+    def _hold(self) -> None:
+        self.parameters = dict(self.model.named_parameters())
+        self.layout = Layout.of(self.parameters)
+        self._shares = {name: share(parameter) for name, parameter in self.parameters.items()}
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of this rank's share of a tensor that has arrived whole, in the dtype it is computed with."""
+        return tensor[self._shares[name]].to(self.parameters[name].dtype, copy=True)
+
+    @torch.no_grad()
+    def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with these weights: of each what `keep` gave, or with one rank the whole."""
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(tensors[name])
+
+    def passes(self, group: m.Group, arrays: m.Arrays) -> int:
+        """How many passes `add` makes."""
+        return len(passes(group.ticket.prompt_tokens, arrays, self.config.trainer.tokens_per_pass))
+
+    @torch.no_grad()
+    def add(self, group: m.Group, arrays: m.Arrays) -> Callable | None:
+        """The policy's passes over a group, and the reference's. Collective: the other ranks make as many, with groups of theirs or by `add_nothing`.
+
+        Returns:
+            If `supervising`, which ends with that: what makes the draft's supervision from the first pass, once there is time for it.
+        """
+        from asyncspec.drafts.supervision import from_pass
+        from asyncspec.models.policy import forward
+
+        temperature, supervision = self.config.sampling.temperature, None
+        self._scored = [[] for _ in self.scores]
+        for part in passes(group.ticket.prompt_tokens, arrays, self.config.trainer.tokens_per_pass):
+            tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, part, self.device)
+            logits_GLV, *hidden = forward(self.model, tokens_GL, self.aux_layers if self.supervising else ())
+            if self.supervising:
+                self.supervising, supervision = False, partial(from_pass, tokens_GL, mask_GL, logits_GLV, *hidden, temperature)
+            self._scored[0].append(response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature))
+            if self.reference is not None:
+                self._scored[1].append(response_logprobs(forward(self.reference, tokens_GL)[0], tokens_GL, mask_GL, temperature))
+        return supervision
+
+    @torch.no_grad()
+    def add_nothing(self) -> None:
+        """Take part in a pass of the other ranks."""
+        from asyncspec.models.policy import forward
+
+        nothing_GL = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        for model in self._models:
+            forward(model, nothing_GL)
+
+    def collect(self, tokens: int) -> np.ndarray:
+        """What was scored since the last call in every data rank, float32 [data ranks, scores, tokens], zero where there are fewer. Collective.
+
+        Args:
+            tokens: of the group that has most.
+        """
+        values = torch.zeros(self.ranks.data_size, len(self.scores), tokens, device=self.device)
+        for index, parts in enumerate(self._scored):
+            found = torch.cat(parts)
+            values[self.ranks.data_rank, index, : len(found)] = found
+        self._scored = []
+        for model in self._models:
+            let_go(model)
+        return self.ranks.sum_over_groups(values).cpu().numpy()
