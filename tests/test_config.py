@@ -44,6 +44,8 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("engine.kind=mock", "trainer.kind='torch': expected mock with engine.kind=mock"),
     ("engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=0.0: expected more than 0 and at most 1"),
     ("speculation.draft_path=asset:tiny/draft_model", "nearest valid choice: speculation.method=draft_model"),
+    ("logprob.ranks=0", "logprob.ranks=0: expected at least 1; nearest valid choice: logprob.ranks=1"),
+    ("logprob.tensor_parallel=2", "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: logprob.tensor_parallel=1"),
 ])
 def test_wrong_overrides_are_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:
@@ -97,6 +99,10 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
      "engine.compile=true", "engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false"),
     ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
      ("trainer.ranks=2", "trainer.tensor_parallel=2"), "trainer.tensor_parallel=2: expected 1 with a policy of experts"),
+    ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+     ("logprob.ranks=2", "logprob.tensor_parallel=2"), "logprob.tensor_parallel=2: expected 1 with a policy of experts"),
+    ({"num_key_value_heads": 1}, ("logprob.ranks=2", "logprob.tensor_parallel=2"),
+     "logprob.tensor_parallel=2: expected a divisor of the policy's 1 heads of keys and values; nearest valid choice: logprob.tensor_parallel=1"),
     ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "speculation.method=mtp", "made for model_type=qwen3; expected llama"),
 ])
 def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, expected):

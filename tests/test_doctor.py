@@ -44,6 +44,9 @@ def test_sharding_divides_what_a_rank_needs():
     one, four = (estimate.of_actor(load("tiny", [f"trainer.ranks={n}"]), POLICY_8B, "trainer") for n in (1, 4))
     for part in ("weights and gradients", "optimizer", "snapshot"):
         assert four[part] == one[part] / 4
+    one, four = (estimate.of_actor(load("tiny", [f"logprob.ranks={n}"]), POLICY_8B, "logprob") for n in (1, 4))
+    assert four["weights"] == one["weights"] / 4 and four["arriving weights"] < one["arriving weights"]
+    assert four == estimate.of_actor(load("tiny", ["logprob.ranks=4"]), POLICY_8B, "logprob_rank")
 
 
 def test_a_clock_far_off_is_wrong():
