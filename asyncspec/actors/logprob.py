@@ -95,16 +95,15 @@ class Logprob(PolicyHolder):
         self.fault("work")
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()
+        self.recorder.add("logprob", start, end, first.step, first.ticket_id, self.version, mark)  # the other ranks note theirs
         for group, arrays, arrived in items:
-            ticket = group.ticket
-            self.recorder.add("logprob", start, end, ticket.step, ticket.ticket_id, self.version, mark if ticket is first else None)
             # Weights that came while the group lay here are what it waited for, if it needed them.
             needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
             waited_until = self.swapped if needed else arrived
             phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
                       m.Phase("logprob_queue", waited_until, start), m.Phase("logprob", start, end)]
             self.to_trainer.put(
-                m.Group(ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
+                m.Group(group.ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
                         group.accepted, group.draft_version, phases, self.version), arrays)
             self.fault("send")
         if supervision is not None:

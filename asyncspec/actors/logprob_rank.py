@@ -81,11 +81,11 @@ class LogprobRank(PolicyHolder, Follower):
     def follow(self, message: m.Message, arrays: m.Arrays) -> None:
         scorer, ranks = self.scorer, self.scorer.ranks
         if isinstance(message, m.Group):
-            start = now()
+            start, mark = now(), self.recorder.mark()
             self.fault("work")
             scorer.add(message, arrays)
             if ranks.rank % ranks.tensor_parallel == 0 and ranks.data_rank:  # the first of those that read this group, and not the leader
-                self.recorder.add("logprob", start, now(), message.ticket.step, message.ticket.ticket_id, self.version)
+                self.recorder.add("logprob", start, now(), message.ticket.step, message.ticket.ticket_id, self.version, mark)
         elif message.what == NOTHING:
             for _ in range(message.number):
                 scorer.add_nothing()
