@@ -2,9 +2,9 @@
 
 Each place is compared with the run without delays of the same repetition: how much longer a step became, and how much of that the
 attribution charged to the place; and by how much what it charged to generation grew that was put elsewhere. The last may be right: while
-the generator sleeps over a reward the trainer catches up, and then no longer hides the generation that follows. So for rewards it is
-also counted directly: the seconds of injected sleep that were charged to generation. Two runs with generation slowed by different
-amounts test the what-if answers; a run that records nothing shows what recording costs.
+the generator sleeps over a reward the trainer catches up, and then no longer hides the generation that follows. So for rewards both are
+counted directly: of the injected sleep during which the trainer waited, the shares that were charged to rewards and to generation. Two runs with
+generation slowed by different amounts test the what-if answers; a run that records nothing shows what recording costs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Sequence
 from asyncspec.bench.harness import Benchmark, Samples, median
 from asyncspec.bench.jobs import run_job
 from asyncspec.timing import timeline, whatif
-from asyncspec.timing.attribution import PARTS, critical_path
+from asyncspec.timing.attribution import PARTS, WAITED, critical_path
 from asyncspec.timing.spans import Recorder
 
 STEPS, SKIP = 12, 2
@@ -68,18 +68,19 @@ class AttributionBenchmark(Benchmark):
             if part != "exposed_generation":
                 grew[place] = statistics.median(
                     max(0.0, a["exposed_generation_s"] - b["exposed_generation_s"]) / (a["step_s"] - b["step_s"]) for a, b in pairs)
-        pairs = list(zip(samples["reward"], samples["none"]))
-        by_part = {part: statistics.median(a[f"asleep_{part}_s"] / (a["step_s"] - b["step_s"]) for a, b in pairs) for part in PARTS}
+        asleep_in = {part: statistics.median(s[f"asleep_{part}_s"] / sum(s[f"asleep_{other}_s"] for other in WAITED) for s in samples["reward"])
+                     for part in ("exposed_reward", "exposed_generation")}
         return {
-            "injected_found_min": min(found.values()), "charged_wrongly_max": max((grew | {"reward": by_part["exposed_generation"]}).values()),
+            "injected_found_min": min((found | {"reward": asleep_in["exposed_reward"]}).values()),
+            "charged_wrongly_max": max((grew | {"reward": asleep_in["exposed_generation"]}).values()),
             "recording_overhead": median(samples, "none", "spans_per_s") * span_cost_s(),
             "step_recorded_over_unrecorded": statistics.median(a["step_s"] / b["step_s"] for a, b in zip(samples["none"], samples["unrecorded"])),
             "span_cost_us": 1e6 * span_cost_s(), "span_cost_off_us": 1e6 * span_cost_s(False),
             "whatif_error": statistics.median(abs(s["predicted_s"] / s["step_s"] - 1) for s in samples["faster"]),
             "parts_sum_error_max": max(s["sum_error"] for v in self.variants for s in samples[v]),
             "other_share_none": median(samples, "none", "other_share"),
-            **{f"found_{place}": value for place, value in found.items()},
-            **{f"reward_asleep_in_{part}": by_part[part] for part in ("exposed_generation", "exposed_reward")},
+            **{f"grew_{place}": value for place, value in found.items()},
+            **{f"reward_asleep_in_{part}": share for part, share in asleep_in.items()},
             **{f"generation_grew_{place}": value for place, value in grew.items()}}
 
     def plot(self, axes, samples: Samples) -> None:
