@@ -72,7 +72,7 @@ def warm_up(args, tokenizer):
     with Progress() as progress:
         bar = progress.add_task("policy", total=args.steps)
         for step, (tokens_BL, mask_BL) in enumerate(batches(tokenizer, rng, args.steps, 32, args.guess, args.slip)):
-            hidden_BLD, _ = policy.hidden_states(model, tokens_BL[:, :-1])
+            hidden_BLD = policy.hidden_states(model, tokens_BL[:, :-1])
             logits_BLV = model.lm_head(hidden_BLD)
             # Batches hold sequences of like length, so a mean over each would weigh short responses more.
             total = F.cross_entropy(logits_BLV[mask_BL[:, 1:]], tokens_BL[:, 1:][mask_BL[:, 1:]], reduction="sum")

@@ -43,7 +43,7 @@ def exact_sequences(policy, settings, length, eos, prompt=PROMPT):
     for _ in range(length):
         prefixes = list(open_)
         tokens = torch.tensor([prompt + list(p) for p in prefixes])
-        logits = policy.lm_head(hidden_states(policy, tokens)[0][:, -1])
+        logits = policy.lm_head(hidden_states(policy, tokens)[:, -1])
         probs = sampling_distribution(logits, *settings).double()
         extended = {}
         for prefix, row in zip(prefixes, probs):
@@ -91,7 +91,7 @@ def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small
     prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
     for (index, _), completion in run(engine, prompts, samples=6).items():
         tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
-        logits = small_policy.lm_head(hidden_states(small_policy, tokens)[0])[0] / 0.8
+        logits = small_policy.lm_head(hidden_states(small_policy, tokens))[0] / 0.8
         expected = logits.log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
 
@@ -126,7 +126,7 @@ def check_compiled(shape, policy, draft):
     prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
     for (index, _), completion in run(engine, prompts, samples=6).items():  # down to one live row
         tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
-        logprobs = policy.lm_head(hidden_states(policy, tokens)[0])[0].log_softmax(-1)
+        logprobs = policy.lm_head(hidden_states(policy, tokens))[0].log_softmax(-1)
         expected = logprobs[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
     assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # all was compiled beforehand
@@ -179,7 +179,7 @@ def test_weights_swapped_in_flight_stamp_tokens_and_take_effect(small_shape, sma
             # From the swap on, logprobs are those of the new weights over the whole prefix.
             tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
             with torch.no_grad():
-                logprobs = fresh.lm_head(hidden_states(fresh, tokens)[0])[0].log_softmax(-1)
+                logprobs = fresh.lm_head(hidden_states(fresh, tokens))[0].log_softmax(-1)
             expected = logprobs[len(PROMPT) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
             later = completion.versions == 1
             torch.testing.assert_close(completion.logprobs[later], expected[later], atol=1e-4, rtol=1e-4)

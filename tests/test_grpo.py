@@ -141,7 +141,7 @@ def logprobs(model, group_, arrays):
 
     tokens, mask = padded(group_.ticket.prompt_tokens, arrays)
     with torch.no_grad():
-        return response_logprobs(model.lm_head(hidden_states(model, tokens)[0]), tokens, mask, 1.0).numpy()
+        return response_logprobs(model.lm_head(hidden_states(model, tokens)), tokens, mask, 1.0).numpy()
 
 
 def check_gradient(trainable):
@@ -155,7 +155,7 @@ def check_gradient(trainable):
     total, loss = sum(int(a["lengths"].sum()) for _, a in batches), 0.0
     for group_, arrays in batches:
         tokens, mask = padded(group_.ticket.prompt_tokens, arrays)
-        logprob = response_logprobs(trainable.lm_head(hidden_states(trainable, tokens)[0]), tokens, mask, 1.0)
+        logprob = response_logprobs(trainable.lm_head(hidden_states(trainable, tokens)), tokens, mask, 1.0)
         lengths = torch.from_numpy(arrays["lengths"].astype(np.int64))
         part, _ = policy_loss(
             logprob, torch.from_numpy(arrays["proximal"]), torch.from_numpy(arrays["behaviour"]),

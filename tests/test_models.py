@@ -25,7 +25,7 @@ def saved(tmp_path, small_policy, small_shape):
 
 def logits(model, tokens):
     with torch.no_grad():
-        return model.lm_head(policy.hidden_states(model, tokens)[0])
+        return model.lm_head(policy.hidden_states(model, tokens))
 
 
 @pytest.mark.parametrize("which", ["shipped", "untied"])

@@ -62,7 +62,7 @@ def difference(model, prompt, completion, of=None, temperature=1.0):
     """The largest difference between its logprobs and those of a fresh forward pass of the model, over the tokens that `of` marks."""
     tokens = torch.tensor([prompt + completion.tokens.tolist()])
     with torch.no_grad():
-        logprobs = (model.lm_head(policy.hidden_states(model, tokens)[0])[0] / temperature).log_softmax(-1)
+        logprobs = (model.lm_head(policy.hidden_states(model, tokens))[0] / temperature).log_softmax(-1)
     expected = logprobs[len(prompt) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
     apart = (expected - completion.logprobs).abs()
     return float((apart if of is None else apart[of]).max())

@@ -136,7 +136,7 @@ def divergence(ended: Path, start: Path, prompts: int = 128) -> float:
     done = Sampler(model, shape, Training())(prompts_, 1)
     total = tokens = 0.0
     for tokens_BL, mask_BL in batches([Rollout(tuple(prompts_[i]), tuple(c.tokens.tolist())) for i, c in done], 32, np.random.default_rng(0)):
-        logp, logq = (m.lm_head(hidden_states(m, tokens_BL)[0])[:, :-1][mask_BL[:, 1:]].log_softmax(-1) for m in (model, before))
+        logp, logq = (m.lm_head(hidden_states(m, tokens_BL))[:, :-1][mask_BL[:, 1:]].log_softmax(-1) for m in (model, before))
         total, tokens = total + float((logp.exp() * (logp - logq)).sum()), tokens + len(logp)
     return total / tokens
 

@@ -29,7 +29,7 @@ def distillation_loss(draft, supervision: Supervision, temperature: float) -> tu
     """
     tokens_BL, mask_BL, target, _, _, start_B = supervision
     position_BL = None if start_B is None else start_B.unsqueeze(1) + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-    hidden_BLD, _ = hidden_states(draft, tokens_BL, position_BL)
+    hidden_BLD = hidden_states(draft, tokens_BL, position_BL)
     logq_BLV = (draft.lm_head(hidden_BLD) / temperature).log_softmax(-1)[:, :-1]
     mask_BL = mask_BL[:, 1:].to(logq_BLV.dtype)
     count = mask_BL.sum().clamp(min=1)

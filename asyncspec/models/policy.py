@@ -167,30 +167,20 @@ def adapter(config: Decoder.Config) -> StateDictAdapter:
     return (Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter)(config, None)
 
 
-def hidden_states(
-    model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None, aux_layers=()
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The trunk's forward pass, with the inputs of `aux_layers` kept.
+def hidden_states(model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None) -> torch.Tensor:
+    """The trunk's forward pass.
 
     Args:
         tokens_BL: int64 token ids.
         positions_BL: int64; None counts from 0.
 
     Returns:
-        hidden_BLD after the final norm (give it to `model.lm_head`), and the inputs of the auxiliary layers
-        concatenated on the last axis, [B, L, A*D], or None without `aux_layers`. Layer number n_layers, one past the last,
-        stands for hidden_BLD itself.
+        hidden_BLD after the final norm; give it to `model.lm_head`.
     """
     h_BLD = model.tok_embeddings(tokens_BL)
-    kept = []
-    for index, layer in enumerate(model.layers.values()):
-        if index in aux_layers:
-            kept.append(h_BLD)
+    for layer in model.layers.values():
         h_BLD = layer(h_BLD, None, positions_BL)
-    h_BLD = model.norm(h_BLD)
-    if len(model.layers) in aux_layers:
-        kept.append(h_BLD)
-    return h_BLD, (torch.cat(kept, dim=-1) if kept else None)
+    return model.norm(h_BLD)
 
 
 def forward(model: Decoder, tokens_BL: torch.Tensor, aux_layers=()) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -198,7 +188,7 @@ def forward(model: Decoder, tokens_BL: torch.Tensor, aux_layers=()) -> tuple[tor
 
     Args:
         tokens_BL: int64 token ids.
-        aux_layers: as for `hidden_states`.
+        aux_layers: layers whose inputs are kept; number n_layers, one past the last, stands for the hidden states after the final norm.
 
     Returns:
         logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D], or None without
