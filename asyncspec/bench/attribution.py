@@ -44,15 +44,15 @@ class AttributionBenchmark(Benchmark):
             run_dir, "--policy-lag", "0", "--steps", str(STEPS), "eval.every=0", "data.eval_prompts=0", "draft.adapt=false",
             "speculation.draft_length=3", f"deployment.delays={delays}", f"deployment.record={variant != 'unrecorded'}", f"seed={repetition}",
             *self.overrides)[SKIP:]
-        steps = list(timeline.read(run_dir))
+        steps, recorded = list(timeline.read(run_dir)), spans(run_dir)
         measured = {f"{part}_s": statistics.fmean(row[f"time/{part}"] for row in rows) for part in PARTS}
         measured |= {
             "step_s": statistics.fmean(row["time/step"] for row in rows), "generation_s": statistics.fmean(row["time/generation"] for row in rows),
             "sum_error": max(abs(sum(row[f"time/{part}"] for part in PARTS) / row["time/step"] - 1) for row in rows),
             "other_share": statistics.median(row["time/other"] / row["time/step"] for row in rows),
-            "spans_per_s": len(spans(run_dir)) / (steps[-1].end - steps[0].start)}
+            "spans_per_s": len(recorded) / (steps[-1].end - steps[0].start)}
         if variant == "reward":
-            measured |= {f"asleep_{part}_s": seconds / len(rows) for part, seconds in asleep(run_dir, steps[SKIP:]).items()}
+            measured |= {f"asleep_{part}_s": seconds / len(rows) for part, seconds in asleep(recorded, steps[SKIP:]).items()}
         if variant == "generate":
             self._slowed = (steps, measured["generation_s"])
         if variant == "faster":
@@ -103,9 +103,9 @@ def spans(run_dir: Path) -> list[tuple[str, float, float]]:
             for e in events if e["ph"] == "X" and "device" not in e["args"]]
 
 
-def asleep(run_dir: Path, steps: Sequence) -> dict[str, float]:
+def asleep(recorded: Sequence[tuple[str, float, float]], steps: Sequence) -> dict[str, float]:
     """Seconds of the steps' critical path, by the part they were charged to, in which the generator slept over a reward."""
-    sleeps = [(start, end) for name, start, end in spans(run_dir) if name == "delay reward"]
+    sleeps = [(start, end) for name, start, end in recorded if name == "delay reward"]
     seconds = dict.fromkeys(PARTS, 0.0)
     for segment in (segment for step in steps for segment in critical_path(step)):
         seconds[segment.part] += sum(max(0.0, min(segment.end, until) - max(segment.start, since)) for since, until in sleeps)
