@@ -1,4 +1,4 @@
-"""Loading libraries in half the time."""
+"""Loading libraries without what they do besides: a third of the time that a process takes to start."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class TorchEngine:
             return self._retired(finished_B)
         K = self.lengths.choose(B)
         self._drafting = K > 0
-        if K:
+        if K:  # not this step's own work
             self.drafter.catch_up()
         start = time.perf_counter()
         self._arrange()

@@ -154,7 +154,6 @@ class Recorder:
         return [Span(name, start, end, step, ticket, version, device) for device, some in (("", spans), (self._device, of_gpu))
                 for (name, step, ticket, version), start, end in some]
 
-
     def _asked(self, ask: Callable[[_Gpu], Any]) -> Any:
         """What the GPU's events say; None without a GPU, and once it has failed, which is not for the recorder to report."""
         if self._gpu is not None:
