@@ -85,7 +85,7 @@ class DraftsBenchmark(Benchmark):
         else:
             loads, method = self.loads[form, init, "frozen" if mode == "none" else mode], "none" if mode == "none" else "eagle3"
         engine = loads.engine(method, SLOTS, k[0] if k else 0)
-        return loads.batch(engine, repetition, ROLLOUTS // SAMPLES, SAMPLES)
+        return loads.batch(repetition, ROLLOUTS // SAMPLES, SAMPLES, engine)[0]
 
     def headline(self, samples: Samples) -> dict[str, float]:
         def accepted(form: str, init: str, mode: str) -> float:

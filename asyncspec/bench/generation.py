@@ -90,8 +90,8 @@ class GenerationBenchmark(Benchmark):
         engine = loads.engine("none" if length == "0" else "eagle3", live, length)
         engine.laps = {}
         if not name.startswith("k="):
-            return loads.batch(engine, repetition, rollouts, 1)
-        measured = loads.steady(engine, repetition, ROLLOUTS + live)
+            return loads.batch(repetition, rollouts, 1, engine)[0]
+        measured = loads.steady(repetition, ROLLOUTS + live, engine)[0]
         steps = round(1e3 * measured["seconds"] / measured["step_ms"])
         return measured | {f"{part}_ms": 1e3 * engine.laps.get(part, 0.0) / steps for part in PARTS}
 

@@ -7,7 +7,7 @@ then those of a running job. The past that suffix decoding copies from is that a
 from __future__ import annotations
 
 import time
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from asyncspec.speculation.make import drafter_maker
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
 WARM_UP_ROLLOUTS = 24  # for each slot
+TURNS = 8  # of engines that are measured side by side
 
 
 class Watched:
@@ -69,28 +70,38 @@ class Loads:
         self.model, self.shape = policy.load(path)
         encoder = tokenizer.load(path)
         self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
-        self._engines: dict[tuple[str, int], TorchEngine] = {}
-        self._auto = {}
-        self._pasts = {}
+        self._engines: dict[tuple[str, int, bool], TorchEngine] = {}
+        self._lengths = {}
+        self._pasts = {}  # by slots
 
     def engine(self, method: str, slots: int, draft_length: int | str = 0) -> TorchEngine:
-        """An engine with this drafter ("none": without), set to a draft length, 0 or "auto"."""
-        c, key = self.config, (method, slots)
+        """An engine with this drafter ("none": without), set to a draft length, 0 or "auto". "auto" is an engine of its own."""
+        auto = draft_length == "auto"
+        key = (method, slots, auto)
         if key not in self._engines:
-            self._engines[key] = engine = TorchEngine(
-                self.shape, self._maker(method), slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
-                max_response_tokens=c.sampling.max_response_tokens, draft_length="auto", temperature=c.sampling.temperature,
-                top_p=c.sampling.top_p, top_k=c.sampling.top_k, compile_layers=c.engine.compile)
-            engine.load_policy(dict(self.model.named_parameters()), 0)
-            engine.poll()
-            self._auto[key] = engine.lengths
-            self.steady(engine, len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1))
-            if isinstance(engine.drafter, SuffixDrafter):
-                self._pasts[key] = engine.drafter.past()
+            self._engines[key] = engine = self._made(method, slots, "auto" if auto else LONGEST)
+            if auto:
+                engine.poll()
+            rollouts = WARM_UP_ROLLOUTS * (slots + 1) if auto else 2 * slots
+            self._lengths[key] = engine.lengths
+            self.steady(len(self.prompts) // 2, rollouts, engine)
+            if auto and isinstance(engine.drafter, SuffixDrafter):
+                self._pasts[slots] = engine.drafter.past()
         engine = self._engines[key]
-        if key in self._pasts:  # variants of a repetition get the same prompts: none may copy from another's rollouts
-            engine.drafter.restore(self._pasts[key])
-        engine.lengths = Watched(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
+        if isinstance(engine.drafter, SuffixDrafter):  # variants of a repetition get the same prompts: none may copy from another's rollouts
+            if slots not in self._pasts:
+                self.engine(method, slots, "auto")
+            engine.drafter.restore(self._pasts[slots])
+        engine.lengths = Watched(self._lengths[key] if auto else FixedLength(int(draft_length)))
+        return engine
+
+    def _made(self, method: str, slots: int, draft_length: int | str) -> TorchEngine:
+        c = self.config
+        engine = TorchEngine(
+            self.shape, self._maker(method), slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
+            max_response_tokens=c.sampling.max_response_tokens, draft_length=draft_length, temperature=c.sampling.temperature,
+            top_p=c.sampling.top_p, top_k=c.sampling.top_k, compile_layers=c.engine.compile)
+        engine.load_policy(dict(self.model.named_parameters()), 0)
         return engine
 
     def _maker(self, method: str):
@@ -113,35 +124,48 @@ class Loads:
         seeds = [(round_ * len(self.prompts) + index) * 1000 + i for i in range(samples)]
         engine.submit(Request(index, prompt, seeds, self.config.sampling.max_response_tokens))
 
-    def steady(self, engine: TorchEngine, repetition: int, rollouts: int) -> dict[str, float]:
+    def steady(self, repetition: int, rollouts: int, *engines: TorchEngine) -> list[dict[str, float]]:
         """Tokens a second with all slots busy all the time, over groups of the job's size.
 
         Lengths differ much, so all variants of a repetition get the same prompts. It ends when the last rollout has got a slot;
-        those that are still live are abandoned.
+        those that are still live are abandoned. Several engines take turns, see `_by_turns`.
         """
         size = self.config.rl.group_size
-        groups = -(-rollouts // size) + -(-engine.slots // size)
-        for group in range(groups):
-            self.submit(engine, repetition * groups + group, size, repetition)
-        tokens, steps, began = 0, 0, time.perf_counter()
-        while engine.waiting:
-            tokens += sum(len(c.tokens) for c in engine.poll())
-            steps += 1
-        seconds, rows = time.perf_counter() - began, slice(0, engine.live)
-        tokens += int((engine.tokens.length_S[rows] - engine.tokens.prompt_S[rows]).sum())
-        engine.abandon()
-        return self._measured(engine, tokens, seconds, steps)
+        for engine in engines:
+            groups = -(-rollouts // size) + -(-engine.slots // size)
+            for group in range(groups):
+                self.submit(engine, repetition * groups + group, size, repetition)
+        results = self._by_turns(repetition, engines, lambda engine: engine.waiting)
+        for engine in engines:
+            engine.abandon()
+        return results
 
-    def batch(self, engine: TorchEngine, repetition: int, prompts: int, samples: int) -> dict[str, float]:
+    def batch(self, repetition: int, prompts: int, samples: int, *engines: TorchEngine) -> list[dict[str, float]]:
         """So many rollouts from the first submission to the last token, the tail that runs nearly alone included."""
-        for index in range(prompts):
-            self.submit(engine, repetition * prompts + index, samples, repetition)
-        tokens, steps, began = 0, 0, time.perf_counter()
-        while engine.live or engine.waiting:
-            tokens += sum(len(c.tokens) for c in engine.poll())
-            steps += 1
-        return self._measured(engine, tokens, time.perf_counter() - began, steps)
+        for engine in engines:
+            for index in range(prompts):
+                self.submit(engine, repetition * prompts + index, samples, repetition)
+        return self._by_turns(repetition, engines, lambda engine: engine.waiting + engine.live)
 
-    def _measured(self, engine, tokens: int, seconds: float, steps: int) -> dict[str, float]:
-        result = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds / steps}
-        return result | (engine.lengths.summary() if isinstance(engine.lengths, Watched) else {})
+    def _by_turns(self, repetition: int, engines: Sequence[TorchEngine], left: Callable[[TorchEngine], int]) -> list[dict[str, float]]:
+        """Run engines until nothing is left of what was submitted, each a part of the way in turn: what else the machine does slows all alike.
+
+        The order is there and back, since who goes on after its own turn has warmer caches, and the other way round the next repetition.
+        """
+        turns, all_ = TURNS if len(engines) > 1 else 1, [left(engine) for engine in engines]
+        tokens, steps, seconds = ([0] * len(engines) for _ in range(3))
+        for turn in range(1, turns + 1):
+            there = list(enumerate(engines))
+            for i, engine in there if (turn + repetition) % 2 else reversed(there):
+                began, rest = time.perf_counter(), all_[i] * (1 - turn / turns)
+                while left(engine) > rest:
+                    tokens[i] += sum(len(c.tokens) for c in engine.poll())
+                    steps[i] += 1
+                seconds[i] += time.perf_counter() - began
+        results = []
+        for i, engine in enumerate(engines):
+            rows = slice(0, engine.live)
+            tokens[i] += int((engine.tokens.length_S[rows] - engine.tokens.prompt_S[rows]).sum())
+            result = {"tokens": tokens[i], "seconds": seconds[i], "tokens_per_s": tokens[i] / seconds[i], "step_ms": 1e3 * seconds[i] / steps[i]}
+            results.append(result | (engine.lengths.summary() if isinstance(engine.lengths, Watched) else {}))
+        return results
