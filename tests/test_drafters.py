@@ -12,7 +12,7 @@ from test_engine import ALPHA, exact_sequences, run
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength
 from asyncspec.drafts import draft as drafts
 from asyncspec.speculation.draft_model import DraftModelDrafter
 from asyncspec.speculation.eagle3 import eagle3_drafter
@@ -24,12 +24,13 @@ METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suf
 
 
 class RandomLength(FixedLength):
-    """Another k at every step, chosen by nothing."""
+    """Another k at every step, chosen by nothing; features are kept now and then."""
 
     def __init__(self):
         self.longest, self.rng = LONGEST, np.random.default_rng(0)
 
-    def choose(self, live):
+    def choose(self, live, missed_B=None):
+        self.keeps = self.rng.random() < 0.5
         return int(self.rng.integers(0, 5))
 
 
@@ -191,7 +192,7 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
         def __init__(self, pattern):
             self.longest, self.pattern, self.step = 3, pattern, -1
 
-        def choose(self, live):
+        def choose(self, live, missed_B=None):
             self.step += 1
             return self.pattern[self.step % len(self.pattern)]
 
@@ -232,7 +233,6 @@ def test_ngram_proposes_what_followed_the_longest_latest_match():
     assert proposal.count_B.tolist() == [4, 0, 4]
     assert proposal.draft_BK[0].tolist() == [5, 2, 9, 7]  # the later of two matches of length two
     assert proposal.draft_BK[2].tolist() == [2, 5, 6, 1]  # the match of three, not the later one of two
-    assert proposal.kind_B.tolist()[0] == 2 and proposal.kind_B.tolist()[2] == 3
 
 
 def test_suffix_remembers_rollouts_together_as_one_by_one():
@@ -258,6 +258,61 @@ def test_suffix_remembers_rollouts_together_as_one_by_one():
         assert all(torch.equal(a, b) for a, b in zip(proposals[0][:3:2], proposals[1][:3:2]))
         assert proposals[2].draft_BK.max() < 4
     assert all(proposal.count_B.any() for proposal in proposals)
+
+
+@pytest.mark.parametrize("kind", [NGramDrafter, SuffixDrafter])
+def test_hindsight_is_what_would_have_been_proposed(kind):
+    rng, prompt, told = np.random.default_rng(0), 3, []
+    drafter = kind(slots_with([[]]))
+    slots, drafter.HINDSIGHT = drafter.slots, 2
+    drafter.learn = lambda count_R, kept_R, ends: told.append((count_R.tolist(), kept_R.tolist(), ends))
+    most = 0
+    for rollout in range(60):
+        length = int(rng.integers(prompt + 1, 40))
+        tokens = rng.integers(0, 3, 40)
+        tokens[:prompt] = rng.integers(0, 2)
+        slots.token_SP[0], slots.prompt_S[0], slots.length_S[0] = torch.from_numpy(tokens), prompt, prompt
+        drafter.enter(0, 1)
+        counts, kept = [], []
+        for at in range(prompt + 1, length):
+            slots.length_S[0] = at
+            found = drafter.propose(1, LONGEST, None)
+            counts.append(int(found.count_B[0]))
+            draft = found.draft_BK[0, : counts[-1]].tolist()
+            kept.append(next((j for j in range(counts[-1]) if at + j >= length or draft[j] != tokens[at + j]), counts[-1]))
+        slots.length_S[0] = length
+        drafter.leave(0)
+        drafter.catch_up()
+        if rollout % 2 == 0:
+            assert told.pop() == (counts, kept, [length - prompt - 1])
+        assert not told
+        most = max(most, *kept, 0)
+    assert most > 3
+
+
+def test_lookups_are_made_while_they_pay():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 1.1]] * 2) * 1e-3
+    lengths, rng, chosen = LookupLength([1, 64], seconds), np.random.default_rng(0), []
+    for step in range(6000):
+        good = 2000 <= step < 4000  # what the finished rollouts tell comes now and then, looked up or not
+        if step % 10 == 0:
+            count_R = (rng.random(100) < 0.5) * 3
+            lengths.learn(count_R, count_R * good, [60, 100])
+        chosen.append(k := lengths.choose(4))
+        found_B = np.minimum((rng.random(4) < 0.5) * 3, k)
+        lengths.observe(4, k, seconds[0, found_B.max() or -1] if k else seconds[0, 0], found_B * good, found_B if k else None)
+    looked = (np.array(chosen) > 0).reshape(-1, 1000).mean(1)
+    assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05, looked
+    assert np.mean(np.array(chosen)[3000:4000] >= 3) > 0.95  # no more than three are ever found
+
+
+def test_looking_back_counts_the_verifications_of_each_length():
+    """Three proposals always, all right but in every third response: a step of k emits min(k, 3) + 1 tokens, or 1."""
+    lengths = LookupLength([1], np.ones((1, LONGEST + 2)))
+    count_R = np.full(9 * 12, 3)
+    kept_R = np.tile(np.repeat([3, 3, 0], 12), 3)
+    lengths.learn(count_R, kept_R, list(range(12, 9 * 12 + 1, 12)))
+    assert lengths._emitted() == pytest.approx([1, *(3 / (1 + 2 / (min(k, 3) + 1)) for k in range(1, LONGEST + 1))])
 
 
 def test_suffix_proposes_what_followed_in_earlier_rollouts_its_own_prompt_first():
@@ -305,6 +360,24 @@ def test_auto_finds_out_that_a_draft_has_become_good(scale):
         lengths.observe(8, k, seconds[0, k] * scale, kept)
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
+
+
+def test_features_are_kept_only_to_try_and_auto_still_finds_out():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2) * 1e-3
+    lengths, rng, chosen, kept = AutoLength([1, 64], seconds), np.random.default_rng(0), [], []
+    missed_B = np.zeros(8, dtype=bool)
+    for step in range(16000):
+        chosen.append(k := lengths.choose(8, missed_B))
+        kept.append(k > 0 or lengths.keeps)
+        missed_B |= not kept[-1]
+        kept_B = (rng.random((8, 7)) < (0.0 if step < 8000 else 0.9)).cumprod(1)[:, :k].sum(1)
+        if k and step < 8000 and 2000 < step:
+            assert missed_B.sum() <= 4
+        lengths.observe(8, k, seconds[0, k], kept_B[~missed_B] if k else kept_B)
+        missed_B &= rng.random(8) > 1 / 50  # a sequence ends, another takes its row
+    assert 0.005 < np.mean(kept[2000:8000]) < 0.4
+    assert 0 < np.mean(np.array(chosen[2000:8000]) > 0) < 0.01
+    assert np.mean(np.array(chosen[12000:]) >= 3) > 0.9
 
 
 def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():

@@ -30,18 +30,22 @@ class Watched:
     """A draft length controller that counts what it decides and what comes of it."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.longest, self.trim = inner, inner.longest, getattr(inner, "trim", None)
+        self.inner, self.longest = inner, inner.longest
         self.reset()
 
     def reset(self) -> None:
-        self.steps: list[tuple] = []  # live, draft length, kept_B, proposed: evaluated afterwards, so that watching costs nothing
+        self.steps: list[tuple] = []  # live, draft length, kept_B, found_B: evaluated afterwards, so that watching costs nothing
 
-    def choose(self, live: int) -> int:
-        return self.inner.choose(live)
+    @property
+    def keeps(self) -> bool:
+        return self.inner.keeps
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B, proposed=None, usual=True) -> None:
-        self.inner.observe(live, draft_length, seconds, kept_B, proposed, usual)
-        self.steps.append((live, draft_length, kept_B, proposed))
+    def choose(self, live: int, missed_B=None) -> int:
+        return self.inner.choose(live, missed_B)
+
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B, found_B=None, usual=True) -> None:
+        self.inner.observe(live, draft_length, seconds, kept_B, found_B, usual)
+        self.steps.append((len(kept_B), draft_length, kept_B, found_B))
 
     def summary(self) -> dict[str, float]:
         """Acceptance length and draft length over rows; acceptance of each position, given that those before were accepted."""
@@ -52,9 +56,9 @@ class Watched:
                   "draft_length": sum(live * k for live, k, *_ in self.steps) / rows}
         for position in range(LONGEST):
             tried = kept = 0
-            for live, k, kept_B, proposed in self.steps:
+            for _, k, kept_B, found_B in self.steps:
                 if k > position:
-                    count_B = k if proposed is None else proposed[0]
+                    count_B = k if found_B is None else found_B
                     tried += int(((kept_B >= position) & (count_B > position)).sum())
                     kept += int((kept_B > position).sum())
             if tried:

@@ -71,6 +71,7 @@ class TorchEngine:
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
         self._prompts = PromptReader(self.decode, self.model.lm_head, self.tokens, self.drafter, self.settings, slots + 1)
         self._drafting = longest > 0
+        self._keeping, self._missed_S = True, np.zeros(slots + 1, dtype=bool)  # features for the draft, and rows of which some were not kept
 
         def state(*size, dtype=torch.int64):
             return torch.zeros(*size, dtype=dtype, device=device)
@@ -120,6 +121,8 @@ class TorchEngine:
         """Do one engine step; returns the samples that finished in it."""
         if self.lengths is None:
             self.lengths = self._calibrated()
+            if self.drafter.looks_up:
+                self.drafter.learn = self.lengths.learn
         self._lap("outside")
         done = self._admit()
         self._lap("admit")
@@ -144,6 +147,7 @@ class TorchEngine:
             self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1])
             if self.drafter is not None:
                 self.drafter.catch_up()
+            self._missed_S[: self.live] = False
 
     @torch.no_grad()
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
@@ -196,7 +200,7 @@ class TorchEngine:
             self._entered += len(new)
         seed_B = torch.tensor(seeds, device=self.device)
         self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
-        self.counter_S3[rows] = 0
+        self.counter_S3[rows], self._missed_S[rows] = 0, False  # those of a prompt always are kept
         uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
         token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
         finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
@@ -210,41 +214,49 @@ class TorchEngine:
             self._arrange()
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B)
-        K = self.lengths.choose(B)
+        K = self.lengths.choose(B, self._missed_S[:B])
         self._drafting = K > 0
+        self._keeping = K > 0 or self.lengths.keeps or not self.aux_layers
         if K:  # not this step's own work
             self.drafter.catch_up()
         start = time.perf_counter()
         self._arrange()
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
-        kept_B, finished_B, proposed = self._advance(B, K, self.lengths.trim if self.drafter.looks_up else None)
+        kept_B, finished_B, found_B = self._advance(B, K)
         seconds = time.perf_counter() - start
-        self.lengths.observe(B, K, seconds, kept_B, proposed, usual)
+        if not self._keeping:
+            self._missed_S[:B] = True
+        elif K and self._missed_S[:B].any():
+            kept_B = kept_B[~self._missed_S[:B]]
+        self.lengths.observe(B, K, seconds, kept_B, found_B, usual)
         return self._retired(finished_B)
 
-    def _advance(self, B: int, K: int, trim=None) -> tuple[np.ndarray, np.ndarray, tuple | None]:
-        """One verification of every live row: accepted proposals and who finished, on the host; what a lookup proposed."""
+    def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """One verification of every live row: accepted proposals and who finished, on the host; how many proposals a lookup has found.
+
+        Args:
+            verified: how many proposals are verified, whatever a lookup has found; None: as many as it has found.
+        """
         tokens = self.tokens
         length_B1 = tokens.length_S[:B].unsqueeze(1)
         token_B1 = tokens.token_SP[:B].gather(1, length_B1 - 1)
         position_BJ = length_B1 + tokens.index_P[: K + 1]  # written to
         draft_BJ, accept_BJ, target_BJ = self.uniform_SPR[self._row_S1[:B], position_BJ].unbind(-1)
-        proposal, proposed = None, None
+        proposal = found_B = None
         self._lap("bookkeeping")
         if K:
             proposal = self.drafter.propose(B, K, draft_BJ[:, :K])
-            if proposal.count_B is not None and trim is not None:
-                proposed = (proposal.count_B.cpu().numpy(), proposal.kind_B)
-                K = trim(B, *proposed)
-                proposed = (np.minimum(proposed[0], K), proposed[1])
-                proposal = proposal._replace(draft_BK=proposal.draft_BK[:, :K], count_B=proposal.count_B.clamp(max=K))
+            if proposal.count_B is not None:
+                found_B = proposal.count_B.cpu().numpy()
+                K = int(found_B.max()) if verified is None else verified
+                proposal = proposal._replace(draft_BK=proposal.draft_BK[:, :K])
                 accept_BJ, target_BJ, position_BJ = accept_BJ[:, : K + 1], target_BJ[:, : K + 1], position_BJ[:, : K + 1]
         self._lap("draft")
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
         read_BJ = position_BJ - 1
-        hidden_BJD, features_BJD = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers)
+        hidden_BJD, features_BJD = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers if self._keeping else ())
         logits_BJV = self.model.lm_head(hidden_BJD)
         self._lap("target")
         p_BJV = sampling_distribution(logits_BJV, *self.settings)
@@ -256,15 +268,15 @@ class TorchEngine:
         before_B = tokens.length[:B].copy()
         finished_B = self._commit(0, token_BJ, p_BJV, count_B).cpu().numpy()
         tokens.refresh(B)
-        if self.drafter is not None:
+        if self.drafter is not None and self._keeping:
             self.drafter.observe(0, features_BJD, read_BJ)
         kept_B, counter_B3 = np.zeros(B, dtype=np.int64), self.counter_S3[:B]
         counter_B3[:, 0] += 1
         if K:
             kept_B = count_B.cpu().numpy() - 1
-            counter_B3[:, 1] += K if proposal.count_B is None else proposal.count_B.cpu().numpy()
+            counter_B3[:, 1] += K if found_B is None else found_B
             counter_B3[:, 2] += np.minimum(kept_B, tokens.length[:B] - before_B)
-        return kept_B, finished_B, proposed
+        return kept_B, finished_B, found_B
 
     def _commit(self, first_row: int, token_BJ, p_BJV, count_B) -> torch.Tensor:
         """Append the first count_B tokens of each row (None: its only one), cut at the stop token and the length limit.
@@ -320,7 +332,7 @@ class TorchEngine:
         if self.drafter is not None:
             self.drafter.copy([source], target)
         for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
-                       self.logprob_SP, self.version_SP, self.counter_S3):
+                       self.logprob_SP, self.version_SP, self.counter_S3, self._missed_S):
             tensor[target] = tensor[source]
 
     def _arrange(self) -> None:
@@ -349,13 +361,14 @@ class TorchEngine:
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         lengths, table, began = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter()
+        measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
         start = self.max_prompt_tokens // 2 + 1
         for live in lives:
             if time.perf_counter() - began > CALIBRATION_S:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
             times = []
-            for K in lengths:
+            for K, verified in measured:
                 self.drafter.enter(0, live)
                 self.limit_S[:live] = self.tokens.positions
                 best = float("inf")
@@ -365,9 +378,9 @@ class TorchEngine:
                     self.tokens.length_S[:live] = min(max(1, length), self.tokens.positions - LONGEST - 1)
                     self.tokens.refresh(live)
                     tick = time.perf_counter()
-                    self._advance(live, K)
+                    self._advance(live, K, verified)
                     if repetition:  # the first reads the whole prompt
                         best = min(best, time.perf_counter() - tick)
                 times.append(best)
-            table.append(np.interp(range(LONGEST + 1), lengths, times))
+            table.append(np.append(np.interp(range(LONGEST + 1), lengths, times[: len(lengths)]), times[len(lengths) :]))
         return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))

@@ -9,7 +9,7 @@ Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draf
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, Sequence
+from typing import Callable, NamedTuple, Protocol, Sequence
 
 import numpy as np
 import torch
@@ -47,19 +47,18 @@ class Proposal(NamedTuple):
     draft_BK: int64 tokens.
     q_BKV: the distributions they were drawn from; None: each is certain (a point mass).
     count_B: int64, how many of a row's K count, if not all; a function of the tokens before them only.
-    kind_B: int64 numpy, what sort of proposal each row got: acceptance is learned for each sort.
     """
 
     draft_BK: torch.Tensor
     q_BKV: torch.Tensor | None
     count_B: torch.Tensor | None = None
-    kind_B: np.ndarray | None = None
 
 
 class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
     remembers: bool  # proposes what other sequences sampled
     looks_up: bool  # may have found fewer proposals than asked for, or none
+    learn: Callable[[np.ndarray, np.ndarray, Sequence[int]], None] | None  # of one that looks up: see `LookupLength.learn`
 
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts."""

@@ -15,16 +15,21 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
+
+_BASE = 6364136223846793005  # of hashes
 
 
 class _Lookup:
     aux_layers: tuple[int, ...] = ()
     remembers, looks_up = False, True
+    learn = None  # see `LookupLength.learn`
+    HINDSIGHT = 8  # one finished rollout in so many is looked back at
 
     def __init__(self, slots: Slots) -> None:
-        self.slots = slots
+        self.slots, self._left = slots, 0
 
     def enter(self, first_row: int, count: int) -> None:
         pass
@@ -50,11 +55,16 @@ class _Lookup:
     def reload(self) -> None:
         pass
 
+    def _due(self, finished: int) -> list[int]:
+        """Which of so many finished rollouts to look back at."""
+        first, self._left = -self._left % self.HINDSIGHT, self._left + finished
+        return [] if self.learn is None else list(range(first, finished, self.HINDSIGHT))
+
 
 class NGramDrafter(_Lookup):
     """Prompt lookup (Saxena 2023): the most recent place in the row's own tokens that matches its last ones longest."""
 
-    LONGEST, SHORTEST = 4, 2
+    MATCHES = (2, 3, 4)  # tokens, least to most
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         slots = self.slots
@@ -64,19 +74,38 @@ class NGramDrafter(_Lookup):
         # match_BP: how many tokens that end at each position equal the row's last ones.
         equal_BP = token_BP == token_BP.gather(1, length_B1 - 1)
         match_BP = equal_BP.to(torch.int64)
-        for back in range(1, self.LONGEST):
+        for back in range(1, self.MATCHES[-1]):
             last_B1 = token_BP.gather(1, (length_B1 - 1 - back).clamp(min=0))
             equal_BP = equal_BP[:, 1:] & (token_BP[:, : span - back] == last_B1)
             match_BP[:, back:] += equal_BP
         # Longest match first, then the most recent; not the end itself.
         key_BP = (match_BP * span + slots.index_P[:span]).masked_fill_(slots.index_P[:span] >= length_B1 - 1, 0)
         best_B = key_BP.amax(1)
-        kind_B, at_B = best_B // span, best_B % span
-        found_B = kind_B >= self.SHORTEST
+        found_B, at_B = best_B // span >= self.MATCHES[0], best_B % span
         index_BK = at_B.unsqueeze(1) + 1 + slots.index_P[:draft_length]
         draft_BK = token_BP.gather(1, index_BK.clamp(max=span - 1))
         count_B = torch.where(found_B, (length_B1.squeeze(1) - 1 - at_B).clamp(max=draft_length), 0)
-        return Proposal(draft_BK, None, count_B, kind_B.cpu().numpy())
+        return Proposal(draft_BK, None, count_B)
+
+    def leave(self, row: int) -> None:
+        if not self._due(1):
+            return
+        token_T = self.slots.token_SP[row, : int(self.slots.length[row])].cpu().numpy()
+        T, first = len(token_T), int(self.slots.prompt_S[row]) + 1  # the first token of a response is never proposed
+        at_T, key_T = np.full(T, -1), np.zeros(T, dtype=np.int64)
+        for order in range(1, self.MATCHES[-1] + 1):
+            key_T[order - 1 :] += (token_T[: T - order + 1] + 1) * (_BASE**order % (1 << 61))  # overflows as a hash may
+            if order in self.MATCHES and T > order:
+                # Where the same tokens ended before: the last place of the same key.
+                sorted_T = key_T[order - 1 :].argsort(kind="stable") + order - 1
+                same = key_T[sorted_T[1:]] == key_T[sorted_T[:-1]]
+                at_T[sorted_T[1:][same]] = sorted_T[:-1][same]
+        last_R, index_K = np.arange(first - 1, T - 1), np.arange(LONGEST)
+        count_R = np.where(at_T[last_R] >= 0, np.minimum(last_R - at_T[last_R], LONGEST), 0)
+        draft_RK = token_T[np.minimum(at_T[last_R, None] + 1 + index_K, T - 1)]
+        token_RK = np.append(token_T, [-1] * LONGEST)[last_R[:, None] + 1 + index_K]
+        kept_R = ((draft_RK == token_RK) & (index_K < count_R[:, None])).cumprod(1).sum(1)
+        self.learn(count_R, kept_R, [len(last_R)])
 
 
 class SuffixDrafter(_Lookup):
@@ -93,7 +122,7 @@ class SuffixDrafter(_Lookup):
     RING = 1 << 20
     UNREMEMBERED = 64  # finished rollouts that wait at most
     TABLE = 1 << 20
-    _BASE, _SALT, _MIX = 6364136223846793005, 1442695040888963407, -7046029254386353131
+    _SALT, _MIX = 1442695040888963407, -7046029254386353131
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
@@ -104,7 +133,7 @@ class SuffixDrafter(_Lookup):
         self.end = 1  # where the next rollout goes; place 0 means nothing
         power = [1]
         for _ in range(longest - 1):
-            power.append((power[-1] * self._BASE) % (1 << 64))
+            power.append((power[-1] * _BASE) % (1 << 64))
         self._power_N = torch.tensor([p - (1 << 64) if p >= 1 << 63 else p for p in power], device=device)
         self._order_N, self._back_N = torch.tensor(self.ORDERS, device=device), torch.arange(longest, device=device)
         self._salt_N = self._order_N * self._SALT
@@ -128,7 +157,7 @@ class SuffixDrafter(_Lookup):
         prompt_B1 = slots.prompt_S[rows].unsqueeze(1)
         width = int(slots.length[rows].max())
         inside_BP = slots.index_P[:width] < prompt_B1
-        mixed_BP = (slots.token_SP[rows, :width] + 1) * self._MIX + slots.index_P[:width] * self._BASE
+        mixed_BP = (slots.token_SP[rows, :width] + 1) * self._MIX + slots.index_P[:width] * _BASE
         mixed_BP = (mixed_BP ^ (mixed_BP >> 29)) * self._MIX
         self._prompt_S[rows] = torch.where(inside_BP, mixed_BP, 0).sum(1)
 
@@ -154,15 +183,16 @@ class SuffixDrafter(_Lookup):
         tokens, hashes, prompts = zip(*self._finished)
         self._finished.clear()
         lengths, token_T = np.array([len(t) for t in tokens]), torch.cat(tokens)
-        if self.end + len(token_T) > self.RING:
-            self.end = 1
-        self.ring[self.end : self.end + len(token_T)] = token_T
         position_T = np.arange(len(token_T)) - np.repeat(lengths.cumsum() - lengths, lengths)
         response_T = (position_T >= np.repeat(prompts, lengths)) & (position_T < np.repeat(lengths - 1, lengths))
         at_R = torch.from_numpy(response_T.nonzero()[0]).to(token_T.device)  # each response token, and its contexts
         window_RN = pad(token_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[at_R].flip(1)
         hash_R = torch.stack(hashes).repeat_interleave(torch.from_numpy(lengths).to(token_T.device))[at_R]
         key_RN, valid_RN = self._keys(window_RN, hash_R, torch.from_numpy(position_T[response_T]).to(token_T.device))
+        self._look_back(prompts, lengths, token_T, at_R, key_RN, valid_RN)
+        if self.end + len(token_T) > self.RING:
+            self.end = 1
+        self.ring[self.end : self.end + len(token_T)] = token_T
         keys, places = key_RN[valid_RN], (self.end + at_R).unsqueeze(1).expand_as(key_RN)[valid_RN]
         self.seen_T2[self._bucket(keys)] = torch.stack([keys, places], 1)
         self.end += len(token_T)
@@ -172,13 +202,31 @@ class SuffixDrafter(_Lookup):
         slots, length_B = self.slots, self.slots.length_S[:count]
         window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - self._back_N).clamp_(min=0))
         key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)
+        draft_BK, count_B = self._found(key_BN, valid_BN, draft_length)
+        return Proposal(draft_BK.clamp_(min=0), None, count_B)
+
+    def _found(self, key_BN, valid_BN, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """draft_BK, with -1 where a rollout ended, and count_B."""
         seen_BN2 = self.seen_T2[self._bucket(key_BN)]
-        kind_BN = ((seen_BN2[..., 0] == key_BN) & valid_BN) * self._rank_N
-        kind_B, best_B = kind_BN.max(1)
-        place_B = seen_BN2[..., 1].gather(1, best_B.unsqueeze(1)).squeeze(1) * (kind_B > 0)
-        draft_BK = self.ring[place_B.unsqueeze(1) + slots.index_P[:draft_length]]
-        follows_BK = (draft_BK >= 0).cumprod(1) * (kind_B > 0).unsqueeze(1)
-        return Proposal(draft_BK.clamp_(min=0), None, follows_BK.sum(1), kind_B.cpu().numpy())
+        rank_B, best_B = (((seen_BN2[..., 0] == key_BN) & valid_BN) * self._rank_N).max(1)
+        place_B = seen_BN2[..., 1].gather(1, best_B.unsqueeze(1)).squeeze(1) * (rank_B > 0)
+        draft_BK = self.ring[place_B.unsqueeze(1) + self.slots.index_P[:draft_length]]
+        follows_BK = (draft_BK >= 0).cumprod(1) * (rank_B > 0).unsqueeze(1)
+        return draft_BK, follows_BK.sum(1)
+
+    def _look_back(self, prompts, lengths, token_T, at_R, key_RN, valid_RN) -> None:
+        """What would have been proposed in some of these rollouts; see `_remember`."""
+        due = self._due(len(lengths))
+        if not due:
+            return
+        ends = lengths.cumsum()
+        # Responses without their first token, which is never proposed, and without the end mark.
+        ranges = [range(int(ends[i] - lengths[i]) + prompts[i] + 1, int(ends[i]) - 1) for i in due]
+        here_R = torch.isin(at_R, torch.tensor([t for r in ranges for t in r], device=at_R.device))
+        draft_RK, count_R = self._found(key_RN[here_R], valid_RN[here_R], LONGEST)
+        token_RK = pad(token_T, (0, LONGEST), value=-2)[at_R[here_R].unsqueeze(1) + self.slots.index_P[:LONGEST]]
+        kept_R = ((draft_RK == token_RK) & (self.slots.index_P[:LONGEST] < count_R.unsqueeze(1))).cumprod(1).sum(1)
+        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy(), np.cumsum([len(r) for r in ranges]).tolist())
 
     def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
         """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.
