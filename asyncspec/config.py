@@ -113,13 +113,13 @@ class TrainerConfig:
     tokens_per_pass: int = 32768  # of one forward and backward pass, padding included, and of one of logprob; larger groups are divided
     recompute: bool = False  # activations in the backward pass instead of keeping them: less memory, a third more work
     threads: int = 1  # CPU threads of each rank
-    logprob_threads: int = 1  # CPU threads of each rank of a logprob actor
 
 
 @dataclass
 class LogprobConfig:
     ranks: int = 1  # processes that hold the policy of one logprob actor together, by FSDP
     tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
+    threads: int = 1  # CPU threads of each rank
 
 
 @dataclass

@@ -42,7 +42,7 @@ def check(config: Config) -> None:
         value = value_of(config, name)
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
     for name in ("steps", "rl.groups_per_step", "deployment.generators", "deployment.logprobs", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
-                 "trainer.threads", "trainer.tokens_per_pass", "trainer.ranks", "trainer.tensor_parallel", "trainer.logprob_threads", "logprob.ranks",
+                 "trainer.threads", "trainer.tokens_per_pass", "trainer.ranks", "trainer.tensor_parallel", "logprob.threads", "logprob.ranks",
                  "logprob.tensor_parallel", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
                  "sampling.max_response_tokens", "data.train_prompts", "checkpoint.keep"):
         at_least(name, 1)

@@ -29,7 +29,7 @@ class PolicyHolder(Actor):
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self.threads = self.config.trainer.logprob_threads
+        self.threads = self.config.logprob.threads
         self.scorer = self.scorer_class(self.config, self.device, *rank_of(first_name(spec.name)))
 
     def load(self) -> None:
