@@ -236,7 +236,7 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     class Counting(FixedLength):
         verified = accepted = 0
 
-        def observe(self, live, draft_length, seconds, kept_B, proposed=None, usual=True):
+        def observe(self, live, draft_length, seconds, kept_B, found_B=None, usual=True, missed_B=None):
             self.verified, self.accepted = self.verified + live, self.accepted + int(kept_B.sum())
 
     paths = [resolve_path(f"asset:tiny/{name}") for name in ("policy", "eagle3")]

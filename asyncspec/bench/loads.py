@@ -31,9 +31,6 @@ class Watched:
 
     def __init__(self, inner) -> None:
         self.inner, self.longest = inner, inner.longest
-        self.reset()
-
-    def reset(self) -> None:
         self.steps: list[tuple] = []  # live, draft length, kept_B, found_B: evaluated afterwards, so that watching costs nothing
 
     @property
@@ -43,9 +40,9 @@ class Watched:
     def choose(self, live: int, missed_B=None) -> int:
         return self.inner.choose(live, missed_B)
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B, found_B=None, usual=True) -> None:
-        self.inner.observe(live, draft_length, seconds, kept_B, found_B, usual)
-        self.steps.append((len(kept_B), draft_length, kept_B, found_B))
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B, found_B=None, usual=True, missed_B=None) -> None:
+        self.inner.observe(live, draft_length, seconds, kept_B, found_B, usual, missed_B)
+        self.steps.append((live, draft_length, kept_B, found_B))
 
     def summary(self) -> dict[str, float]:
         """Acceptance length and draft length over rows; acceptance of each position, given that those before were accepted."""
@@ -74,30 +71,43 @@ class Loads:
         self.model, self.shape = policy.load(path)
         encoder = tokenizer.load(path)
         self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
-        self._engines: dict[tuple[str, int, bool], TorchEngine] = {}
-        self._lengths = {}
+        self._engines: dict[tuple[str, int], list[TorchEngine]] = {}
+        self._auto = {}
         self._pasts = {}  # by slots
 
-    def engine(self, method: str, slots: int, draft_length: int | str = 0) -> TorchEngine:
-        """An engine with this drafter ("none": without), set to a draft length, 0 or "auto". "auto" is an engine of its own."""
-        auto = draft_length == "auto"
-        key = (method, slots, auto)
+    def engine(self, method: str, slots: int, draft_length: int | str = 0, instance: int = 0) -> TorchEngine:
+        """An engine with this drafter ("none": without), set to a draft length, 0 or "auto".
+
+        Args:
+            instance: 0 or 1. Two engines for comparing two lengths: where its memory lies makes one a hundredth or two faster than the other,
+                so they should change places. What auto has learned goes with it.
+        """
+        key = (method, slots)
         if key not in self._engines:
-            self._engines[key] = engine = self._made(method, slots, "auto" if auto else LONGEST)
-            if auto:
-                engine.poll()
-            rollouts = WARM_UP_ROLLOUTS * (slots + 1) if auto else 2 * slots
-            self._lengths[key] = engine.lengths
-            self.steady(len(self.prompts) // 2, rollouts, engine)
-            if auto and isinstance(engine.drafter, SuffixDrafter):
-                self._pasts[slots] = engine.drafter.past()
-        engine = self._engines[key]
-        if isinstance(engine.drafter, SuffixDrafter):  # variants of a repetition get the same prompts: none may copy from another's rollouts
-            if slots not in self._pasts:
-                self.engine(method, slots, "auto")
-            engine.drafter.restore(self._pasts[slots])
-        engine.lengths = Watched(self._lengths[key] if auto else FixedLength(int(draft_length)))
+            self._engines[key] = engines = [self._made(method, slots, "auto"), self._made(method, slots, LONGEST)]
+            engines[0].poll()
+            self._auto[key] = engines[0].lengths
+            self._set(engines[0], key, "auto")
+            self.steady(len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1), engines[0])
+            if isinstance(engines[0].drafter, SuffixDrafter):
+                self._pasts[slots] = engines[0].drafter.past()
+            self.steady(len(self.prompts) // 2, slots, engines[1])
+        engine = self._engines[key][instance]
+        self._set(engine, key, draft_length)
         return engine
+
+    def _set(self, engine: TorchEngine, key: tuple[str, int], draft_length: int | str) -> None:
+        if engine.drafter is None:
+            return
+        engine.drafter.catch_up()
+        engine.lengths = Watched(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
+        if engine.drafter.looks_up:
+            engine.drafter.learn = self._auto[key].learn if draft_length == "auto" else None
+        if isinstance(engine.drafter, SuffixDrafter):
+            # Variants of a repetition get the same prompts and random numbers: none may copy from another's rollouts.
+            engine.entered = 0
+            if key[1] in self._pasts:
+                engine.drafter.restore(self._pasts[key[1]])
 
     def _made(self, method: str, slots: int, draft_length: int | str) -> TorchEngine:
         c = self.config

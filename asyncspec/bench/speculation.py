@@ -21,7 +21,7 @@ JOB_LENGTHS = (*range(1, 8), "auto")
 LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
 FIXED = (1, 2, 3, 5, 7)
-ROLLOUTS, ROLLOUTS_SLOT = 32, 2  # of a measurement, and more for each slot, besides those that are still live when it ends
+ROLLOUTS, ROLLOUTS_SLOT = 32, 3  # of a measurement, and more for each slot, besides those that are still live when it ends
 AGAIN = 5  # times as many repetitions of auto beside the best, once it is known which is best
 NEVER_LOSES = 0.97  # of the best's tokens a second, at least
 
@@ -41,7 +41,7 @@ class SpeculationBenchmark(Benchmark):
         """A variant is LOAD DRAFTER LENGTH, with "over LENGTH" for two that take turns; the load is "job" or a number of live sequences."""
         load, method, *lengths = variant.replace("over ", "").split()
         slots, loads = JOB_SLOTS if load == "job" else int(load), self.loads
-        engines = [loads.engine("none", slots) if k == "none" else loads.engine(method, slots, k) for k in lengths]
+        engines = [loads.engine("none" if k == "none" else method, slots, 0 if k == "none" else k, (repetition + i) % 2) for i, k in enumerate(lengths)]
         if load == "job":
             samples = loads.config.rl.group_size
             measured = loads.batch(repetition, JOB_ROLLOUTS // samples, samples, *engines)

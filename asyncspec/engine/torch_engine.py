@@ -87,7 +87,7 @@ class TorchEngine:
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
-        self._entered = 0
+        self.entered = 0  # sequences, whose number salts their seeds where a drafter remembers
         self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
 
     @property
@@ -144,6 +144,8 @@ class TorchEngine:
         self._prompts.forget()
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
+            if self.aux_layers:
+                self.drafter.enter(0, self.live)  # what it has read is of the old weights
             self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1])
             if self.drafter is not None:
                 self.drafter.catch_up()
@@ -196,8 +198,8 @@ class TorchEngine:
         seeds = [s.request.seeds[s.sample] for s in new]
         if self.drafter is not None and self.drafter.remembers:
             # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
-            seeds = [hash((seed, self._entered + i)) for i, seed in enumerate(seeds)]
-            self._entered += len(new)
+            seeds = [hash((seed, self.entered + i)) for i, seed in enumerate(seeds)]
+            self.entered += len(new)
         seed_B = torch.tensor(seeds, device=self.device)
         self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
         self.counter_S3[rows], self._missed_S[rows] = 0, False  # those of a prompt always are kept
@@ -227,9 +229,7 @@ class TorchEngine:
         seconds = time.perf_counter() - start
         if not self._keeping:
             self._missed_S[:B] = True
-        elif K and self._missed_S[:B].any():
-            kept_B = kept_B[~self._missed_S[:B]]
-        self.lengths.observe(B, K, seconds, kept_B, found_B, usual)
+        self.lengths.observe(B, K, seconds, kept_B, found_B, usual, self._missed_S[:B])
         return self._retired(finished_B)
 
     def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -362,7 +362,7 @@ class TorchEngine:
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         lengths, table, began = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter()
         measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
-        start = self.max_prompt_tokens // 2 + 1
+        start = self.max_prompt_tokens // 2 + 1 + min(128, self.max_response_tokens // 4)
         for live in lives:
             if time.perf_counter() - began > CALIBRATION_S:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
@@ -371,9 +371,10 @@ class TorchEngine:
             for K, verified in measured:
                 self.drafter.enter(0, live)
                 self.limit_S[:live] = self.tokens.positions
+                self.uniform_SPR[:live] = 0.0  # which accepts every proposal
                 best = float("inf")
                 for repetition in range(6):
-                    # As far on as when all is accepted, so that the drafter has as much to catch up with.
+                    # As far on as they are then anyway, unless the rows are too short for it.
                     length = start + (repetition - 3) * (K + 1)
                     self.tokens.length_S[:live] = min(max(1, length), self.tokens.positions - LONGEST - 1)
                     self.tokens.refresh(live)

@@ -9,7 +9,7 @@ Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draf
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Protocol, Sequence
+from typing import NamedTuple, Protocol, Sequence
 
 import numpy as np
 import torch
@@ -57,8 +57,7 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
     remembers: bool  # proposes what other sequences sampled
-    looks_up: bool  # may have found fewer proposals than asked for, or none
-    learn: Callable[[np.ndarray, np.ndarray, Sequence[int]], None] | None  # of one that looks up: see `LookupLength.learn`
+    looks_up: bool  # may have found fewer proposals than asked for, or none; then it has an attribute `learn`, see `LookupLength.learn`
 
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts."""

@@ -26,8 +26,13 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
-HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
+HINDSIGHT_WINDOW = 2048  # tokens of rollouts that were looked back at
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
+HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
+# A try is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too, because fixed lengths
+# fall into step with what repeats in the text, the hard token being the one that the target samples itself.
+LEAST_CHARGE = 0.2
+SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
 HOLD, HOLD_LONG, NEAR = 8, 32, 0.9
@@ -45,7 +50,7 @@ class FixedLength:
         return self.longest
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
-                usual: bool = True) -> None:
+                usual: bool = True, missed_B: np.ndarray | None = None) -> None:
         pass
 
 
@@ -89,13 +94,16 @@ class AutoLength:
             seconds: float [len(lives), LONGEST + 1], a step's time at each of them for each draft length.
         """
         self.acceptance = Acceptance()
+        self._held_tokens = [[0.0, 0.0] for _ in range(LONGEST + 1)]  # emitted while a k was held, and rows; forgotten over a window
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), np.asarray(seconds, dtype=float)
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._drift: dict[int, float] = {}
+        self._holds: dict[int, int] = {}  # from which the drift was learned
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
-        self.budget_s, self._turn, self._exploring = FIRST_BUDGET_S, 0, False
-        self._best, self._live, self._held, self._share = 0, 0, 0, EXPLORE_SHARE
+        self.budget_s, self._most_s, self._turn, self._exploring = FIRST_BUDGET_S, BUDGET_S, 0, False
+        self._best = self._choice = self._live = self._held = 0
+        self._share = EXPLORE_SHARE
         self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
         self._passed_s = 0.0  # of steps since the budget was kept last
 
@@ -106,8 +114,7 @@ class AutoLength:
         """
         if self._held and live == self._live:
             self._held -= 1
-            self._exploring = False
-            return self._best
+            return self._choice
         if self._seen:
             self._learn_from(*zip(*self._seen))
             self._seen.clear()
@@ -116,40 +123,46 @@ class AutoLength:
         rates = [e / s for e, s in zip(self._emitted(), costs)]
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
-        # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone.
+        # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held.
         others = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
         other = others[self._turn % len(others)]
-        affordable = self.budget_s > costs[other] * (1 - rates[other] / self._best_rate)
-        self._exploring = affordable and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
+        steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
+        affordable = self.budget_s >= min(self._most_s, costs[other] * (LEAST_CHARGE + steps * loss))
+        settled = self._holds[self._bucket(live)] >= SETTLED
+        self._exploring = affordable and settled and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
+        self._choice = other if self._exploring else best
         if self._exploring:
             self._turn += 1
-            return other
-        if not best and max(rates[1:]) < NEAR * self._best_rate:
-            # Keeping features costs about a fiftieth of a step: only when something is to be tried soon.
-            self._held, self._share, self.keeps = HOLD_LONG - 1, FAR_SHARE, affordable
-        return best
+            self._held = steps - 1
+        elif not best and max(rates[1:]) < NEAR * self._best_rate:
+            self._held, self._share = HOLD_LONG - 1, FAR_SHARE
+            # Keeping features costs about a fiftieth of a step: only when something is to be tried, or would pay once few are left.
+            alone = [e / s for e, s in zip(self._emitted(), self._costs(1))]
+            self.keeps = affordable or max(alone) > alone[0]
+        return self._choice
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
-                usual: bool = True) -> None:
+                usual: bool = True, missed_B: np.ndarray | None = None) -> None:
         """Learn from a step, before the next choice.
 
         Args:
             draft_length: the k that `choose` gave.
             seconds: of the whole step.
-            kept_B: int64, accepted proposals of each row that missed nothing.
+            kept_B: int64, accepted proposals of each row.
             found_B: int64, how many proposals a lookup has found for each row; the most of them were verified.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
+            missed_B: as for `choose`. What is tried is judged by the others.
         """
         self._passed_s += seconds
-        step = (draft_length, seconds, kept_B, found_B, usual)
-        if self._exploring:  # by itself: it is charged to the budget
-            self._learn_from(*zip(step))
-        elif draft_length or self._held % HOLD == HOLD - 1:
-            self._seen.append(step)
+        if self._exploring and missed_B is not None and missed_B.any():
+            kept_B = kept_B[~missed_B]
+        if draft_length or self._exploring or self._held % HOLD == HOLD - 1:
+            self._seen.append((draft_length, seconds, kept_B, found_B, usual))
 
     def _emitted(self) -> list[float]:
-        """Expected tokens of a row for k = 0..LONGEST."""
-        return self.acceptance.emitted()
+        """Expected tokens of a row for k = 0..LONGEST: as they were while it was held, which the product of acceptances, learned at all k, only stands in for."""
+        prior = HELD_PRIOR_ROWS
+        return [(prior * e + tokens) / (prior + rows) for e, (tokens, rows) in zip(self.acceptance.emitted(), self._held_tokens)]
 
     def _costs(self, live: int) -> list[float]:
         """Expected seconds of a step for k = 0..LONGEST."""
@@ -161,26 +174,40 @@ class AutoLength:
         if k:
             kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
             self.acceptance.add(kept_R, k, WINDOW if self._best else RESTING_WINDOW)
-        self._spent(k, seconds[0])
+            if len(kept_NB) > 1:
+                rows = len(kept_R)
+                forget = max(0.5, 1 - rows / WINDOW)
+                self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
+                self._held_tokens[k][0] += rows + float(kept_R.sum())
+                self._held_tokens[k][1] += rows
+        self._spent(k, seconds)
         if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
             self._took(k, usual)
 
-    def _spent(self, k: int, seconds: float) -> None:
+    def _spent(self, k: int, seconds: Sequence[float]) -> None:
         """Keep the budget."""
         if self._exploring:
             # The tokens to be expected: those that came are mostly chance, and only losses are charged.
-            self.budget_s -= max(0.0, seconds - self._emitted()[k] / self._best_rate)
-        self.budget_s = min(self.budget_s + self._share * self._passed_s, max(BUDGET_S, BUDGET_STEPS * seconds))
+            worth = self._emitted()[k] / self._best_rate
+            self.budget_s -= LEAST_CHARGE * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
+        self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
+        self.budget_s = min(self.budget_s + self._share * self._passed_s, self._most_s)
         self._passed_s = 0.0
 
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
-        """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike; the rest is this entry's own."""
+        """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike.
+
+        So what is held tells of all entries, and the others, tried or met now and then, of themselves beside it. Were the first to tell of itself,
+        too, it would get the better of those that are measured seldom.
+        """
         bucket, count = self._bucket(self._live), len(seconds)
         row, drift = self._table[bucket], self._drift[bucket]
         ratio = min(2.0, max(0.5, sorted(seconds)[(count - 1) // 2] / (row[entry] * drift)))
-        self._drift[bucket] = drift * ratio ** (1 - 0.9**count)
-        # What is tried seldom learns more from each step.
-        row[entry] *= ratio ** (1 - (0.85 if self._exploring else 0.97) ** count)
+        if entry == self._best:
+            self._holds[bucket] += 1
+            self._drift[bucket] = drift * ratio ** (1 - 0.9**count)
+        else:
+            row[entry] *= ratio ** (1 - (0.95 if self._exploring else 0.97) ** count)
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
@@ -194,6 +221,7 @@ class AutoLength:
             at = math.log2(live)
             row = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
             self._table[bucket] = row
+            self._holds[bucket] = 0
             self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
         return bucket
 
@@ -213,29 +241,32 @@ class LookupLength(AutoLength):
         super().__init__(lives, seconds)
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
         self._share_KM: dict[int, np.ndarray] = {}  # by bucket: of steps, by the most proposals that a row has
+        self._came = self._promised = 0.0  # accepted in verifications, and what looking back had promised; forgotten over a window
 
-    def learn(self, count_R: np.ndarray, kept_R: np.ndarray, ends: Sequence[int]) -> None:
-        """Look back at responses.
+    def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
+        """Look back at a response.
 
         Args:
-            count_R: int64, how many proposals would have been found before each token, up to LONGEST.
+            count_R: int64, how many proposals would have been found before each of its tokens, up to LONGEST.
             kept_R: int64, how many of them agree with what followed.
-            ends: where in them each response ends.
         """
         forget = max(0.5, 1 - len(count_R) / HINDSIGHT_WINDOW)
         self._tokens = self._tokens * forget + len(count_R)
         self._found_KM *= forget
         for k in range(1, LONGEST + 1):
             jump, verified, at = (np.minimum(kept_R, k) + 1).tolist(), [], 0
-            for end in ends:
-                while at < end:
-                    verified.append(at)
-                    at += jump[at]
-                at = end
+            while at < len(jump):
+                verified.append(at)
+                at += jump[at]
             self._found_KM[k] += np.bincount(np.minimum(count_R[verified], k), minlength=LONGEST + 1)
         self._share_KM.clear()
 
     def _emitted(self) -> list[float]:
+        # Looking back promises too much where rollouts copy from others that ended while they ran.
+        kept_share = (HELD_PRIOR_ROWS + self._came) / (HELD_PRIOR_ROWS + self._promised)
+        return [1 + (e - 1) * kept_share for e in self._in_hindsight()]
+
+    def _in_hindsight(self) -> list[float]:
         if not self._tokens:
             return [1.0] * (LONGEST + 1)
         return [1.0, *(self._tokens / self._found_KM[1:].sum(1)).tolist()]
@@ -250,7 +281,11 @@ class LookupLength(AutoLength):
         return [seconds[0], *(self._share_KM[bucket] @ [seconds[-1], *seconds[1:-1]]).tolist()]
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
-        self._spent(draft_length[0], seconds[0])
+        k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
+        forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / WINDOW)
+        self._came = self._came * forget + float(sum(kept_B.sum() for kept_B in kept_NB))
+        self._promised = self._promised * forget + rows * (self._in_hindsight()[k] - 1)
+        self._spent(k, seconds)
         by_entry: dict[int, list[float]] = {}
         for k, spent, found_B in zip(draft_length, seconds, found_NB):
             by_entry.setdefault((int(found_B.max()) or LONGEST + 1) if k else 0, []).append(spent)

@@ -1,8 +1,8 @@
 """Drafters that look proposals up in tokens already seen: n-gram (the sequence's own), suffix (those of earlier rollouts).
 
 Both find where the last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a point
-mass, and is verified as one. Where nothing matches a row has no proposal. The length of the match is the proposal's kind:
-the longer the match, the likelier it is accepted, and how likely is learned for each kind.
+mass, and is verified as one. Where nothing matches a row has no proposal. Some of the finished rollouts are looked back at, to
+tell what would have been proposed in them.
 
 Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths), T tokens of finished rollouts, R those of responses.
 """
@@ -27,6 +27,7 @@ class _Lookup:
     remembers, looks_up = False, True
     learn = None  # see `LookupLength.learn`
     HINDSIGHT = 8  # one finished rollout in so many is looked back at
+    STRETCH = 512  # tokens of it, at most
 
     def __init__(self, slots: Slots) -> None:
         self.slots, self._left = slots, 0
@@ -55,10 +56,16 @@ class _Lookup:
     def reload(self) -> None:
         pass
 
-    def _due(self, finished: int) -> list[int]:
-        """Which of so many finished rollouts to look back at."""
-        first, self._left = -self._left % self.HINDSIGHT, self._left + finished
-        return [] if self.learn is None else list(range(first, finished, self.HINDSIGHT))
+    def _due(self) -> bool:
+        """Whether to look back at the next of the finished rollouts."""
+        self._left += 1
+        return self.learn is not None and self._left % self.HINDSIGHT == 1
+
+    def _stretch(self, start: int, end: int) -> slice:
+        """The part of a response that is looked back at: all of it, or a stretch somewhere in a long one, lest it outweigh many others."""
+        more = max(0, end - start - self.STRETCH)
+        start += self._left * 7919 % (more + 1)
+        return slice(start, min(end, start + self.STRETCH))
 
 
 class NGramDrafter(_Lookup):
@@ -88,7 +95,7 @@ class NGramDrafter(_Lookup):
         return Proposal(draft_BK, None, count_B)
 
     def leave(self, row: int) -> None:
-        if not self._due(1):
+        if not self._due():
             return
         token_T = self.slots.token_SP[row, : int(self.slots.length[row])].cpu().numpy()
         T, first = len(token_T), int(self.slots.prompt_S[row]) + 1  # the first token of a response is never proposed
@@ -100,12 +107,12 @@ class NGramDrafter(_Lookup):
                 sorted_T = key_T[order - 1 :].argsort(kind="stable") + order - 1
                 same = key_T[sorted_T[1:]] == key_T[sorted_T[:-1]]
                 at_T[sorted_T[1:][same]] = sorted_T[:-1][same]
-        last_R, index_K = np.arange(first - 1, T - 1), np.arange(LONGEST)
+        last_R, index_K = np.arange(T)[self._stretch(first - 1, T - 1)], np.arange(LONGEST)
         count_R = np.where(at_T[last_R] >= 0, np.minimum(last_R - at_T[last_R], LONGEST), 0)
         draft_RK = token_T[np.minimum(at_T[last_R, None] + 1 + index_K, T - 1)]
         token_RK = np.append(token_T, [-1] * LONGEST)[last_R[:, None] + 1 + index_K]
         kept_R = ((draft_RK == token_RK) & (index_K < count_R[:, None])).cumprod(1).sum(1)
-        self.learn(count_R, kept_R, [len(last_R)])
+        self.learn(count_R, kept_R)
 
 
 class SuffixDrafter(_Lookup):
@@ -177,11 +184,21 @@ class SuffixDrafter(_Lookup):
         self._remember()
 
     def _remember(self) -> None:
-        """Enter what has finished into ring and tables, all at once: one by one each would cost as much as a tenth of an engine step."""
-        if not self._finished:
-            return
-        tokens, hashes, prompts = zip(*self._finished)
+        """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of an engine step."""
+        batch, due = [], False
+        for rollout in self._finished:
+            if self._due():  # looked back at when those that ended before it are known
+                if batch:
+                    self._enter_past(batch, due)
+                batch, due = [], True
+            batch.append(rollout)
         self._finished.clear()
+        if batch:
+            self._enter_past(batch, due)
+
+    def _enter_past(self, rollouts: list, look_back: bool) -> None:
+        """Enter rollouts, after looking back at the first of them, if so."""
+        tokens, hashes, prompts = zip(*rollouts)
         lengths, token_T = np.array([len(t) for t in tokens]), torch.cat(tokens)
         position_T = np.arange(len(token_T)) - np.repeat(lengths.cumsum() - lengths, lengths)
         response_T = (position_T >= np.repeat(prompts, lengths)) & (position_T < np.repeat(lengths - 1, lengths))
@@ -189,7 +206,10 @@ class SuffixDrafter(_Lookup):
         window_RN = pad(token_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[at_R].flip(1)
         hash_R = torch.stack(hashes).repeat_interleave(torch.from_numpy(lengths).to(token_T.device))[at_R]
         key_RN, valid_RN = self._keys(window_RN, hash_R, torch.from_numpy(position_T[response_T]).to(token_T.device))
-        self._look_back(prompts, lengths, token_T, at_R, key_RN, valid_RN)
+        if look_back:
+            # The response without its first token, which is never proposed, and without the end mark.
+            here = self._stretch(1, int(lengths[0]) - prompts[0] - 1)
+            self._look_back(token_T, at_R[here], key_RN[here], valid_RN[here])
         if self.end + len(token_T) > self.RING:
             self.end = 1
         self.ring[self.end : self.end + len(token_T)] = token_T
@@ -214,19 +234,13 @@ class SuffixDrafter(_Lookup):
         follows_BK = (draft_BK >= 0).cumprod(1) * (rank_B > 0).unsqueeze(1)
         return draft_BK, follows_BK.sum(1)
 
-    def _look_back(self, prompts, lengths, token_T, at_R, key_RN, valid_RN) -> None:
-        """What would have been proposed in some of these rollouts; see `_remember`."""
-        due = self._due(len(lengths))
-        if not due:
-            return
-        ends = lengths.cumsum()
-        # Responses without their first token, which is never proposed, and without the end mark.
-        ranges = [range(int(ends[i] - lengths[i]) + prompts[i] + 1, int(ends[i]) - 1) for i in due]
-        here_R = torch.isin(at_R, torch.tensor([t for r in ranges for t in r], device=at_R.device))
-        draft_RK, count_R = self._found(key_RN[here_R], valid_RN[here_R], LONGEST)
-        token_RK = pad(token_T, (0, LONGEST), value=-2)[at_R[here_R].unsqueeze(1) + self.slots.index_P[:LONGEST]]
-        kept_R = ((draft_RK == token_RK) & (self.slots.index_P[:LONGEST] < count_R.unsqueeze(1))).cumprod(1).sum(1)
-        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy(), np.cumsum([len(r) for r in ranges]).tolist())
+    def _look_back(self, token_T, at_R, key_RN, valid_RN) -> None:
+        """What would have been proposed at these places of a rollout."""
+        index_K = self.slots.index_P[:LONGEST]
+        draft_RK, count_R = self._found(key_RN, valid_RN, LONGEST)
+        token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
+        kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
+        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy())
 
     def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
         """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.
