@@ -407,17 +407,18 @@ def test_auto_learns_which_length_pays(acceptance, best):
 
 
 @pytest.mark.parametrize("scale", [1e-3, 2.0])  # of a step's seconds
-def test_auto_finds_out_that_a_draft_has_become_good(scale):
-    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2)
+@pytest.mark.parametrize("first", [1.3, 1.8])  # what the first proposal costs
+def test_auto_finds_out_that_a_draft_has_become_good(scale, first):
+    seconds = np.array([[1.0, *(first + 0.1 * k for k in range(7))]] * 2)
     lengths, rng = AutoLength([1, 64], seconds * scale), np.random.default_rng(0)
     chosen = []
-    for step in range(8000):
+    for step in range(16000):
         k = lengths.choose(8)
         kept = (rng.random((8, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
         chosen.append(k)
         lengths.observe(8, k, seconds[0, k] * scale, kept)
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
-    assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
+    assert np.mean(np.array(chosen[15000:]) >= 3) > 0.9
 
 
 def test_features_are_kept_only_to_try_and_auto_still_finds_out():

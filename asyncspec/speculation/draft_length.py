@@ -29,7 +29,7 @@ RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a 
 HINDSIGHT_WINDOW = 2048  # tokens of rollouts that were looked back at
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
-# A try is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too, because fixed lengths
+# A try beside another length is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too, because fixed lengths
 # fall into step with what repeats in the text, the hard token being the one that the target samples itself.
 LEAST_CHARGE = 0.2
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
@@ -127,7 +127,7 @@ class AutoLength:
         others = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
         other = others[self._turn % len(others)]
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
-        affordable = self.budget_s >= min(self._most_s, costs[other] * (LEAST_CHARGE + steps * loss))
+        affordable = self.budget_s >= min(self._most_s, costs[other] * (LEAST_CHARGE * (best > 0) + steps * loss))
         settled = self._holds[self._bucket(live)] >= SETTLED
         self._exploring = affordable and settled and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
         self._choice = other if self._exploring else best
@@ -173,11 +173,11 @@ class AutoLength:
         k = draft_length[0]
         if k:
             kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
-            self.acceptance.add(kept_R, k, WINDOW if self._best else RESTING_WINDOW)
-            if len(kept_NB) > 1:
-                rows = len(kept_R)
-                forget = max(0.5, 1 - rows / WINDOW)
-                self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
+            rows, window = len(kept_R), WINDOW if self._best else RESTING_WINDOW
+            self.acceptance.add(kept_R, k, window)
+            forget = max(0.5, 1 - rows / window)
+            self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
+            if len(kept_NB) > 1:  # held, not for a single step
                 self._held_tokens[k][0] += rows + float(kept_R.sum())
                 self._held_tokens[k][1] += rows
         self._spent(k, seconds)
@@ -189,7 +189,7 @@ class AutoLength:
         if self._exploring:
             # The tokens to be expected: those that came are mostly chance, and only losses are charged.
             worth = self._emitted()[k] / self._best_rate
-            self.budget_s -= LEAST_CHARGE * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
+            self.budget_s -= LEAST_CHARGE * (self._best > 0) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
         self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
         self.budget_s = min(self.budget_s + self._share * self._passed_s, self._most_s)
         self._passed_s = 0.0
