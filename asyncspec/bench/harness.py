@@ -107,14 +107,14 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     finally:
         benchmark.close()
     headline = benchmark.headline(samples)
-    for table in benchmark.tables(samples):
-        console.print(table)
-    for key, value in headline.items():
-        console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
     (directory / "result.json").write_text(json.dumps({
         "benchmark": name, "headline": headline, "samples": samples, "machine": machine(), "versions": versions(),
         "command": shlex.join(["asyncspec", "bench", name, *(["--repeats", str(repeats)] if repeats else []), *overrides]), "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }, indent=1) + "\n")
+    for table in benchmark.tables(samples):
+        console.print(table)
+    for key, value in headline.items():
+        console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
     _plot(name, benchmark, samples, directory / "plot.png")
     console.print(f"written: {directory}/result.json, {directory}/plot.png", markup=False, soft_wrap=True)
     return 0
