@@ -1,0 +1,129 @@
+"""The draft length that is chosen for each step: the one that pays, found out at little cost."""
+
+import numpy as np
+import pytest
+
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, LookupLength
+
+
+@pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, 7), (0.6, 3)])
+def test_auto_learns_which_length_pays(acceptance, best):
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2)
+    lengths, rng = AutoLength([1, 64], seconds * 1e-3), np.random.default_rng(0)
+    chosen = []
+    for _ in range(4000):
+        k = lengths.choose(8)
+        kept = (rng.random((8, 7)) < acceptance).cumprod(1)[:, :k].sum(1)
+        chosen.append(k)
+        lengths.observe(8, k, seconds[0, k] * 1e-3 * rng.lognormal(0, 0.05), kept)
+    late = np.array(chosen[2000:])
+    rate = (1 + np.cumsum(acceptance ** np.arange(1, 8))) / seconds[0, 1:]
+    rate = np.concatenate([[1 / seconds[0, 0]], rate])
+    assert int(rate.argmax()) == best
+    time_spent, tokens = seconds[0, late].sum(), (rate[late] * seconds[0, late]).sum()
+    assert tokens / time_spent > 0.98 * rate.max()  # what it explores included
+    assert (late != best).any()  # it goes on looking
+
+
+@pytest.mark.parametrize("scale", [1e-3, 2.0])  # of a step's seconds
+@pytest.mark.parametrize("first", [1.3, 1.8])  # what the first proposal costs
+def test_auto_finds_out_that_a_draft_has_become_good(scale, first):
+    seconds = np.array([[1.0, *(first + 0.1 * k for k in range(7))]] * 2)
+    lengths, rng = AutoLength([1, 64], seconds * scale), np.random.default_rng(0)
+    chosen = []
+    for step in range(16000):
+        k = lengths.choose(8)
+        kept = (rng.random((8, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
+        chosen.append(k)
+        lengths.observe(8, k, seconds[0, k] * scale, kept)
+    assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
+    assert np.mean(np.array(chosen[15000:]) >= 3) > 0.9
+
+
+def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2) * 1e-3
+    lengths, rng, chosen = AutoLength([1, 64], seconds), np.random.default_rng(0), []
+    for step in range(8000):
+        live = int(rng.integers(8, 17))
+        k = lengths.choose(live)
+        chosen.append(k)
+        lengths.observe(live, k, seconds[0, k], (rng.random((live, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1))
+    assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
+    assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
+
+
+def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
+    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
+    for _ in range(2000):
+        lengths.choose(5000)
+        lengths.observe(5000, 3, 1e-3, np.zeros(5000, dtype=np.int64))
+    assert lengths.acceptance.emitted()[1] == pytest.approx(1.0)
+
+
+def test_features_are_kept_only_to_try_and_auto_still_finds_out():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2) * 1e-3
+    lengths, rng, chosen, kept = AutoLength([1, 64], seconds), np.random.default_rng(0), [], []
+    missed_B = np.zeros(8, dtype=bool)
+    for step in range(16000):
+        chosen.append(k := lengths.choose(8, missed_B))
+        kept.append(k > 0 or lengths.keeps)
+        missed_B |= not kept[-1]
+        kept_B = (rng.random((8, 7)) < (0.0 if step < 8000 else 0.9)).cumprod(1)[:, :k].sum(1)
+        if k and step < 8000 and 2000 < step:
+            assert missed_B.sum() <= 4
+        lengths.observe(8, k, seconds[0, k], kept_B[~missed_B] if k else kept_B)
+        missed_B &= rng.random(8) > 1 / 50  # a sequence ends, another takes its row
+    assert 0.005 < np.mean(kept[2000:8000]) < 0.4
+    assert 0 < np.mean(np.array(chosen[2000:8000]) > 0) < 0.01
+    assert np.mean(np.array(chosen[12000:]) >= 3) > 0.9
+
+
+def test_what_is_tried_is_judged_by_rows_that_miss_nothing():
+    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
+    missed_B, kept_B = np.array([True, False, False, False]), np.array([0, 3, 3, 3])
+    lengths._exploring = True
+    lengths._live = 4
+    lengths.observe(4, 3, 1e-3, kept_B, None, True, missed_B)
+    assert [step[2].tolist() for step in lengths._seen] == [[3, 3, 3]]
+
+
+def test_a_length_that_costs_more_than_can_be_saved_up_is_tried_all_the_same():
+    seconds, rng, chosen = np.array([[1.0, 2.3, 3.2, 3.4, 3.6, 3.8, 4.0, 4.2]] * 2) * 0.06, np.random.default_rng(0), []
+    lengths = AutoLength([1, 64], seconds)
+    for step in range(40000):
+        chosen.append(k := lengths.choose(8))
+        lengths.observe(8, k, seconds[0, k], (rng.random((8, 7)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1))
+    assert np.mean(np.array(chosen[35000:]) >= 5) > 0.9
+
+
+def test_lookups_are_made_while_they_pay():
+    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 1.1]] * 2) * 1e-3
+    lengths, rng, chosen = LookupLength([1, 64], seconds), np.random.default_rng(0), []
+    for step in range(8000):
+        # Good, then no more, then told to be good again, which it is not.
+        good, told = 2000 <= step < 4000, 2000 <= step < 4000 or step >= 6000
+        if step % 10 == 0:  # finished rollouts tell now and then, looked up or not
+            count_R = (rng.random(100) < 0.5) * 3
+            lengths.learn(count_R, count_R * told)
+        chosen.append(k := lengths.choose(4))
+        found_B = np.minimum((rng.random(4) < 0.5) * 3, k)
+        lengths.observe(4, k, seconds[0, found_B.max() or -1] if k else seconds[0, 0], found_B * good, found_B if k else None)
+    looked = (np.array(chosen) > 0).reshape(-1, 1000).mean(1)
+    assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05 and looked[7] < 0.2, looked
+    assert np.mean(np.array(chosen)[3000:4000] >= 3) > 0.9  # no more than three are ever found
+
+
+def test_looking_back_counts_the_verifications_of_each_length():
+    """Three proposals always, all right but in every third response: a step of k emits min(k, 3) + 1 tokens, or 1."""
+    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None])
+    for kept in (3, 3, 0) * 3:
+        lengths.learn(np.full(12, 3), np.full(12, kept))
+    assert lengths._emitted() == pytest.approx([1, *(3 / (1 + 2 / (min(k, 3) + 1)) for k in range(1, LONGEST + 1))], rel=0.05)
+    assert lengths._costs(1) == pytest.approx([1, 2, 3, 4, 4, 4, 4, 4])  # never more than three to verify
+
+
+def test_the_more_rows_the_likelier_is_one_that_has_found_something():
+    lengths = LookupLength([1, 4], np.tile([1.0, *[3.0] * LONGEST, 2.0], (2, 1)))
+    lengths.learn(np.tile([0, 0, 0, 5], 64), np.zeros(256, dtype=np.int64))  # one in four
+    for live in (1, 4):
+        assert lengths._costs(live)[1:] == pytest.approx([2 + (1 - 0.75**live)] * LONGEST)
