@@ -84,14 +84,16 @@ class Loads:
         """
         key = (method, slots)
         if key not in self._engines:
-            self._engines[key] = engines = [self._made(method, slots, "auto"), self._made(method, slots, LONGEST)]
-            engines[0].poll()
-            self._auto[key] = engines[0].lengths
-            self._set(engines[0], key, "auto")
-            self.steady(len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1), engines[0])
-            if isinstance(engines[0].drafter, SuffixDrafter):
-                self._pasts[slots] = engines[0].drafter.past()
-            self.steady(len(self.prompts) // 2, slots, engines[1])
+            self._engines[key] = [engine := self._made(method, slots, "auto")]
+            engine.poll()
+            self._auto[key] = engine.lengths
+            self._set(engine, key, "auto")
+            self.steady(len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1), engine)
+            if isinstance(engine.drafter, SuffixDrafter):
+                self._pasts[slots] = engine.drafter.past()
+        if instance == len(self._engines[key]):
+            self._engines[key].append(engine := self._made(method, slots, LONGEST))
+            self.steady(len(self.prompts) // 2, slots, engine)
         engine = self._engines[key][instance]
         self._set(engine, key, draft_length)
         return engine

@@ -29,8 +29,8 @@ RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a 
 HINDSIGHT_WINDOW = 2048  # tokens of rollouts that were looked back at
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
-# A try beside another length is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too, because fixed lengths
-# fall into step with what repeats in the text, the hard token being the one that the target samples itself.
+# A try beside another length is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too,
+# because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target samples itself.
 LEAST_CHARGE = 0.2
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
@@ -119,8 +119,7 @@ class AutoLength:
             self._learn_from(*zip(*self._seen))
             self._seen.clear()
         self._live, self._held, self._share, self.keeps = live, HOLD - 1, EXPLORE_SHARE, True
-        costs = self._costs(live)
-        rates = [e / s for e, s in zip(self._emitted(), costs)]
+        costs, rates = self._costs(live), self._rates(live)
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
         # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held.
@@ -137,7 +136,7 @@ class AutoLength:
         elif not best and max(rates[1:]) < NEAR * self._best_rate:
             self._held, self._share = HOLD_LONG - 1, FAR_SHARE
             # Keeping features costs about a fiftieth of a step: only when something is to be tried, or would pay once few are left.
-            alone = [e / s for e, s in zip(self._emitted(), self._costs(1))]
+            alone = self._rates(1)
             self.keeps = affordable or max(alone) > alone[0]
         return self._choice
 
@@ -159,8 +158,12 @@ class AutoLength:
         if draft_length or self._exploring or self._held % HOLD == HOLD - 1:
             self._seen.append((draft_length, seconds, kept_B, found_B, usual))
 
+    def _rates(self, live: int) -> list[float]:
+        """Expected tokens a second for each row, for k = 0..LONGEST."""
+        return [e / s for e, s in zip(self._emitted(), self._costs(live))]
+
     def _emitted(self) -> list[float]:
-        """Expected tokens of a row for k = 0..LONGEST: as they were while it was held, which the product of acceptances, learned at all k, only stands in for."""
+        """Expected tokens of a row for k = 0..LONGEST: as while each was held; the product of acceptances, learned at all k, stands in for it."""
         prior = HELD_PRIOR_ROWS
         return [(prior * e + tokens) / (prior + rows) for e, (tokens, rows) in zip(self.acceptance.emitted(), self._held_tokens)]
 
@@ -219,8 +222,7 @@ class AutoLength:
         bucket = round(2 * math.log2(live))
         if bucket not in self._table:
             at = math.log2(live)
-            row = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
-            self._table[bucket] = row
+            self._table[bucket] = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
             self._holds[bucket] = 0
             self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
         return bucket
@@ -287,7 +289,7 @@ class LookupLength(AutoLength):
         self._promised = self._promised * forget + rows * (self._in_hindsight()[k] - 1)
         self._spent(k, seconds)
         by_entry: dict[int, list[float]] = {}
-        for k, spent, found_B in zip(draft_length, seconds, found_NB):
+        for spent, found_B in zip(seconds, found_NB):
             by_entry.setdefault((int(found_B.max()) or LONGEST + 1) if k else 0, []).append(spent)
         for entry, times in by_entry.items():
             self._took(entry, times)
