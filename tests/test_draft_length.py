@@ -57,7 +57,13 @@ def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
     for _ in range(2000):
         lengths.choose(5000)
         lengths.observe(5000, 3, 1e-3, np.zeros(5000, dtype=np.int64))
-    assert lengths.acceptance.emitted()[1] == pytest.approx(1.0)
+    assert lengths.acceptance.emitted()[1] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_position_not_tried_is_taken_for_like_the_one_before_it():
+    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
+    lengths.acceptance.add(np.tile([0, 2, 2, 2], 256), 2, 1024)  # 3 in 4 keep the first, all of those the second
+    assert lengths.acceptance.emitted() == pytest.approx([1, *(1 + 0.75 * k for k in range(1, LONGEST + 1))], rel=0.05)
 
 
 def test_features_are_kept_only_to_try_and_auto_still_finds_out():

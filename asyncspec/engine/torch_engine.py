@@ -68,6 +68,8 @@ class TorchEngine:
         self.tokens = Slots(rows, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
+        # What steps cost beside one another: on processors their own time, which others that share them (the trainer, say) do not lengthen.
+        self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
         self._prompts = PromptReader(self.decode, self.model.lm_head, self.tokens, self.drafter, self.settings, slots + 1)
         self._drafting = longest > 0
@@ -221,12 +223,12 @@ class TorchEngine:
         self._keeping = K > 0 or self.lengths.keeps or not self.aux_layers
         if K:  # not this step's own work
             self.drafter.catch_up()
-        start = time.perf_counter()
+        start = self._clock()
         self._arrange()
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
         kept_B, finished_B, found_B = self._advance(B, K)
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         if not self._keeping:
             self._missed_S[:B] = True
         self.lengths.observe(B, K, seconds, kept_B, found_B, usual, self._missed_S[:B])
@@ -378,10 +380,10 @@ class TorchEngine:
                     length = start + (repetition - 3) * (K + 1)
                     self.tokens.length_S[:live] = min(max(1, length), self.tokens.positions - LONGEST - 1)
                     self.tokens.refresh(live)
-                    tick = time.perf_counter()
+                    tick = self._clock()
                     self._advance(live, K, verified)
                     if repetition:  # the first reads the whole prompt
-                        best = min(best, time.perf_counter() - tick)
+                        best = min(best, self._clock() - tick)
                 times.append(best)
             table.append(np.append(np.interp(range(LONGEST + 1), lengths, times[: len(lengths)]), times[len(lengths) :]))
         return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))

@@ -58,7 +58,7 @@ class Acceptance:
     """a_j for j = 1..LONGEST, learned over a sliding window. Plain lists: numpy costs more on eight numbers."""
 
     def __init__(self) -> None:
-        self.tried, self.kept = [PRIOR_ROWS] * LONGEST, [PRIOR_ROWS * PRIOR_RATE] * LONGEST
+        self.tried, self.kept = [0.0] * LONGEST, [0.0] * LONGEST
 
     def add(self, kept_B: np.ndarray, draft_length: int, window: int) -> None:
         """Rows that kept so many of `draft_length` proposals."""
@@ -72,11 +72,12 @@ class Acceptance:
             self.kept[j] = self.kept[j] * forget + at_least
 
     def emitted(self) -> list[float]:
-        """Expected tokens of one verification for k = 0..LONGEST."""
-        total = reach = 1.0
+        """Expected tokens of one verification for k = 0..LONGEST. A position is taken for like the one before it until it has been tried."""
+        total, reach, rate = 1.0, 1.0, PRIOR_RATE
         result = [1.0]
         for tried, kept in zip(self.tried, self.kept):
-            reach *= kept / tried
+            rate = (PRIOR_ROWS * rate + kept) / (PRIOR_ROWS + tried)
+            reach *= rate
             total += reach
             result.append(total)
         return result
