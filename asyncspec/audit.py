@@ -33,12 +33,12 @@ def fates(events: Iterable[dict]) -> dict[int, Counter]:
     return counts
 
 
-def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_trained: int) -> list[str]:
+def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_trained: int | None) -> list[str]:
     """What in a ledger breaks a promise, a line each; none if all is well.
 
     Args:
         events: the ledger's lines, in order.
-        steps_trained: rows of metrics.jsonl.
+        steps_trained: rows of metrics.jsonl; None for a run that goes on: its tickets may still be without an end, its newest step incomplete.
     """
     found: list[str] = []
     issued: Counter = Counter()
@@ -76,12 +76,12 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         if times > 1:
             found.append(f"ticket {ticket}: issued {times} times")
     for ticket, ends in fates(events).items():
-        if sum(ends.values()) != 1:
+        if sum(ends.values()) != 1 and (ends or steps_trained is not None):
             found.append(f"ticket {ticket}: " + (", ".join(f"{fate} {n} times" for fate, n in ends.items()) or "no end: neither trained nor dropped"))
-    for step in range(max(steps, default=-1) + 1):
+    for step in range(max(steps, default=-1) + (steps_trained is not None)):
         if steps[step] != groups_per_step:
             found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")
-    if steps_trained != len(steps):
+    if steps_trained is not None and steps_trained != len(steps):
         found.append(f"metrics.jsonl has {steps_trained} steps, the ledger trained {len(steps)}")
     return found
 
@@ -97,12 +97,13 @@ def audit(directory: str) -> int:
         if not (run / name).is_file():
             raise ConfigError(f"audit {directory}: no {name} in it; expected the directory of a run")
     config = from_yaml((run / "config.yaml").read_text())
+    going_on = ledger.written(run)
     try:
         events = list(ledger.read(run))
     except ValueError as error:
         raise ConfigError(f"audit {directory}: {error}") from None
     rows = read_rows(run / "metrics.jsonl")
-    found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
+    found = violations(events, config.policy_lag, config.rl.groups_per_step, None if going_on else len(rows))
     counts = Counter(event["event"] for event in events)
     for line in found[:SHOWN]:
         print(f"violated: {line}")
@@ -113,6 +114,8 @@ def audit(directory: str) -> int:
         faults += f", {undone} trained tickets undone by going back to a checkpoint, and trained again"
     if faults:
         print(f"{directory}: {faults}")
+    if going_on:
+        print(f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are on their way, and whether each has one end can be said when it has ended")
     print(f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "
           f"{counts['dropped']} dropped; policy lag {config.policy_lag}: " + (f"{len(found)} violations" if found else "all of it holds"))
     return 1 if found else 0

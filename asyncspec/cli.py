@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import signal
 import sys
 from typing import Sequence
 
@@ -17,6 +18,13 @@ LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
 
 class _Parser(argparse.ArgumentParser):
     """Wrong input is one line here too."""
+
+    def _check_value(self, action, value):
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)
+            hint = ", before any flag" if action.metavar == "COMMAND" else ""
+            raise argparse.ArgumentError(action, f"{value!r}: expected one of {', '.join(choices)}{hint}; nearest: {nearest[0]}")
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -39,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     for item in rest:
         if item.startswith("-"):
-            flags = [flag for action in args.parser._actions for flag in action.option_strings]
-            nearest = difflib.get_close_matches(item.split("=")[0], flags, 1, 0.0)[0]
-            args.parser.error(f"{item}: no such flag; nearest: {nearest}")
+            flags = {flag.strip("-"): flag for action in args.parser._actions for flag in action.option_strings}
+            name, _, value = item.strip("-").partition("=")
+            field = configuration.nearest_field(name.replace("-", "_")) if hasattr(args, "overrides") else None
+            near = [flags[flag] for flag in difflib.get_close_matches(name, flags, 1, 0.6 if field else 0.0)] or [f"{field}={value or '...'}"]
+            args.parser.error(f"{item}: no such flag; nearest: {near[0]}")
     if rest and not hasattr(args, "overrides"):
         args.parser.error(f"{rest[0]!r}: expected flags only")
     if rest:
@@ -154,16 +164,24 @@ def _add_draft(commands) -> None:
 
 def _draft_train(args) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from asyncspec.drafts import offline
+    from asyncspec.drafts.settings import Training, check
 
-    settings = offline.Training()
+    settings = Training()
     for name in vars(settings):
         if (text := getattr(args, name)) is not None:
             try:
                 setattr(settings, name, type(getattr(settings, name))(text))
             except ValueError:
                 args.parser.error(f"--{name.replace('_', '-')} {text}: expected a number")
-    return offline.run(settings)
+    check(settings)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt, too
+    try:
+        from asyncspec.drafts import offline
+
+        return offline.run(settings)
+    except KeyboardInterrupt:
+        print("asyncspec draft train: interrupted", file=sys.stderr)
+        return 130
 
 
 def _add_report(commands) -> None:

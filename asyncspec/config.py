@@ -259,7 +259,7 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         _check_type(key, _inner(given, key))
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
-            raise ConfigError(f"override {item!r}: expected field=value, for example trainer.optimizer.lr=1e-4")
+            raise ConfigError(f"override {item!r}: expected field=value without spaces, for example trainer.optimizer.lr=1e-4")
         _check_key(item.split("=", 1)[0], "in the overrides")
     merged = OmegaConf.structured(Config)
     try:
@@ -373,13 +373,19 @@ def _check_key(key: str, where: str) -> None:
     inner = [name for name in known if name.startswith(key + ".")]
     if inner:
         raise ConfigError(f"{key} {where}: names a section, not a field; expected for example {inner[0]}=...")
-    # A right last name under a wrong section is the commonest slip, so it is offered first.
-    same_name = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    near = same_name[:1] or difflib.get_close_matches(key, known, 1, 0.5)
+    near = nearest_field(key)
     if not near:
         raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all")
-    raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near[0]} "
-                      f"(default {default_of(near[0])!r})")
+    raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near} "
+                      f"(default {default_of(near)!r})")
+
+
+def nearest_field(key: str) -> str | None:
+    """The field most like what was given, if any is."""
+    known = leaves(dataclasses.asdict(Config()))
+    # A right last name under a wrong section is the commonest slip, so it is offered first.
+    same_name = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    return next(iter(same_name[:1] or difflib.get_close_matches(key, known, 1, 0.5)), None)
 
 
 def _field_type(key: str) -> Any:

@@ -124,8 +124,8 @@ def check(config: Config) -> None:
     for name, path in (("model.path", config.model.path), ("model.reference_path", config.model.reference_path),
                        ("speculation.draft_path", config.draft_directory)):
         if path and not (resolve_path(path) / "config.json").is_file():
-            raise ConfigError(f"{name}={path!r}: expected a directory with config.json in it; "
-                              f"{name}={default_of(name)} is the shipped one")
+            raise ConfigError(f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; put it there, or name another"
+                              + (f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""))
     _check_models(config)
     _check_lengths(config)
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):

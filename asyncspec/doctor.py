@@ -240,15 +240,17 @@ def _summary(names: list[str]) -> str:
 
 
 def _report(config: Config, placed: list[list[str]], names: dict[str, str], nodes: list[Node]) -> int:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from asyncspec.console import terminal
 
     policy = json.loads((resolve_path(config.model.path) / "config.json").read_text())
     judged = judge(config, policy, placed, names, nodes)
-    console = Console(width=max(100, shutil.get_terminal_size().columns), highlight=False)
+    console = terminal(width=max(100, shutil.get_terminal_size().columns))
     size = "waits instead of a policy" if config.trainer.kind == "mock" else f"a policy of {estimate.parameters(policy) / 1e6:,.1f} M parameters"
     console.print(f"asyncspec doctor: {size}, {len(placed)} node{'s' * (len(placed) > 1)}, engine {config.engine.kind}, "
-                  f"trainer of {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}, policy lag {config.policy_lag}")
+                  f"trainer of {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}, policy lag {config.policy_lag}", soft_wrap=True)
     table = Table("node", "host", "has", "plays", "needs about", "clock")
     for index, (plays, needs, _) in enumerate(judged):
         node = nodes[index] if index < len(nodes) else None
@@ -260,7 +262,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
     shown = set()
     for where, finding in sorted(findings, key=lambda item: not item[1].ok):
         if not finding.ok or finding.text not in shown:  # what all nodes have is said once
-            console.print(f"[green]ok  [/green]  {finding.text}" if finding.ok else f"[red]WRONG[/red] {where}{finding.text}", soft_wrap=True)
+            console.print(Text("ok  ", "green") if finding.ok else Text("WRONG", "red"), finding.text if finding.ok else f"{where}{finding.text}", soft_wrap=True)
         shown.add(finding.text)
     if len(nodes) < len(placed):
         console.print(f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 --no-python asyncspec doctor ...", soft_wrap=True)

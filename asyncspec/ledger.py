@@ -64,6 +64,16 @@ def read(run_dir: Path) -> Iterator[dict]:
         yield event
 
 
+def written(run_dir: Path) -> bool:
+    """Whether a process goes on writing it."""
+    with open(run_dir / FILE) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
     """The tickets that were issued and have no end yet: id -> the event that issued it."""
     found: dict[int, dict] = {}

@@ -57,6 +57,12 @@ def test_steps_of_the_metrics_must_be_those_of_the_ledger():
     assert check(good(), 2) == ["metrics.jsonl has 2 steps, the ledger trained 3"]
 
 
+def test_of_a_run_that_goes_on_only_what_can_be_known_is_judged():
+    events = good()
+    assert all(check(events[:end], None) == [] for end in range(len(events) + 1))
+    assert check(events + events[1:2], None) == ["ticket 0: trained 2 times", "step 0: 3 tickets trained, expected 2"]
+
+
 def audit(directory):
     return subprocess.run([sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=60)
 

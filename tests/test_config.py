@@ -24,7 +24,7 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("sampling.temperature=0", "sampling.temperature=0.0: expected at least 0.001"),
     ("sampling.top_p=1.5", "sampling.top_p=1.5"),
     ("rl.correction=trunc", "nearest valid choice: rl.correction=truncated"),
-    ("model.path=/no/such", "model.path='/no/such': expected a directory with config.json"),
+    ("model.path=/no/such", "model.path='/no/such': expected a Hugging Face directory, with config.json"),
     ("data.train_file=/no/such.jsonl", "no such file"),
     ("steps", "expected field=value"),
     ("=3", "expected field=value"),
@@ -125,6 +125,8 @@ def test_a_draft_of_another_policy_is_refused(tmp_path):
     (["train", "steps=3", "--seed", "2", "polcy_lag=1"], "nearest valid choice: policy_lag"),
     (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
     (["train", "--stesp", "3"], "--stesp: no such flag; nearest: --steps"),
+    (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
+    (["trian"], "'trian': expected one of train, draft, doctor, report, audit, bench, before any flag; nearest: train"),
     (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
     (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
 ])
@@ -177,7 +179,7 @@ def test_every_shipped_config_loads_or_names_the_model_that_its_user_brings():
         if "models/" not in path.read_text():
             load(path.stem)
             continue
-        with pytest.raises(ConfigError, match="^model.path='models/[^']*': expected a directory with config.json"):
+        with pytest.raises(ConfigError, match="^model.path='models/[^']*': expected a Hugging Face directory, with config.json"):
             load(path.stem)
 
 

@@ -173,7 +173,7 @@ def test_draft_train_makes_a_draft_the_engine_takes_and_goes_on_with_it(tmp_path
 
 
 @pytest.mark.parametrize("args,message", [
-    (["--method", "eagle2"], "invalid choice: 'eagle2'"),
+    (["--method", "eagle2"], "'eagle2': expected one of eagle3, mtp, draft_model; nearest: eagle3"),
     (["--minutes", "soon"], "--minutes soon: expected a number"),
     (["--policy", "nowhere"], "--policy nowhere: expected a directory with config.json in it"),
     (["--prompts", "none.jsonl"], "--prompts none.jsonl: expected a JSONL file"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncspec import messages as m
 from asyncspec import weights
 from asyncspec.audit import violations
-from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig
+from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.parallel import Ranks
@@ -159,6 +159,7 @@ def test_a_run_of_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(tmp_pa
     assert [row["step"] for row in rows(run_dir)] == list(range(8)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
     assert any(event["event"] == "resumed" for event in events(run_dir))
     Running.resumed(run_dir, "steps=10", "trainer.ranks=1").end()
+    assert [from_yaml((run_dir / name).read_text()).trainer.ranks for name in ("config-until-step-8.yaml", "config.yaml")] == [2, 1]
     assert [row["step"] for row in rows(run_dir)] == list(range(10))
     assert violations(events(run_dir), 1, 4, 10) == []
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file() and os.listdir(run_dir / "checkpoints")

@@ -113,14 +113,15 @@ def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     assert "trainer died: SIGKILL: all is started again from the last checkpoint" in output and "going on from version 3" in output, output
 
 
-def test_of_two_processes_only_one_trains_in_a_directory(tmp_path):
+def test_of_two_processes_only_one_trains_in_a_directory(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "10000")
     run.wait_for_steps(1)
     assert "another process is training in it" in Running.resumed(run_dir).end(2)
+    assert audit(str(run_dir)) == 0 and "still running; " in capsys.readouterr().out
     os.kill(run.process.pid, signal.SIGINT)
     assert f"to go on: asyncspec train --resume {run_dir}" in run.end(130)
     trained = len(rows(run_dir))
-    assert f"all of its {trained} steps are trained; steps={2 * trained}, for example" in Running.resumed(run_dir, f"steps={trained}").end(2)
+    assert f"{trained} steps are trained, and 1 wanted; steps={2 * trained}, for example" in Running.resumed(run_dir, "steps=1").end(2)
     assert "rl.group_size=8: the run was begun with 4, and this may not change" in Running.resumed(run_dir, "rl.group_size=8").end(2)
     assert "no config.yaml in it; expected the directory of a run; nearest: " in Running.resumed(tmp_path / "rum").end(2)

@@ -239,10 +239,10 @@ def test_no_actor_outlives_a_killed_launcher(tmp_path):
 
 
 def test_an_error_in_an_actor_is_one_line_that_names_it(tmp_path):
-    (tmp_path / "broken.py").write_text("def reward(prompt, response, answer):\n    return float('nan')\n")
-    done = train(tmp_path / "run", "data.reward=broken:reward", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    (tmp_path / "broken.py").write_text("def two(prompt, response, answer):\n    return float('nan')\n")
+    done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
-    assert "failed: generator0 failed: RewardError: data.reward=broken:reward: failed for 9 of 9 rollouts, more than" in done.stdout
+    assert "failed: generator0 failed: RewardError: data.reward=broken:two: failed for 9 of 9 rollouts, more than" in done.stdout
     assert "the last returned nan" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert "Traceback" in (tmp_path / "run" / "logs" / "generator0.log").read_text()

@@ -21,12 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Sequence
 
-from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 from threadpoolctl import threadpool_info
 
 from asyncspec.config import ConfigError
+from asyncspec.console import terminal
 
 NAMES = {
     "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
@@ -84,7 +84,7 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     if not os.access(directory, os.W_OK):
         raise ConfigError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {}
     repeats = repeats or benchmark.repeats
     try:
@@ -97,7 +97,7 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
                         measured = benchmark.measure(variant, first + repetition)
                         samples.setdefault(prefix + variant, []).append(measured)
                         shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
-                        progress.console.print(f"[{repetition + 1}/{rounds}] {prefix}{variant}: {shown}", markup=False, soft_wrap=True)
+                        progress.console.print(f"[{repetition + 1}/{rounds}] {prefix}{variant}: {shown}", soft_wrap=True)
                         progress.update(bar, advance=1)
 
             measure(repeats, benchmark.variants)
@@ -114,9 +114,9 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     for table in benchmark.tables(samples):
         console.print(table)
     for key, value in headline.items():
-        console.print(f"{key}: {value:.3f}", markup=False, soft_wrap=True)
+        console.print(f"{key}: {value:.3f}", soft_wrap=True)
     _plot(name, benchmark, samples, directory / "plot.png")
-    console.print(f"written: {directory}/result.json, {directory}/plot.png", markup=False, soft_wrap=True)
+    console.print(f"written: {directory}/result.json, {directory}/plot.png", soft_wrap=True)
     return 0
 
 

@@ -14,10 +14,10 @@ from typing import Iterator, Sequence
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncspec.config import ConfigError, resolve_path
+from asyncspec.console import terminal
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.draft import Draft
 from asyncspec.drafts.settings import Training
@@ -125,10 +125,9 @@ def run(settings: Training) -> int:
     """Train as told, write the draft, print what it is worth; returns the exit code."""
     from torch.utils.tensorboard import SummaryWriter
 
-    _check(settings)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    console = Console(highlight=False)
+    console = terminal()
     path = resolve_path(settings.policy)
     try:
         model, shape = policy.load(path)
@@ -179,31 +178,6 @@ def run(settings: Training) -> int:
                   f"temperature {settings.temperature:g}", soft_wrap=True)
     console.print(f"written: {out}; use it with speculation.method={settings.method} speculation.draft_path={out}", soft_wrap=True)
     return 0
-
-
-def _check(settings: Training) -> None:
-    def need(held: bool, name: str, expected: str) -> None:
-        if not held:
-            raise ConfigError(f"draft train: --{name.replace('_', '-')} {getattr(settings, name)}: expected {expected}")
-
-    for name in ("batch", "unroll", "max_prompt_tokens", "max_response_tokens", "held_out", "threads"):
-        need(getattr(settings, name) >= 1, name, "at least 1")
-    for name in ("minutes", "steps", "lr", "draft_vocab"):
-        need(getattr(settings, name) >= 0, name, "at least 0")
-    need(1 <= settings.draft_length <= 16, "draft_length", "1 to 16")
-    need(settings.temperature >= 1e-3, "temperature", "at least 0.001")
-    need(settings.minutes > 0 or settings.steps > 0, "minutes", "more than 0, or --steps")
-    need(not settings.draft_vocab or settings.method == "eagle3", "draft_vocab", "0 with --method mtp and draft_model, which use the policy's")
-    need(not (settings.draft_vocab and settings.init), "draft_vocab", "0 with --init, whose draft has its vocabulary")
-    need(not (settings.prompts and settings.rollouts), "rollouts", "either --prompts or --rollouts")
-    for name in ("policy", "init"):
-        value = getattr(settings, name)
-        need(not value or (resolve_path(value) / "config.json").is_file(), name, "a directory with config.json in it")
-    for name in ("prompts", "rollouts"):
-        value = getattr(settings, name)
-        need(not value or Path(value).is_file(), name, "a JSONL file")
-    out = Path(settings.out)
-    need(not out.exists() or out.is_dir(), "out", "a directory to write to")
 
 
 def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[list, list, list[Rollout]]:

@@ -39,5 +39,5 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
                               f"nearest valid choice: {name}={value_of(before, name)}")
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
     if trained >= after.steps:
-        raise ConfigError(f"--resume {directory}: all of its {after.steps} steps are trained; steps={2 * after.steps}, for example, would go on")
+        raise ConfigError(f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for example, would go on")
     return after

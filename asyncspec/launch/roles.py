@@ -127,6 +127,8 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     for kind in ("trainer", "draft"):
         checkpoint.drop_after(run_dir, kind, version)
         checkpoint.drop_cut_short(run_dir, kind)
+    if (before := (run_dir / "config.yaml").read_text()) != configuration.to_yaml(config):
+        (run_dir / f"config-until-step-{version}.yaml").write_text(before)
     _write_run_dir(config)
     return version
 

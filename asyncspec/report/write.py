@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncspec.config import ConfigError, to_yaml
+from asyncspec.console import terminal
 from asyncspec.report.run import COLORS, STATES, Run
 from asyncspec.timing import whatif
 from asyncspec.timing.attribution import PARTS, explain
@@ -102,11 +103,11 @@ def text(runs: Sequence[Run], console: Console) -> None:
     for run in runs:
         for name, shares in run.actors():
             console.print(f"{run.name}, {name}: " + ", ".join(f"{state.replace('_', ' on ')} {share:.0%}" for state, share in shares.items()),
-                          markup=False, soft_wrap=True)
+                          soft_wrap=True)
     for run in runs:
-        console.print(f"the slowest steps of {run.name}:", markup=False)
+        console.print(f"the slowest steps of {run.name}:")
         for line in slowest(run) or ["no timeline was kept"]:
-            console.print(f"  {line}", markup=False, soft_wrap=True)
+            console.print(f"  {line}", soft_wrap=True)
     for row in what_ifs(runs):
         console.print(f"{row.change}: " + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f}x" for seconds, ratio in row.values), soft_wrap=True)
 
@@ -118,7 +119,7 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
         ConfigError: a directory holds no run.
     """
     runs = [Run.read(Path(directory)) for directory in directories]
-    console = Console(highlight=False)
+    console = terminal()
     if as_text:
         text(runs, console)
         return 0

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Sequence
 
 import numpy as np
-from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from asyncspec.console import terminal
 from asyncspec.messages import GroupRecord, Span, StepDone
 
 
@@ -182,8 +182,9 @@ class Console:
 
     def __init__(self, config, run_dir: Path, first_step: int = 0) -> None:
         self.config, self.run_dir, self.first_step = config, run_dir, first_step
-        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._out = terminal(soft_wrap=True)
         self._started = time.monotonic()
+        self._filled: float | None = None  # when the first step ended
         self._first_accuracy: float | None = None
         self._accuracy = float("nan")
         k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
@@ -198,7 +199,7 @@ class Console:
         self.line(f"going on from version {self.first_step}, with {self.first_step} steps trained")
 
     def line(self, text: str) -> None:
-        self._out.print(text, markup=False)
+        self._out.print(text)
 
     def status(self, steps: int, generating: int, generated: int, lag: int) -> None:
         """What the bars show; plain output has none.
@@ -230,12 +231,16 @@ class Console:
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1
-        left = (time.monotonic() - self._started) / (done - self.first_step) * (self.config.steps - done)
+        if self._filled is None:  # the first step holds the filling of the pipeline, and tells nothing of the others
+            self._filled, left = time.monotonic(), ""
+        else:
+            seconds = int((time.monotonic() - self._filled) / (done - self.first_step - 1) * (self.config.steps - done))
+            left = f"  left {seconds // 60}:{seconds % 60:02d}"
         self.line(
             f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
             f"tokens {row['tokens/response_mean']:.0f}  acceptance {row['spec/acceptance_length']:.2f}  "
             f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
-            f"{row['time/exposed_generation']:.2f})  left {int(left) // 60}:{int(left) % 60:02d}")
+            f"{row['time/exposed_generation']:.2f}){left}")
 
     def end(self, failure: str, reason: str, metrics: RunMetrics, resuming: bool = False) -> None:
         if self._bars is not None:
