@@ -30,7 +30,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
-CALIBRATION_S = 2.0
+CALIBRATION_S, CALIBRATION_ROUNDS = 2.0, 4
 
 
 @dataclass(frozen=True)
@@ -362,28 +362,33 @@ class TorchEngine:
         Slow engines are measured less: what is beyond CALIBRATION_S is extrapolated, and every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
-        lengths, table, began = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter()
+        lengths, table, ends = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter() + CALIBRATION_S
         measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
-        start = self.max_prompt_tokens // 2 + 1 + min(128, self.max_response_tokens // 4)
         for live in lives:
-            if time.perf_counter() - began > CALIBRATION_S:
+            rounds: list[list[float]] = []
+            while len(rounds) < CALIBRATION_ROUNDS and time.perf_counter() < ends or not table and not rounds:
+                order = measured if len(rounds) % 2 else measured[::-1]
+                took = {of: self._time_step(live, *of) for of in order}
+                rounds.append([took[of] for of in measured])
+            if not rounds:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
-            times = []
-            for K, verified in measured:
-                self.drafter.enter(0, live)
-                self.limit_S[:live] = self.tokens.positions
-                self.uniform_SPR[:live] = 0.0  # which accepts every proposal
-                best = float("inf")
-                for repetition in range(6):
-                    # As far on as they are then anyway, unless the rows are too short for it.
-                    length = start + (repetition - 3) * (K + 1)
-                    self.tokens.length_S[:live] = min(max(1, length), self.tokens.positions - LONGEST - 1)
-                    self.tokens.refresh(live)
-                    tick = self._clock()
-                    self._advance(live, K, verified)
-                    if repetition:  # the first reads the whole prompt
-                        best = min(best, self._clock() - tick)
-                times.append(best)
+            times_RM = np.array(rounds)
+            of_round_R1 = times_RM.mean(1, keepdims=True)  # what else the machine does slows whole rounds
+            times = np.median(times_RM / of_round_R1, axis=0) * np.median(of_round_R1)
             table.append(np.append(np.interp(range(LONGEST + 1), lengths, times[: len(lengths)]), times[len(lengths) :]))
         return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))
+
+    def _time_step(self, live: int, draft_length: int, verified: int) -> float:
+        """Seconds of a step on rows without sequences, as far on as they are usually, unless the rows are too short for it."""
+        self.drafter.enter(0, live)
+        self.limit_S[:live] = self.tokens.positions
+        self.uniform_SPR[:live] = 0.0  # which accepts every proposal
+        length = self.max_prompt_tokens // 2 + 1 + min(128, self.max_response_tokens // 4)
+        for _ in range(2):  # the draft reads the whole prompt in the first
+            self.tokens.length_S[:live] = min(length, self.tokens.positions - LONGEST - 1)
+            self.tokens.refresh(live)
+            began = self._clock()
+            self._advance(live, draft_length, verified)
+            seconds, length = self._clock() - began, length + draft_length + 1
+        return seconds

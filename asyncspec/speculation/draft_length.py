@@ -195,7 +195,7 @@ class AutoLength:
             worth = self._emitted()[k] / self._best_rate
             self.budget_s -= LEAST_CHARGE * (self._best > 0) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
         self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
-        self.budget_s = min(self.budget_s + self._share * self._passed_s, self._most_s)
+        self.budget_s = min(max(self.budget_s, -self._most_s) + self._share * self._passed_s, self._most_s)
         self._passed_s = 0.0
 
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
