@@ -133,3 +133,28 @@ def test_the_more_rows_the_likelier_is_one_that_has_found_something():
     lengths.learn(np.tile([0, 0, 0, 5], 64), np.zeros(256, dtype=np.int64))  # one in four
     for live in (1, 4):
         assert lengths._costs(live)[1:] == pytest.approx([2 + (1 - 0.75**live)] * LONGEST)
+
+
+def test_what_verifications_keep_corrects_what_looking_back_promises_position_by_position():
+    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None])
+    lengths.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says
+    assert lengths._emitted()[1:4] == pytest.approx([2, 3, 4], rel=0.01)
+    lengths.choose(50)
+    lengths._learn_from([3] * 100, [1.0] * 100, [np.ones(50, dtype=np.int64)] * 100, [np.full(50, 3)] * 100, [True] * 100)  # the first is
+    assert lengths._emitted() == pytest.approx([1, *[2] * LONGEST], abs=0.1)
+
+
+def test_times_are_compared_whatever_slows_all_alike_for_a_while():
+    """As longer sequences do: steps get half as slow again within 100, then begin anew."""
+    seconds = np.array([1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]) * 1e-3
+    lengths, rng = AutoLength([1, 64], np.array([seconds] * 2)), np.random.default_rng(0)
+    held = np.zeros(LONGEST + 1)
+    for step in range(20000):
+        k = lengths.choose(8)
+        held[k] += 1
+        kept_B = (rng.random((8, 7)) < 0.8).cumprod(1)[:, :k].sum(1)
+        lengths.observe(8, k, seconds[k] * (1 + 0.5 * (step % 100) / 100), kept_B)
+    row = np.array(lengths._seconds(8))
+    often = np.flatnonzero(held > 100)
+    assert len(often) >= 3
+    assert row[often] / row[lengths._best] == pytest.approx(seconds[often] / seconds[lengths._best], rel=0.03)

@@ -26,7 +26,7 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
-HINDSIGHT_WINDOW = 2048  # tokens of rollouts that were looked back at
+HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
 # A try beside another length is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too,
@@ -101,6 +101,8 @@ class AutoLength:
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
+        self._level = 1.0  # of the last hold: its time over the table's
+        self._tried: list[tuple] = []  # entries whose times wait for the next hold: row, entry, seconds, weight
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._most_s, self._turn, self._exploring = FIRST_BUDGET_S, BUDGET_S, 0, False
         self._best = self._choice = self._live = self._held = 0
@@ -129,7 +131,7 @@ class AutoLength:
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (LEAST_CHARGE * (best > 0) + steps * loss))
         settled = self._holds[self._bucket(live)] >= SETTLED
-        self._exploring = affordable and settled and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
+        self._exploring = affordable and settled and not self._exploring and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
         self._choice = other if self._exploring else best
         if self._exploring:
             self._turn += 1
@@ -201,17 +203,23 @@ class AutoLength:
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
         """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike.
 
-        So what is held tells of all entries, and the others, tried or met now and then, of themselves beside it. Were the first to tell of itself,
-        too, it would get the better of those that are measured seldom.
+        So what is held tells of all entries, and what is tried of itself beside what was held just before and just after. Were what is held to
+        tell of itself, too, it would get the better of those that are measured seldom.
         """
-        bucket, count = self._bucket(self._live), len(seconds)
-        row, drift = self._table[bucket], self._drift[bucket]
-        ratio = min(2.0, max(0.5, sorted(seconds)[(count - 1) // 2] / (row[entry] * drift)))
+        bucket, median = self._bucket(self._live), sorted(seconds)[(len(seconds) - 1) // 2]
+        row = self._table[bucket]
         if entry == self._best:
+            level = median / row[entry]
+            for tried_row, tried, tried_median, weight in self._tried:
+                _move(tried_row, tried, tried_median / (self._level * level) ** 0.5, weight)
+            self._tried.clear()
+            self._level = level
             self._holds[bucket] += 1
-            self._drift[bucket] = drift * ratio ** (1 - 0.9**count)
+            _move(self._drift, bucket, level, 1 - 0.9 ** len(seconds))
+        elif self._exploring:
+            self._tried.append((row, entry, median, 1 - 0.95 ** len(seconds)))
         else:
-            row[entry] *= ratio ** (1 - (0.95 if self._exploring else 0.97) ** count)
+            _move(row, entry, median / self._drift[bucket], 1 - 0.97 ** len(seconds))
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
@@ -244,7 +252,9 @@ class LookupLength(AutoLength):
         super().__init__(lives, seconds)
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
         self._share_KM: dict[int, np.ndarray] = {}  # by bucket: of steps, by the most proposals that a row has
-        self._came = self._promised = 0.0  # accepted in verifications, and what looking back had promised; forgotten over a window
+        self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
+        # Kept so many, and how many of those that kept one fewer were promised to; forgotten over a window.
+        self._came_J, self._promised_J = np.zeros(LONGEST), np.zeros(LONGEST)
 
     def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
         """Look back at a response.
@@ -255,6 +265,7 @@ class LookupLength(AutoLength):
         """
         forget = max(0.5, 1 - len(count_R) / HINDSIGHT_WINDOW)
         self._tokens = self._tokens * forget + len(count_R)
+        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget
         self._found_KM *= forget
         for k in range(1, LONGEST + 1):
             jump, verified, at = (np.minimum(kept_R, k) + 1).tolist(), [], 0
@@ -262,17 +273,17 @@ class LookupLength(AutoLength):
                 verified.append(at)
                 at += jump[at]
             self._found_KM[k] += np.bincount(np.minimum(count_R[verified], k), minlength=LONGEST + 1)
+            kept_KJ[k] += _at_least(np.minimum(kept_R[verified], k))
+        self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
         self._share_KM.clear()
 
     def _emitted(self) -> list[float]:
-        # Looking back promises too much where rollouts copy from others that ended while they ran.
-        kept_share = (HELD_PRIOR_ROWS + self._came) / (HELD_PRIOR_ROWS + self._promised)
-        return [1 + (e - 1) * kept_share for e in self._in_hindsight()]
-
-    def _in_hindsight(self) -> list[float]:
-        if not self._tokens:
-            return [1.0] * (LONGEST + 1)
-        return [1.0, *(self._tokens / self._found_KM[1:].sum(1)).tolist()]
+        # Looking back promises too much where rollouts copy from others that ended while they ran, most of all of long copies.
+        kept_share, share_J = 1.0, []
+        for came, promised in zip(self._came_J.tolist(), self._promised_J.tolist()):
+            kept_share *= (HELD_PRIOR_ROWS + came) / (HELD_PRIOR_ROWS + promised)
+            share_J.append(kept_share)
+        return (1 + self._promise_KJ @ share_J).tolist()
 
     def _costs(self, live: int) -> list[float]:
         bucket, seconds = self._bucket(live), self._seconds(live)
@@ -285,12 +296,26 @@ class LookupLength(AutoLength):
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
-        forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / WINDOW)
-        self._came = self._came * forget + float(sum(kept_B.sum() for kept_B in kept_NB))
-        self._promised = self._promised * forget + rows * (self._in_hindsight()[k] - 1)
+        tried = slice(k or LONGEST)  # while nothing is looked up all that came is forgotten
+        self._came_J[tried] *= (forget := max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / WINDOW))
+        self._promised_J[tried] *= forget
+        if k:
+            came_J, promise_J = _at_least(np.concatenate(kept_NB)), self._promise_KJ[k]
+            self._came_J += came_J
+            self._promised_J += np.append(rows, came_J[:-1]) * promise_J / np.maximum(np.append(1.0, promise_J[:-1]), 1e-9)
         self._spent(k, seconds)
         by_entry: dict[int, list[float]] = {}
         for spent, found_B in zip(seconds, found_NB):
             by_entry.setdefault((int(found_B.max()) or LONGEST + 1) if k else 0, []).append(spent)
         for entry, times in by_entry.items():
             self._took(entry, times)
+
+
+def _at_least(kept_R: np.ndarray) -> np.ndarray:
+    """float [LONGEST]: how many kept 1, 2, ... or more."""
+    return np.bincount(kept_R, minlength=LONGEST + 1)[:0:-1].cumsum()[::-1].astype(float)
+
+
+def _move(values, key, to: float, weight: float) -> None:
+    """Move a positive value by a share of the way, of not more than a factor of two."""
+    values[key] *= min(2.0, max(0.5, to / values[key])) ** weight
