@@ -9,7 +9,7 @@ looking back at finished rollouts. Only what is past is looked at, so the choice
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
 best, so a draft that has become good again is found out, and a useless one costs next to nothing.
 
-Shape suffixes: B live rows, R tokens of responses, K draft length, M proposals found.
+Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, M proposals found.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
+HINDSIGHT_PRIOR = 32.0  # proposals that what looking back promises counts for beside those that came
 HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
-# A try beside another length is charged with so much of a step besides what it loses itself: the steps after it emit less than usual, too,
-# because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target samples itself.
-LEAST_CHARGE = 0.2
+# A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
+# emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
+# samples itself.
+LEAST_CHARGE, LEAST_CHARGE_HELD = 0.2, 0.05
+STEADY = 1.1  # what is held may take so many times as long after a try as before it; else the try's time says nothing
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
@@ -129,7 +132,7 @@ class AutoLength:
         others = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
         other = others[self._turn % len(others)]
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
-        affordable = self.budget_s >= min(self._most_s, costs[other] * (LEAST_CHARGE * (best > 0) + steps * loss))
+        affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
         settled = self._holds[self._bucket(live)] >= SETTLED
         self._exploring = affordable and settled and not self._exploring and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
         self._choice = other if self._exploring else best
@@ -195,7 +198,7 @@ class AutoLength:
         if self._exploring:
             # The tokens to be expected: those that came are mostly chance, and only losses are charged.
             worth = self._emitted()[k] / self._best_rate
-            self.budget_s -= LEAST_CHARGE * (self._best > 0) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
+            self.budget_s -= _least_charge(self._best, len(seconds)) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
         self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
         self.budget_s = min(max(self.budget_s, -self._most_s) + self._share * self._passed_s, self._most_s)
         self._passed_s = 0.0
@@ -210,8 +213,9 @@ class AutoLength:
         row = self._table[bucket]
         if entry == self._best:
             level = median / row[entry]
-            for tried_row, tried, tried_median, weight in self._tried:
-                _move(tried_row, tried, tried_median / (self._level * level) ** 0.5, weight)
+            if 1 / STEADY < level / self._level < STEADY:
+                for tried_row, tried, tried_median, weight in self._tried:
+                    _move(tried_row, tried, tried_median / (self._level * level) ** 0.5, weight)
             self._tried.clear()
             self._level = level
             self._holds[bucket] += 1
@@ -265,15 +269,17 @@ class LookupLength(AutoLength):
         """
         forget = max(0.5, 1 - len(count_R) / HINDSIGHT_WINDOW)
         self._tokens = self._tokens * forget + len(count_R)
-        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget
-        self._found_KM *= forget
+        verified: list[int] = []  # where the verifications of each k would begin, one k after the other
+        ends = [0]
         for k in range(1, LONGEST + 1):
-            jump, verified, at = (np.minimum(kept_R, k) + 1).tolist(), [], 0
+            jump, at = (np.minimum(kept_R, k) + 1).tolist(), 0
             while at < len(jump):
                 verified.append(at)
                 at += jump[at]
-            self._found_KM[k] += np.bincount(np.minimum(count_R[verified], k), minlength=LONGEST + 1)
-            kept_KJ[k] += _at_least(np.minimum(kept_R[verified], k))
+            ends.append(len(verified))
+        k_V = np.repeat(range(1, LONGEST + 1), np.diff(ends))
+        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget + _at_least(_table(k_V, kept_R[verified]))
+        self._found_KM = self._found_KM * forget + _table(k_V, count_R[verified])
         self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
         self._share_KM.clear()
 
@@ -281,7 +287,7 @@ class LookupLength(AutoLength):
         # Looking back promises too much where rollouts copy from others that ended while they ran, most of all of long copies.
         kept_share, share_J = 1.0, []
         for came, promised in zip(self._came_J.tolist(), self._promised_J.tolist()):
-            kept_share *= (HELD_PRIOR_ROWS + came) / (HELD_PRIOR_ROWS + promised)
+            kept_share *= (HINDSIGHT_PRIOR + came) / (HINDSIGHT_PRIOR + promised)
             share_J.append(kept_share)
         return (1 + self._promise_KJ @ share_J).tolist()
 
@@ -300,7 +306,7 @@ class LookupLength(AutoLength):
         self._came_J[tried] *= (forget := max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / WINDOW))
         self._promised_J[tried] *= forget
         if k:
-            came_J, promise_J = _at_least(np.concatenate(kept_NB)), self._promise_KJ[k]
+            came_J, promise_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1)), self._promise_KJ[k]
             self._came_J += came_J
             self._promised_J += np.append(rows, came_J[:-1]) * promise_J / np.maximum(np.append(1.0, promise_J[:-1]), 1e-9)
         self._spent(k, seconds)
@@ -311,9 +317,19 @@ class LookupLength(AutoLength):
             self._took(entry, times)
 
 
-def _at_least(kept_R: np.ndarray) -> np.ndarray:
-    """float [LONGEST]: how many kept 1, 2, ... or more."""
-    return np.bincount(kept_R, minlength=LONGEST + 1)[:0:-1].cumsum()[::-1].astype(float)
+def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
+    """float [LONGEST + 1, LONGEST + 1]: for each k how often there were so many, k at most."""
+    return np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2).reshape(LONGEST + 1, -1).astype(float)
+
+
+def _at_least(count_M: np.ndarray) -> np.ndarray:
+    """Of how often there were 0..LONGEST, how often there were 1, 2, ... or more; along the last axis."""
+    return count_M[..., :0:-1].cumsum(-1)[..., ::-1]
+
+
+def _least_charge(best: int, steps: int) -> float:
+    """Of a step, for a try of so many beside `best`."""
+    return 0.0 if not best else LEAST_CHARGE if steps == 1 else LEAST_CHARGE_HELD
 
 
 def _move(values, key, to: float, weight: float) -> None:

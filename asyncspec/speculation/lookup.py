@@ -26,7 +26,7 @@ class _Lookup:
     aux_layers: tuple[int, ...] = ()
     remembers, looks_up = False, True
     learn = None  # see `LookupLength.learn`
-    HINDSIGHT = 8  # one finished rollout in so many is looked back at
+    HINDSIGHT = 16  # one finished rollout in so many is looked back at
     STRETCH = 512  # tokens of it, at most
 
     def __init__(self, slots: Slots) -> None:
@@ -185,16 +185,10 @@ class SuffixDrafter(_Lookup):
 
     def _remember(self) -> None:
         """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of an engine step."""
-        batch, due = [], False
-        for rollout in self._finished:
-            if self._due():  # looked back at when those that ended before it are known
-                if batch:
-                    self._enter_past(batch, due)
-                batch, due = [], True
-            batch.append(rollout)
-        self._finished.clear()
-        if batch:
-            self._enter_past(batch, due)
+        finished, self._finished = self._finished, []
+        for start in range(0, len(finished), self.HINDSIGHT):
+            part = finished[start : start + self.HINDSIGHT]
+            self._enter_past(part, any([self._due() for _ in part]))
 
     def _enter_past(self, rollouts: list, look_back: bool) -> None:
         """Enter rollouts, after looking back at the first of them, if so."""
