@@ -40,6 +40,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         events: the ledger's lines, in order.
         steps_trained: rows of metrics.jsonl; None for a run that goes on: its tickets may still be without an end, its newest step incomplete.
     """
+    ended = steps_trained is not None
     found: list[str] = []
     issued: Counter = Counter()
     step_of: dict[int, int] = {}
@@ -76,12 +77,12 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         if times > 1:
             found.append(f"ticket {ticket}: issued {times} times")
     for ticket, ends in fates(events).items():
-        if sum(ends.values()) != 1 and (ends or steps_trained is not None):
+        if sum(ends.values()) != 1 and (ends or ended):
             found.append(f"ticket {ticket}: " + (", ".join(f"{fate} {n} times" for fate, n in ends.items()) or "no end: neither trained nor dropped"))
-    for step in range(max(steps, default=-1) + (steps_trained is not None)):
+    for step in range(max(steps, default=-1) + ended):
         if steps[step] != groups_per_step:
             found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")
-    if steps_trained is not None and steps_trained != len(steps):
+    if ended and steps_trained != len(steps):
         found.append(f"metrics.jsonl has {steps_trained} steps, the ledger trained {len(steps)}")
     return found
 

@@ -1,4 +1,4 @@
-"""The settings of `asyncspec draft train`: its flags, with their defaults and their help. Imports no torch."""
+"""The settings of `asyncspec draft train`: its flags, with their defaults, their help and what they may be. Imports no torch."""
 
 from __future__ import annotations
 
