@@ -127,9 +127,7 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     for kind in ("trainer", "draft"):
         checkpoint.drop_after(run_dir, kind, version)
         checkpoint.drop_cut_short(run_dir, kind)
-    if (before := (run_dir / "config.yaml").read_text()) != configuration.to_yaml(config):
-        (run_dir / f"config-until-step-{version}.yaml").write_text(before)
-    _write_run_dir(config)
+    _write_run_dir(config, f"config-until-step-{version}.yaml")
     return version
 
 
@@ -148,11 +146,17 @@ def hold(run_dir: str) -> int:
     return descriptor
 
 
-def _write_run_dir(config: configuration.Config) -> None:
-    run_dir = Path(config.run_dir)
+def _write_run_dir(config: configuration.Config, before: str = "") -> None:
+    """
+    Args:
+        before: name of a file in which the configuration that is there is kept, if it is another.
+    """
+    run_dir, text = Path(config.run_dir), configuration.to_yaml(config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(configuration.to_yaml(config))
+        if before and (there := (run_dir / "config.yaml").read_text()) != text:
+            (run_dir / before).write_text(there)
+        (run_dir / "config.yaml").write_text(text)
         if config.deployment.encrypt:
             transport.make_keys(run_dir)
         # What the run holds already makes room for what comes.
