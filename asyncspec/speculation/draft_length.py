@@ -139,6 +139,7 @@ class AutoLength:
         if self._exploring:
             self._turn += 1
             self._held = steps - 1
+            self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
         elif not best and max(rates[1:]) < NEAR * self._best_rate:
             self._held, self._share = HOLD_LONG - 1, FAR_SHARE
             # Keeping features costs about a fiftieth of a step: only when something is to be tried, or would pay once few are left.
