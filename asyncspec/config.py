@@ -44,7 +44,7 @@ class ModelConfig:
 class DataConfig:
     task: str = "sums"  # built-in task, used while train_file is empty
     train_file: str = ""  # JSONL with "prompt" and "answer" on each line
-    eval_file: str = ""  # JSONL of held-out prompts; empty: no evaluation when train_file is given
+    eval_file: str = ""  # JSONL of held-out prompts, where train_file is given; empty: no evaluation then
     train_prompts: int = 4096  # prompts the built-in task makes
     eval_prompts: int = 256  # held-out prompts the built-in task makes
     reward: str = "asyncspec.rl.tasks:exact_match"  # callable(prompt, response, answer) -> float, by import path

@@ -128,6 +128,8 @@ def check(config: Config) -> None:
                               + (f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""))
     _check_models(config)
     _check_lengths(config)
+    need(not config.data.eval_file or bool(config.data.train_file), "data.eval_file",
+         f"data.train_file beside it: the task {config.data.task} holds out prompts of its own", "")
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")

@@ -46,6 +46,7 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("speculation.draft_path=asset:tiny/draft_model", "nearest valid choice: speculation.method=draft_model"),
     ("logprob.ranks=0", "logprob.ranks=0: expected at least 1; nearest valid choice: logprob.ranks=1"),
     ("logprob.tensor_parallel=2", "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: logprob.tensor_parallel=1"),
+    ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file beside it"),
 ])
 def test_wrong_overrides_are_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:
