@@ -187,6 +187,11 @@ def _check_models(config: Config) -> None:
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
         raise ConfigError(f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with "
                           f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch")
+    if config.model.reference_path and config.rl.kl_coef > 0:
+        found = _read_json("model.reference_path", config.model.reference_path).get("vocab_size")
+        if found != shape.vocab_size:
+            raise ConfigError(f"model.reference_path={config.model.reference_path!r}: made for vocab_size={found}; expected {shape.vocab_size}, as the "
+                              "policy of model.path has; nearest valid choice: model.reference_path=, which is that policy")
     method, directory = config.speculation.method, config.draft_directory
     if not directory:
         return

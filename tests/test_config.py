@@ -122,6 +122,15 @@ def test_a_draft_of_another_policy_is_refused(tmp_path):
         load("tiny", [f"speculation.draft_path={tmp_path}"])
 
 
+def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path):
+    config = json.loads((resolve_path("asset:tiny/policy") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    load("tiny", [f"model.reference_path={tmp_path}"])  # without a KL term nobody reads it
+    load("tiny", ["model.reference_path=asset:tiny/policy", "rl.kl_coef=0.1"])
+    with pytest.raises(ConfigError, match=f"model.reference_path='{tmp_path}': made for vocab_size=128; expected {config['vocab_size']}, as the policy"):
+        load("tiny", [f"model.reference_path={tmp_path}", "rl.kl_coef=0.1"])
+
+
 @pytest.mark.parametrize("args,expected", [
     (["train", "steps=3", "--seed", "2", "polcy_lag=1"], "nearest valid choice: policy_lag"),
     (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
