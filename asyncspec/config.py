@@ -302,7 +302,9 @@ def _override(merged, key: str, text: str) -> None:
         value = text if _field_type(key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
         _check_type(key, value)
         OmegaConf.update(merged, key, value)
-    except (OmegaConfBaseException, YAMLError):
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, YAMLError, ValueError):  # Python reads no number of more than 4300 digits
         raise ConfigError(f"{key}={text!r}: expected {_expected(key)}") from None
 
 

@@ -22,6 +22,10 @@ from asyncspec.timing.delays import parse as parse_delays
 # What a directory's architecture can draft as.
 _DRAFTS = {"LlamaForCausalLMEagle3": "eagle3", **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"), **dict.fromkeys(ARCHITECTURES.values(), "draft_model")}
 
+# More than any run needs. Beyond it a number is a slip, which would be waited for without end or ask for more memory than there is.
+_MOST = {"seed": 2**32 - 1, "draft.bytes_per_step": 10**12, "draft.window": 10**9, "mock.weights": 10**9, "trainer.tokens_per_pass": 10**9}
+_MOST_COUNTED, _MOST_SECONDS, _MOST_MEASURED = 10**6, 1e7, 1e9
+
 
 def check(config: Config) -> None:
     """Refuse values and combinations that cannot run, naming field, value, expectation and a valid choice."""
@@ -41,6 +45,9 @@ def check(config: Config) -> None:
     for name in leaves(dataclasses.asdict(config)):
         value = value_of(config, name)
         need(not isinstance(value, float) or math.isfinite(value), name, "a finite number", default_of(name))
+        if type(value) in (int, float):
+            most = _MOST.get(name, _MOST_COUNTED if isinstance(value, int) else _MOST_SECONDS if name.endswith("_s") else _MOST_MEASURED)
+            need(value <= most, name, f"at most {most}", most)
     for name in ("steps", "rl.groups_per_step", "deployment.generators", "deployment.logprobs", "engine.slots", "engine.max_prompt_tokens", "engine.threads",
                  "trainer.threads", "trainer.tokens_per_pass", "trainer.ranks", "trainer.tensor_parallel", "logprob.threads", "logprob.ranks",
                  "logprob.tensor_parallel", "draft.groups_per_step", "draft.publish_every", "draft.unroll", "draft.bytes_per_step",
@@ -98,7 +105,7 @@ def check(config: Config) -> None:
     choice("deployment.device", ("auto", "cpu", "cuda"))
     if config.drafting and config.speculation.draft_length != "auto":
         length = config.speculation.draft_length
-        need(re.fullmatch("-?[0-9]+", length) is not None, "speculation.draft_length", "auto or a whole number", "auto")
+        need(re.fullmatch("-?[0-9]{1,9}", length) is not None, "speculation.draft_length", "auto or a whole number", "auto")
         need(int(length) >= 1, "speculation.draft_length",
              "at least 1 with a draft (speculation.method=none turns drafting off)", 1)
         need(int(length) <= 16, "speculation.draft_length", "at most 16", 16)

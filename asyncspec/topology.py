@@ -16,6 +16,7 @@ from typing import Mapping
 ROLES = ("trainer", "logprob", "generator", "draft_adapter")
 TRAINER_RANK, LOGPROB_RANK = "trainer_rank", "logprob_rank"
 _RANK = "_rank"
+_COUNT = "[1-9][0-9]{0,4}"
 
 
 def parse(text: str) -> list[dict[str, int]]:
@@ -27,14 +28,14 @@ def parse(text: str) -> list[dict[str, int]]:
     nodes = []
     for item in text.replace(" ", "").split(","):
         times, star, plays = item.rpartition("*")
-        if star and not re.fullmatch("[1-9][0-9]*", times):
+        if star and not re.fullmatch(_COUNT, times):
             raise ValueError(f"{times!r} in {item!r} is no number of nodes; nearest valid choice: 1*{plays}")
         node: dict[str, int] = {}
         for part in plays.split("+"):
             role, colon, count = part.partition(":")
             if role not in ROLES:
                 raise ValueError(f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: {difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}")
-            if colon and not re.fullmatch("[1-9][0-9]*", count):
+            if colon and not re.fullmatch(_COUNT, count):
                 raise ValueError(f"{count!r} in {item!r} is no number of actors; nearest valid choice: {role}:1")
             if role in node:
                 raise ValueError(f"{role} is named twice in {item!r}")

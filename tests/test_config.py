@@ -47,6 +47,13 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("logprob.ranks=0", "logprob.ranks=0: expected at least 1; nearest valid choice: logprob.ranks=1"),
     ("logprob.tensor_parallel=2", "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: logprob.tensor_parallel=1"),
     ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file beside it"),
+    ("steps=1000000000000", "steps=1000000000000: expected at most 1000000; nearest valid choice: steps=1000000"),
+    ("engine.slots=999999999999999999999999999999", "expected at most 1000000; nearest valid choice: engine.slots=1000000"),
+    ("deployment.start_timeout_s=1e300", "expected at most 10000000.0; nearest valid choice: deployment.start_timeout_s=10000000.0"),
+    ("mock.acceptance=1e300", "expected at most 1000000000.0"),
+    ("seed=4294967296", "expected at most 4294967295"),
+    pytest.param("rl.group_size=" + "9" * 5000, "expected a value of type int", id="5000 digits"),
+    pytest.param("speculation.draft_length=" + "9" * 5000, "expected auto or a whole number", id="5000 digits of k"),
 ])
 def test_wrong_overrides_are_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:

@@ -33,6 +33,7 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
 @pytest.mark.parametrize("nodes, said", [
     ("trainer,generator", "no node plays logprob"), ("trainer+logprob+generatr", "nearest: generator"),
     ("0*trainer+logprob,generator", "nearest valid choice: 1.trainer"), ("trainer:x+logprob+generator", "nearest valid choice: trainer:1"),
+    ("trainer+logprob,1000000000000*generator", "nearest valid choice: 1.generator"),
     ("trainer+trainer+logprob+generator", "named twice"), ("2*draft_adapter,trainer+logprob+generator", "at most one"), ("trainer,", "'' in ''")])
 def test_a_topology_that_cannot_be_is_one_line(nodes, said):
     with pytest.raises(ConfigError, match=said) as caught:
