@@ -10,6 +10,8 @@ import time
 import pytest
 
 from asyncspec import cli
+from asyncspec.config import ConfigError
+from asyncspec.launch.roles import hold
 from runs import ROOT
 
 SBATCH = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
@@ -72,6 +74,12 @@ def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, 
     assert cli.main(["train", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_directory_whose_lock_cannot_be_opened_is_one_line(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match=f"^run_dir='{tmp_path}': lock: Is a directory; expected a directory to write to$"):
+        hold(str(tmp_path))
 
 
 @pytest.mark.parametrize("script", ["async", "monarch", "ray"])

@@ -135,9 +135,12 @@ def hold(run_dir: str) -> int:
     """Claim a run's directory for this process, until it ends; returns the descriptor to keep.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process has it, or its lock cannot be opened.
     """
-    descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise configuration.ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
