@@ -103,6 +103,7 @@ def check(config: Config) -> None:
     choice("rl.correction", ("truncated", "none"))
     choice("data.task", ("sums",))
     choice("deployment.device", ("auto", "cpu", "cuda"))
+    need(bool(config.deployment.host), "deployment.host", "auto, or an address of this host", "auto")
     if config.drafting and config.speculation.draft_length != "auto":
         length = config.speculation.draft_length
         need(re.fullmatch("-?[0-9]{1,9}", length) is not None, "speculation.draft_length", "auto or a whole number", "auto")

@@ -21,6 +21,7 @@ from pathlib import Path
 from asyncspec import estimate, topology
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError, resolve_path
+from asyncspec.launch.preflight import check_host
 
 ROUND_TRIPS = 20
 MOST_SKEW_S = 60.0  # clocks of the day; the timeline measures and corrects for itself, but file times and logs do not
@@ -74,7 +75,7 @@ def _here(config: Config) -> Node:
     free = next(int(line.split()[1]) * 1024.0 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings.append(_binds("127.0.0.1" if config.deployment.host == "auto" else config.deployment.host))
+    node.findings.append(_binds(config))
     return node
 
 
@@ -110,12 +111,11 @@ def _backends(config: Config, gpus: list[float]) -> list[Finding]:
     return [Finding(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")]
 
 
-def _binds(host: str) -> Finding:
+def _binds(config: Config) -> Finding:
     try:
-        with socket.create_server((host, 0)):
-            return Finding(True, f"can listen on {host}")
-    except OSError as error:
-        return Finding(False, f"deployment.host={host!r}: {error.strerror or error}; expected an address of this host")
+        return Finding(True, f"can listen on {check_host(config)}")
+    except ConfigError as error:
+        return Finding(False, str(error))
 
 
 def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:

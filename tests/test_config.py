@@ -54,6 +54,7 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("seed=4294967296", "expected at most 4294967295"),
     pytest.param("rl.group_size=" + "9" * 5000, "expected a value of type int", id="5000 digits"),
     pytest.param("speculation.draft_length=" + "9" * 5000, "expected auto or a whole number", id="5000 digits of k"),
+    ("deployment.host=", "deployment.host='': expected auto, or an address of this host; nearest valid choice: deployment.host=auto"),
 ])
 def test_wrong_overrides_are_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:

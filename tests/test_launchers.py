@@ -10,7 +10,8 @@ import time
 import pytest
 
 from asyncspec import cli
-from asyncspec.config import ConfigError
+from asyncspec.config import ConfigError, load
+from asyncspec.launch.preflight import check_host
 from asyncspec.launch.roles import hold
 from runs import ROOT
 
@@ -65,7 +66,9 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
 @pytest.mark.parametrize("arguments, environment, said", [
     (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to have started this"),
     (["--launcher", "monarch"], {"RANK": "0", "WORLD_SIZE": "2"}, "--launcher monarch: expected one process, torchrun has started 2; nearest valid choice: "),
-    (["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"], {}, "names 2 nodes, and this is one host; expected torchrun --nnodes 2")])
+    (["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"], {}, "names 2 nodes, and this is one host; expected torchrun --nnodes 2"),
+    (["--launcher", "monarch", "deployment.host=203.0.113.7"], {}, "deployment.host='203.0.113.7': Cannot assign requested address"),
+    (["--launcher", "torchrun", "deployment.host=203.0.113.7"], {"RANK": "1", "WORLD_SIZE": "2"}, "deployment.host='203.0.113.7': Cannot assign")])
 def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -74,6 +77,18 @@ def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, 
     assert cli.main(["train", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "*", "[::1]", "a" * 70])
+def test_a_host_that_actors_could_not_listen_on_is_one_line(host):
+    with pytest.raises(ConfigError, match="expected an address of this host; nearest valid choice: deployment.host=auto") as caught:
+        check_host(load("tiny", [f"deployment.host={host}"]))
+    assert f"deployment.host={host!r}: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_host_may_be_any_address_of_this_host_or_a_name_of_one():
+    assert [check_host(load("tiny", [f"deployment.host={host}"])) for host in ("auto", "127.0.0.1", "localhost", "0.0.0.0")] == [
+        "127.0.0.1", "127.0.0.1", "localhost", "0.0.0.0"]
 
 
 def test_a_directory_whose_lock_cannot_be_opened_is_one_line(tmp_path):

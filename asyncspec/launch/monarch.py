@@ -21,6 +21,7 @@ from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import MESH_STOP_S
 from asyncspec.launch import attempts, roles
 from asyncspec.launch.join import Rendezvous, check_first
+from asyncspec.launch.preflight import check_host
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -59,6 +60,7 @@ def launch(config: Config, resume: bool = False, node: int | None = None) -> int
     elif nodes > 1:
         raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
                           f"torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py")
+    check_host(config)
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # the watch through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None

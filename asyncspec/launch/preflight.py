@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 
 from asyncspec import config as configuration
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.rl import tasks
+
+
+def check_host(config: configuration.Config) -> str:
+    """The address that actors of this host listen on, "auto" being loopback.
+
+    Raises:
+        ConfigError: it is none of this host's.
+    """
+    host = "127.0.0.1" if config.deployment.host == "auto" else config.deployment.host
+    try:
+        socket.create_server((host, 0)).close()
+    except (OSError, ValueError) as error:  # a name that no resolver would take is a ValueError
+        raise configuration.ConfigError(f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "
+                                        "nearest valid choice: deployment.host=auto") from None
+    return host
 
 
 def check_inputs(config: configuration.Config) -> None:

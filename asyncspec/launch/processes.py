@@ -29,6 +29,7 @@ from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.preflight import check_host
 from asyncspec.launch.watch import Supervisor
 from asyncspec.transport import own_address
 
@@ -54,6 +55,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     roles_taken = 1 + len(actor_names(config))
     if nodes is None and world_size > roles_taken:
         config.deployment.generators += world_size - roles_taken
+    check_host(config)
     restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                      timeout=timedelta(seconds=config.deployment.start_timeout_s))
