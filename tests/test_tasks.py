@@ -40,6 +40,12 @@ def test_data_files_name_the_line_that_is_wrong(tmp_path):
         path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + bad + "\n")
         with pytest.raises(ValueError, match="line 2: expected"):
             tasks.load_jsonl("data.train_file", str(path))
+    half, deep = '{"prompt": "1+1=", "answer": "\\ud800"}', "[" * 100_000
+    for bad in (b'{"prompt": "1+1=\xff", "answer": "2"}', b'{"prompt": "1+1=", "answer": "2", "note": "\xe9t\xe9"}', half.encode(), deep.encode()):
+        path.write_bytes(b'{"prompt": "1+1=\xc3\xa9", "answer": "\\ud83d\\ude00"}\n' + bad + b"\n")
+        with pytest.raises(ValueError, match="^data.train_file='.*/data.jsonl': line 2: expected ") as caught:
+            tasks.load_jsonl("data.train_file", str(path))
+        assert ("UTF-8" in str(caught.value)) == (bad != deep.encode()) and str(caught.value).isascii()
     path.write_text("")
     with pytest.raises(ValueError, match="is empty"):
         tasks.load_jsonl("data.train_file", str(path))

@@ -147,9 +147,9 @@ def read_jsonl(name: str, path: str, fields: Sequence[str]) -> Iterator[dict]:
         fields: strings that every object must have; the first of them not empty.
 
     Raises:
-        ValueError: a line is something else; names the line.
+        ValueError: a line is something else, or no text that can be written as UTF-8; names the line.
     """
-    with open(path, errors="replace") as lines:
+    with open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -157,7 +157,10 @@ def read_jsonl(name: str, path: str, fields: Sequence[str]) -> Iterator[dict]:
                 item = json.loads(line)
                 if not all(isinstance(item[field], str) for field in fields) or not item[fields[0]]:
                     raise TypeError
-            except (ValueError, KeyError, TypeError):
+                "".join([line, *(item[field] for field in fields)]).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{name}: line {number}: expected UTF-8, without half a surrogate pair; got {error.object[error.start]!r}") from None
+            except (ValueError, KeyError, TypeError, RecursionError):
                 plural = "strings" if len(fields) > 1 else "string"
                 raise ValueError(f"{name}: line {number}: expected an object with the {plural} {' and '.join(fields)}, "
                                  f"got {line.strip()[:60]!r}") from None
