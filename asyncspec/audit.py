@@ -97,14 +97,16 @@ def audit(directory: str) -> int:
     for name in ("config.yaml", "ledger.jsonl", "metrics.jsonl"):
         if not (run / name).is_file():
             raise ConfigError(f"audit {directory}: no {name} in it; expected the directory of a run")
-    config = from_yaml((run / "config.yaml").read_text())
+    config = from_yaml((run / "config.yaml").read_text(errors="replace"))
     going_on = ledger.written(run)
     try:
         events = list(ledger.read(run))
     except ValueError as error:
         raise ConfigError(f"audit {directory}: {error}") from None
+    written = (run / "metrics.jsonl").read_bytes().count(b"\n")  # whole lines; before they are read, as the run may go on
     rows = read_rows(run / "metrics.jsonl")
-    found = violations(events, config.policy_lag, config.rl.groups_per_step, None if going_on else len(rows))
+    found = [f"metrics.jsonl, line {len(rows) + 1}: not the row of a step"] if len(rows) < written else []
+    found += violations(events, config.policy_lag, config.rl.groups_per_step, None if going_on else len(rows))
     counts = Counter(event["event"] for event in events)
     for line in found[:SHOWN]:
         print(f"violated: {line}")

@@ -18,6 +18,9 @@ from asyncspec.deadlines import LEDGER_S
 from asyncspec.messages import Ticket
 
 FILE = "ledger.jsonl"
+_OF_TICKET = ("ticket", "step")
+_FIELDS = {"issued": _OF_TICKET, "trained": (*_OF_TICKET, "trained_in", "version_min", "version_max"), "evaluated": _OF_TICKET, "dropped": _OF_TICKET,
+           "resumed": ("version",)}  # whole numbers that an event is read for
 
 
 class Ledger:
@@ -49,9 +52,9 @@ def read(run_dir: Path) -> Iterator[dict]:
     """The events of a run; a last line that was cut short is left out.
 
     Raises:
-        ValueError: another line is damaged; names it.
+        ValueError: another line is damaged, or lacks what its event must have; names it.
     """
-    lines = (run_dir / FILE).read_text(errors="replace").splitlines()
+    lines = (run_dir / FILE).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
@@ -59,8 +62,11 @@ def read(run_dir: Path) -> Iterator[dict]:
                 raise ValueError
         except ValueError:
             if number < len(lines):
-                raise ValueError(f"{FILE}, line {number}: not an event: {line[:60]!r}") from None
+                raise ValueError(f"{FILE}, line {number}: not an event: {line[:60].decode(errors='replace')!r}") from None
             return
+        for field in _FIELDS.get(event["event"], ()):
+            if type(event.get(field)) is not int:
+                raise ValueError(f"{FILE}, line {number}: {event['event']!r} with {field}={event.get(field)!r}: expected a whole number")
         yield event
 
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from asyncspec.audit import violations
+from asyncspec.cli import main
+from asyncspec.config import load, to_yaml
 from runs import ledger, rows
 from test_run import train
 
@@ -80,6 +82,29 @@ def test_what_a_resumed_run_made_void_is_trained_again():
     assert set(open_tickets(cut)) == {3} and open_tickets([*cut, {"event": "resumed", "version": 1}]) == {}
     assert any("issued 2 times" in line for line in check([*cut, *again]))  # without the line that voids them
     assert "resumed from version 2, which was never trained" in check([*cut, {"event": "resumed", "version": 2}, *again])
+
+
+@pytest.mark.parametrize("name,line,says", [
+    ("ledger.jsonl", b'{"event": "trained"}', "ledger.jsonl, line 3: 'trained' with ticket=None: expected a whole number"),
+    ("ledger.jsonl", b'{"event": "resumed", "version": "2"}', "ledger.jsonl, line 3: 'resumed' with version='2': expected a whole number"),
+    ("ledger.jsonl", b'{"event": "\xff"}', "ledger.jsonl, line 3: not an event: "),
+    ("metrics.jsonl", b'{"step": 0, "note": "\xff"}', "metrics.jsonl, line 3: not the row of a step"),
+    ("metrics.jsonl", b"3", "metrics.jsonl, line 3: not the row of a step"),
+])
+def test_a_damaged_line_is_named(tmp_path, capsys, name, line, says):
+    (tmp_path / "config.yaml").write_text(to_yaml(load("tiny", [f"policy_lag={LAG}", f"rl.groups_per_step={GROUPS}"])))
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in good()))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(STEPS)))
+    assert main(["audit", str(tmp_path)]) == 0
+    lines = (tmp_path / name).read_bytes().splitlines()
+    (tmp_path / name).write_bytes(b"\n".join([*lines[:2], line, *lines[2:], b""]))
+    capsys.readouterr()
+    code, said = main(["audit", str(tmp_path)]), capsys.readouterr()
+    if name == "metrics.jsonl":
+        assert code == 1 and f"violated: {says}\n" in said.out
+    else:
+        assert code == 2 and said.err.startswith(f"asyncspec: audit {tmp_path}: {says}") and said.err.count("\n") == 1
+        assert main(["report", str(tmp_path)]) == 2 and capsys.readouterr().err.startswith(f"asyncspec: report {tmp_path}: {says}")
 
 
 def test_a_real_run_passes_and_a_falsified_one_fails_loudly(tmp_path):

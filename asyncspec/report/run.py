@@ -32,7 +32,7 @@ class Run:
     @classmethod
     def read(cls, directory: Path) -> "Run":
         """Raises:
-            ConfigError: the directory holds no run, or one without a finished step.
+            ConfigError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
         """
         for name in ("config.yaml", "metrics.jsonl"):
             if not (directory / name).is_file():
@@ -40,8 +40,12 @@ class Run:
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
             raise ConfigError(f"report {directory}: no step was finished; {directory}/logs says what happened")
+        try:
+            dropped = _dropped(directory / "ledger.jsonl")
+        except ValueError as error:
+            raise ConfigError(f"report {directory}: {error}") from None
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
-        return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, _dropped(directory / "ledger.jsonl"))
+        return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, dropped)
 
     def series(self, key: str) -> np.ndarray:
         """A metric over the steps, NaN where it is missing."""

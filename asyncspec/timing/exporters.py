@@ -19,13 +19,16 @@ from asyncspec.messages import GroupRecord, Span, StepDone
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, up to one that a crash cut short."""
-    rows = []
-    for line in path.read_text().splitlines():
+    """The rows of a metrics.jsonl, up to one that a crash cut short or that is damaged."""
+    rows: list[dict] = []
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
     return rows
 
 
