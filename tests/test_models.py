@@ -147,6 +147,26 @@ def test_broken_files_are_named(saved):
         policy.load(saved)
 
 
+@pytest.mark.parametrize("index,message", [
+    ("{", "expected an object whose weight_map names each tensor's file"),
+    ("[]", "expected an object whose weight_map"),
+    ("{}", "expected an object whose weight_map"),
+    ('{"weight_map": ["a.safetensors"]}', "expected an object whose weight_map"),
+    ('{"weight_map": {"model.norm.weight": 3}}', "expected an object whose weight_map"),
+    (b'{"weight_map": "\xff"}', "expected an object whose weight_map"),
+    ('{"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors", "x": "model-3.safetensors"}}',
+     "names 'model-2.safetensors', which is not in the directory .2 files in all"),
+])
+def test_a_damaged_index_is_named(saved, index, message):
+    file = saved / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": {"lm_head.weight": "model.safetensors"}}))
+    policy.load(saved)
+    file.write_bytes(index if isinstance(index, bytes) else index.encode())
+    with pytest.raises(CheckpointError, match=f"^{file}: {message}") as caught:
+        policy.load(saved)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_draft):
     eagle3.save(contrary_draft, tmp_path)
     loaded = eagle3.load(tmp_path, small_shape)

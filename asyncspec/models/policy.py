@@ -300,15 +300,28 @@ def save(model: Decoder, shape: PolicyShape, directory: Path, tokenizer_from: Pa
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
-    index = directory / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     tensors: dict[str, torch.Tensor] = {}
-    for name in names:
+    for name in _shards(directory):
         try:
             tensors.update(load_file(directory / name))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{directory / name}: {error}") from None
     return tensors
+
+
+def _shards(directory: Path) -> list[str]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{index}: expected an object whose weight_map names each tensor's file") from None
+    if missing := sorted(name for name in names if not (directory / name).is_file()):
+        raise CheckpointError(f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files in all)")
+    return sorted(names)
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
