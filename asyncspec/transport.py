@@ -3,10 +3,10 @@
 A queue is an `Inbox` (the consumer, bound) and an `Outbox` in each producer. The consumer grants each producer a number
 of credits; a message costs one, and its credit comes back when the consumer has taken the message out, so an inbox never
 holds more than credits x producers. Socket high-water marks bound nothing and are not relied upon. Messages carry sequence
-numbers: a repeated one is dropped and counted, as are frames that do not decode.
+numbers: a repeated one is dropped and counted, as are frames that do not decode and messages of a kind that the consumer does not take.
 
 An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets. It also keeps what is not
-acknowledged yet, for whoever may take a dead consumer's place.
+acknowledged yet: for whoever may take a dead consumer's place, and to send it again where the connection was cut.
 
 The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every actor.
 
@@ -29,8 +29,9 @@ from typing import Iterable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from asyncspec.config import ConfigError
 from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S
-from asyncspec.messages import MAX_MESSAGE_BYTES, Arrays, Message, WireError, decode, encode
+from asyncspec.messages import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, Arrays, Message, WireError, decode, encode
 from asyncspec.timing.clock import now
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
@@ -54,21 +55,33 @@ def make_keys(run_dir: Path) -> None:
         file.write(b"\n".join(zmq.curve_keypair()))
 
 
-def use_keys(run_dir: Path) -> None:
-    """Encrypt the sockets this process makes from now on, if the run has keys."""
+def use_keys(run_dir: str | Path | None) -> None:
+    """Encrypt the sockets this process makes from now on with a run's keys; None: do not.
+
+    Raises:
+        ConfigError: the run has none.
+    """
     global _keys
-    try:
-        public, secret = (run_dir / KEYS).read_bytes().split(b"\n")
-        _keys = (public, secret)
-    except FileNotFoundError:
-        _keys = None
+    _keys = None
+    if run_dir is not None:
+        file = Path(run_dir) / KEYS
+        try:
+            public, secret = file.read_bytes().split(b"\n")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its first launcher makes; copy "
+                              "them to each host that does not share the directory, or set deployment.encrypt=false") from None
+        _keys = public, secret
 
 
-def _socket(kind: int, serving: bool) -> zmq.Socket:
-    """A socket without bounds of its own, which bind no one."""
+def _socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> zmq.Socket:
+    """A socket without bounds of its own, which bind no one.
+
+    Args:
+        largest: who sends a frame of more bytes is cut off.
+    """
     socket = context().socket(kind)
     socket.rcvhwm = socket.sndhwm = 0
-    socket.maxmsgsize = MAX_MESSAGE_BYTES  # who sends a larger frame is cut off
+    socket.maxmsgsize = largest
     if _keys is not None:
         socket.curve_publickey, socket.curve_secretkey = _keys
         if serving:
@@ -113,14 +126,17 @@ def _receive(socket: zmq.Socket) -> list | None:
 class Inbox:
     """The consuming end of a queue."""
 
-    def __init__(self, host: str, credits: int) -> None:
+    def __init__(self, host: str, credits: int, takes: tuple[type[Message], ...] = (Message,)) -> None:
         """
         Args:
             host: address to bind to; the port is free-chosen, see `address`.
             credits: messages each producer may have under way.
+            takes: the kinds of messages that are not rejected.
         """
+        self.takes = takes
         self.socket = _socket(zmq.ROUTER, serving=True)
         self.socket.linger = 0
+        self.socket.router_handover = True  # a producer whose connection was cut comes back before its old one is known to be dead
         self.address = bind(self.socket, host)
         self.credits = credits
         self.rejected = self.duplicates = 0
@@ -148,9 +164,8 @@ class Inbox:
     def _pump(self) -> None:
         while (frames := _receive(self.socket)) is not None:
             if len(frames) == 2 and frames[1] == _OPEN:
-                if frames[0] not in self._seen:
-                    self._seen[frames[0]] = 0
-                    self.socket.send_multipart([frames[0], _CREDIT, _NUMBER.pack(self.credits)])
+                self._seen.setdefault(frames[0], 0)
+                self.socket.send_multipart([frames[0], _CREDIT, _NUMBER.pack(self.credits)])
                 continue
             self._accept(frames)
 
@@ -161,6 +176,8 @@ class Inbox:
         sender, number = frames[0], _NUMBER.unpack(frames[2])[0]
         if number <= self._seen[sender]:
             self.duplicates += 1
+            if not any(waiting[:2] == (sender, frames[2]) for waiting in self._waiting):  # word that it was taken out was lost
+                self.socket.send_multipart([sender, _ACK, frames[2]])
             return
         if number != self._seen[sender] + 1 or self._held[sender] >= self.credits:  # it skipped one, or sends without credit
             self.rejected += 1
@@ -168,6 +185,8 @@ class Inbox:
         self._seen[sender] = number
         try:
             body, arrays = decode(frames[3:])
+            if not isinstance(body, self.takes):
+                raise WireError(f"{type(body).__name__}: not for this inbox")
         except WireError:
             self.rejected += 1
             self.socket.send_multipart([sender, _ACK, frames[2]])  # its credit goes back all the same
@@ -190,19 +209,27 @@ class Outbox:
         self._connect(address)
 
     def _connect(self, address: str) -> None:
-        self.address, self.credits, self._sent = address, 0, 0
+        self.address, self._sent = address, 0
+        self._window = 0  # messages that may be under way
         self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
+        self.socket.identity = b"o" + os.urandom(15)  # by which the consumer knows it again where the connection was cut
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._cut = False
         self.socket.connect(address)
         self.socket.send(_OPEN)
 
     def redirect(self, address: str) -> None:
         """Go on with a consumer that has taken another's place: it gets what that one had not taken out."""
-        self.socket.close(0)
+        self.close(0)
         self._due.extendleft([0.0] * (len(self.unacknowledged) if self.delay_s else 0))
         self._backlog.extendleft(reversed(self.unacknowledged.values()))
         self.unacknowledged = {}
         self._connect(address)
+
+    @property
+    def credits(self) -> int:
+        return max(0, self._window - len(self.unacknowledged))
 
     @property
     def backlog(self) -> int:
@@ -230,33 +257,53 @@ class Outbox:
 
     def flush(self) -> None:
         """Take returned credits and send what they allow. Call it in the actor's loop."""
+        self._tend_connection()
         while (frames := _receive(self.socket)) is not None:
             if len(frames) != 2 or len(frames[1]) != _NUMBER.size:
                 continue
             number = _NUMBER.unpack(frames[1])[0]
             if frames[0] == _CREDIT:
-                self.credits += number
-            elif frames[0] == _ACK and self.unacknowledged.pop(number, None) is not None:
-                self.credits += 1
-        while self._backlog and self.credits:
+                self._window = number
+            elif frames[0] == _ACK:
+                self.unacknowledged.pop(number, None)
+        while self._backlog and self.credits and not self._cut:
             if self._due:
                 if time.monotonic() < self._due[0]:
                     break
                 self._due.popleft()
             self._sent += 1
-            self.credits -= 1
-            self.unacknowledged[self._sent] = frames = self._backlog.popleft()
-            self.socket.send_multipart([_DATA, _NUMBER.pack(self._sent), *frames])
+            self.unacknowledged[self._sent] = self._backlog.popleft()
+            self._send(self._sent)
 
-    def close(self) -> None:
-        self.socket.close()
+    def _send(self, number: int) -> None:
+        self.socket.send_multipart([_DATA, _NUMBER.pack(number), *self.unacknowledged[number]])
+
+    def _tend_connection(self) -> None:
+        """What was under way when the connection was cut is sent again once it stands again; what arrived is known by its number."""
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                self._cut = True
+            elif self._cut:
+                self._cut = False
+                self.socket.send(_OPEN)
+                for number in self.unacknowledged:
+                    self._send(number)
+
+    def close(self, linger: int | None = None) -> None:
+        """
+        Args:
+            linger: milliseconds to hand over what was sent last; None: as usual.
+        """
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(linger)
 
 
 class ControlServer:
     """The controller's end: any actor's messages in, messages to named actors out."""
 
     def __init__(self, host: str) -> None:
-        self.socket = _socket(zmq.ROUTER, serving=True)
+        self.socket = _socket(zmq.ROUTER, serving=True, largest=MAX_CONTROL_BYTES)
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.router_mandatory = True
         self.address = bind(self.socket, host)
@@ -288,7 +335,7 @@ class ControlClient:
     """An actor's end, or a launcher's."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.socket = _socket(zmq.DEALER, serving=False)
+        self.socket = _socket(zmq.DEALER, serving=False, largest=MAX_CONTROL_BYTES)
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.identity = name.encode()
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)

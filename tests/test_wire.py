@@ -1,5 +1,8 @@
 """Messages, queues and the control channel."""
 
+import socket
+import struct
+import threading
 import time
 
 import numpy as np
@@ -158,6 +161,84 @@ def test_what_a_dead_consumer_had_not_taken_goes_to_its_successor(queue):
     second.close()
 
 
+class CutConnection:
+    """A way to an address on which the connection can be cut, as by a network that fails for a moment."""
+
+    def __init__(self, address):
+        self._to = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                near, far = self._listener.accept()[0], socket.create_connection(self._to)
+            except OSError:
+                return
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source, sink):
+        try:
+            while data := source.recv(1000):
+                sink.sendall(data)
+        except OSError:
+            pass
+        source.close()
+        sink.close()
+
+    def cut(self):
+        while self._open:
+            connection = self._open.pop()
+            try:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self):
+        self._listener.close()
+        self.cut()
+
+
+def test_what_was_under_way_when_the_connection_was_cut_arrives_once_and_in_order():
+    inbox, rng = transport.Inbox("127.0.0.1", credits=4), np.random.default_rng(0)
+    way = CutConnection(inbox.address)
+    outbox = transport.Outbox(way.address)
+    received, cuts, sent, deadline = [], 0, 0, time.monotonic() + 30
+    while len(received) < 400 and time.monotonic() < deadline:
+        if sent < 400:
+            outbox.put(m.Ready(str(sent)), {"x": np.zeros(int(rng.integers(5000)), np.uint8)})
+            sent += 1
+        outbox.flush()
+        if rng.random() < 0.5 and (item := inbox.take()) is not None:
+            received.append(item[0].name)
+        if len(received) >= 40 * (cuts + 1) and cuts < 8:
+            way.cut()
+            cuts += 1
+        transport.wait([inbox, outbox], 0.002)
+    assert received == [str(i) for i in range(400)] and cuts == 8
+    settle(inbox, outbox, until=lambda: outbox.credits == 4)  # and no credit was lost
+    outbox.close()
+    inbox.close()
+    way.close()
+
+
+def test_a_kind_of_message_that_the_consumer_does_not_take_is_rejected():
+    inbox = transport.Inbox("127.0.0.1", credits=2, takes=(m.Ticket,))
+    outbox = transport.Outbox(inbox.address)
+    for message in (m.Ready("x"), TICKET, m.Stop("x"), TICKET):
+        outbox.put(message)
+    settle(inbox, outbox, until=lambda: len(inbox) == 2)
+    assert [inbox.take()[0] for _ in range(2)] == [TICKET, TICKET] and inbox.rejected == 2
+    settle(inbox, outbox, until=lambda: outbox.credits == 2)
+    inbox.close()
+    outbox.close()
+
+
 def test_an_actor_notices_that_the_controller_is_gone():
     server = transport.ControlServer("127.0.0.1")
     client = transport.ControlClient(server.address, "trainer")
@@ -176,7 +257,9 @@ def test_an_actor_notices_that_the_controller_is_gone():
 def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
     """bench fuzz, shorter; with the keys and without."""
     insider, stranger = fuzz.fuzz_frames(np.random.default_rng(3), 20_000), fuzz.fuzz_strangers(np.random.default_rng(3), 300)
-    for counts in (insider, stranger):
+    oversized = fuzz.fuzz_oversized(4)
+    assert oversized["refused"] == 4 and oversized["accepted"] == 0
+    for counts in (insider, stranger, oversized):
         assert counts["crashes"] == counts["silent"] == counts["lost"] == 0
     assert insider["unheard"] == 0 and insider["refused"] > 0.8 * insider["tried"]
     assert insider["accepted"] > 500  # a changed letter in a name is a message still; so the others reached the decoder, too
@@ -207,7 +290,7 @@ def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
     inbox, server = transport.Inbox("127.0.0.1", 4), transport.ControlServer("127.0.0.1")
     clients = {}
     try:
-        for name, keys in (("known", tmp_path), ("other", tmp_path / "other"), ("none", tmp_path / "missing")):
+        for name, keys in (("known", tmp_path), ("other", tmp_path / "other"), ("none", None)):
             transport.use_keys(keys)
             clients[name] = (transport.Outbox(inbox.address), transport.ControlClient(server.address, name))
             clients[name][0].put(m.Ready(name))
@@ -223,6 +306,6 @@ def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
             time.sleep(0.005)
         assert heard == ["known"] and told == ["known"]
     finally:
-        transport.use_keys(tmp_path / "missing")
-        for item in (inbox, server, *(c for pair in clients.values() for c in pair)):
-            item.socket.close(linger=0)
+        transport.use_keys(None)
+        for item in (inbox.socket, server.socket, *(c for pair in clients.values() for c in pair)):
+            item.close(0)

@@ -1,8 +1,9 @@
 """bench fuzz: what is none of ours is refused. A million damaged frames through real sockets, with the run's keys and without, and a
 thousand damaged configurations: none may crash anything, none may be taken for something it does not say.
 
-- frames: a peer that has the keys sends mutated messages, random bytes, repeated, skipped and oversized ones to a queue and a control
+- frames: a peer that has the keys sends mutated messages, random bytes, repeated and skipped ones to a queue and a control
   channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word for word, a message.
+- oversized: frames beyond the limit from peers that have the keys; each is cut off, and nobody else notices.
 - stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives.
 - configs: fields with values of other types, out of range, misspelt; each is refused in one line, or is what the configuration then says.
 """
@@ -27,7 +28,7 @@ from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.bench.harness import Benchmark, Samples
 
-FRAMES, STRANGERS, CONFIGS = 1_000_000, 5_000, 1_000
+FRAMES, OVERSIZED, STRANGERS, CONFIGS = 1_000_000, 40, 5_000, 1_000
 GOOD_EVERY = 50  # frames, or connections, between two good messages
 SETTLE_S = 20.0
 _COUNTS = ("tried", "refused", "accepted", "crashes", "silent", "lost")
@@ -36,18 +37,21 @@ _COUNTS = ("tried", "refused", "accepted", "crashes", "silent", "lost")
 class FuzzBenchmark(Benchmark):
     name = "fuzz"
     repeats = 1
-    variants = ("frames", "stranger", "configs")
+    variants = ("frames", "oversized", "stranger", "configs")
     columns = _COUNTS
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         rng = np.random.default_rng([repetition, 0xF0])
         if variant == "configs":
             return fuzz_configs(rng, CONFIGS)
+        if variant == "oversized":
+            return fuzz_oversized(OVERSIZED)
         return fuzz_frames(rng, FRAMES) if variant == "frames" else fuzz_strangers(rng, STRANGERS)
 
     def headline(self, samples: Samples) -> dict[str, float]:
         total = {key: sum(s[key] for variant in self.variants for s in samples[variant]) for key in _COUNTS}
         return {"frames": samples["frames"][0]["tried"], "frames_unheard": samples["frames"][0]["unheard"],
+                "oversized": samples["oversized"][0]["tried"], "oversized_cut_off": samples["oversized"][0]["refused"],
                 "strangers": samples["stranger"][0]["tried"], "configs": samples["configs"][0]["tried"],
                 "crashes": total["crashes"], "silent_acceptances": total["silent"], "good_messages_lost": total["lost"],
                 "accepted_from_strangers": sum(s["accepted"] for s in samples["stranger"])}
@@ -157,6 +161,32 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
     return counts
 
 
+def fuzz_oversized(count: int) -> dict[str, float]:
+    """Frames larger than what is taken, from peers that have the keys. Each loses its connection.
+
+    To the control server alone: what an inbox takes is more than a small machine should send, and both are bounded in the same place.
+    """
+    counts, frame = dict.fromkeys(_COUNTS, 0), bytes(m.MAX_CONTROL_BYTES + 1)
+    with _Served() as served:
+        for i in range(count):
+            counts["tried"] += 1
+            try:
+                peer = served.peer(served.server.address)
+                monitor, until = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED), time.monotonic() + SETTLE_S
+                peer.send(frame)
+                while not (cut := monitor.poll(10)) and time.monotonic() < until:
+                    served.drain()
+                counts["refused"] += bool(cut)
+                peer.disable_monitor()
+                peer.close(0)
+                served.send_good(str(i))
+            except Exception:
+                counts["crashes"] += 1
+        served.settle(0)
+        counts["lost"], counts["accepted"] = served.good_lost(), served.foreign
+    return counts
+
+
 def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
     """Connections of peers without the keys: random bytes, damaged greetings, other keys, no encryption. None gets anything through."""
     counts = dict.fromkeys(_COUNTS, 0)
@@ -168,7 +198,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
             counts["tried"] += 1
             try:
                 if i % 50 == 0:  # a whole client: of another run, or unencrypted
-                    transport.use_keys(served.folder / ("none" if i % 100 else "other"))
+                    transport.use_keys(served.folder / "other" if i % 100 == 0 else None)
                     peers.append(served.peer(address))
                     for _ in range(20):
                         peers[-1].send_multipart(m.encode(m.Ready("stranger")), zmq.NOBLOCK)
@@ -211,12 +241,9 @@ class _Served:
         return self
 
     def __exit__(self, *error) -> None:
-        for item in (self.inbox, self.server, self.box):
-            item.socket.close(0)
-        for peer in self._peers:
-            peer.close(0)
-        self.control.close(0)
-        transport.use_keys(self.folder / "none")
+        for item in (self.inbox.socket, self.server.socket, self.box, self.control, *self._peers):
+            item.close(0)
+        transport.use_keys(None)
         self._folder.cleanup()
 
     def peer(self, address: str) -> zmq.Socket:

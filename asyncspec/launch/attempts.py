@@ -170,7 +170,7 @@ class _Attempt:
     """The actors from one start of all of them to their end."""
 
     def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int, pool: Pool) -> None:
-        transport.use_keys(Path(config.run_dir))
+        transport.use_keys(config.run_dir if config.deployment.encrypt else None)
         self.config, self.interrupt, self.restarts_left, self.pool = config, interrupt, restarts_left, pool
         self.resuming = False
         self.playing: dict[str, Process] = {}

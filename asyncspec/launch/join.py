@@ -104,7 +104,7 @@ def join(run_dir: str, node: int) -> int:
 
 def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag) -> None:
     """From one start of all actors to their end."""
-    transport.use_keys(Path(config.run_dir))  # each start has keys of its own
+    transport.use_keys(config.run_dir if config.deployment.encrypt else None)  # each start has keys of its own
     address, port = found.address.removeprefix("tcp://").rsplit(":", 1)
     host = transport.own_address(address, int(port))
     specs = roles.specs(config, found.version, node, host)
