@@ -44,7 +44,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     found: list[str] = []
     issued: Counter = Counter()
     step_of: dict[int, int] = {}
-    steps: Counter = Counter()  # tickets trained in each
+    steps: Counter = Counter()  # tickets trained in each, or left out with it
     events = list(events)
     for event in events:
         kind = event["event"]
@@ -62,6 +62,8 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             issued[ticket] += 1
         elif not issued[ticket]:
             found.append(f"ticket {ticket}: {kind} before it was issued")
+        if "left_out_in" in event:  # a step that could not be taken is done all the same
+            steps[event["left_out_in"]] += 1
         if kind == "dropped" and not event.get("reason"):
             found.append(f"ticket {ticket}: dropped without a reason")
         if kind != "trained":
@@ -113,8 +115,9 @@ def audit(directory: str) -> int:
     if len(found) > SHOWN:
         print(f"and {len(found) - SHOWN} more")
     faults = ", ".join(f"{count} {name}" for name in ("frozen", "lost", "joined", "resumed", "reissued") if (count := counts[name]))
-    if undone := sum(event.get("tickets_undone", 0) for event in events if event["event"] == "resumed"):
-        faults += f", {undone} trained tickets undone by going back to a checkpoint, and trained again"
+    undone, void = (sum(event.get(name, 0) for event in events if event["event"] == "resumed") for name in ("tickets_undone", "tickets_void"))
+    if undone or void:
+        faults += f"; by going back to a checkpoint {undone} trained tickets were undone and {void} on their way dropped, and all of them issued anew"
     if faults:
         print(f"{directory}: {faults}")
     if going_on:

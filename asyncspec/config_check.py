@@ -14,6 +14,7 @@ from typing import Any, Callable
 from urllib.parse import urlsplit
 
 from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, leaves, resolve_path, value_of
+from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.faults import parse as parse_faults
 from asyncspec.models import CheckpointError
 from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
@@ -124,6 +125,9 @@ def check(config: Config) -> None:
     at_least("rl.kl_coef", 0)
     need(0 <= config.data.reward_failures <= 1, "data.reward_failures", "from 0 to 1", default_of("data.reward_failures"))
     at_least("deployment.silent_timeout_s", 1)
+    patience = min(config.deployment.turn_timeout_s, COLLECTIVE_S)
+    need(config.data.reward_timeout_s < patience, "data.reward_timeout_s",
+         f"less than {patience:g}, deployment.turn_timeout_s or what a broadcast may take: a generator waits for each reward", min(10.0, patience / 2))
     at_least("eval.every", 0)
     at_least("eval.samples", 1)
     for name in ("trainer.optimizer.lr", "draft.lr"):

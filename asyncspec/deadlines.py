@@ -5,7 +5,7 @@ controller, in one line that names who was waited for.
 """
 
 BEAT_EVERY_S = 0.25  # between two signs of life of a process
-LOADING_PATIENCE = 3  # times deployment.silent_timeout_s, for a process that is still loading
+LOADING_PATIENCE = 3  # times deployment.silent_timeout_s, for a process that is still loading; times start_timeout_s, for one that waits for others
 COLLECTIVE_S = 60.0  # one broadcast; longer than any version should take, its failure is found by a closed connection first
 REGROUP_S = 30.0  # from a failed broadcast until the controller must have formed a new epoch
 CONTROL_LINGER_S = 2.0  # what a process that ends may still take to hand over its last words

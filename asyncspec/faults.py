@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 PLACES = {  # where; each actor passes by those that it has
-    "boot": "loaded, not yet known to the controller", "join": "joining a broadcast group", "receive": "receiving a version",
+    "start": "just started, no sign of life given yet", "boot": "loaded, not yet known to the controller", "join": "joining a broadcast group", "receive": "receiving a version",
     "swap": "taking a version into use", "work": "generating, in logprob, training, adapting, controlling", "send": "a group or version just sent",
     "checkpoint": "writing a checkpoint"}
 KINDS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}

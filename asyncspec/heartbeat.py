@@ -27,6 +27,11 @@ class Heart:
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
 
+    @property
+    def turn_s(self) -> float:
+        """Seconds since the main loop turned."""
+        return max(0.0, time.monotonic() - self._turned)
+
     def turned(self) -> None:
         """The main loop is alive."""
         self._turned = time.monotonic()
@@ -42,7 +47,7 @@ class Heart:
     def _beat(self) -> None:
         client = transport.ControlClient(self._address, self.name + SUFFIX)
         while not self._stop.wait(BEAT_EVERY_S):
-            client.send(Beat(self.name, max(0.0, time.monotonic() - self._turned)))
+            client.send(Beat(self.name, self.turn_s))
         client.close(0)
 
 
@@ -58,7 +63,7 @@ class Vigil:
         self.silent_s, self.turn_s = silent_s, turn_s
         self._heard: dict[str, float] = {}
         self._turns: dict[str, float] = {}
-        self._loading: set[str] = set()
+        self._patience: dict[str, float] = {}  # how long each may be silent
         self._looked = time.monotonic()
         self.slept = 0.0  # seconds before the last look in which this process did not run: stopped, or the machine asleep
 
@@ -68,7 +73,12 @@ class Vigil:
             loading: it is not at work yet; libraries that are being loaded hold the interpreter, its heart's thread included.
         """
         self._heard[name], self._turns[name] = time.monotonic(), 0.0 if loading else turn_s
-        (self._loading.add if loading else self._loading.discard)(name)
+        self._patience[name] = self.silent_s * (LOADING_PATIENCE if loading else 1)
+
+    def expect(self, name: str, within_s: float) -> None:
+        """A process has been started: its first sign of life is due within so many seconds."""
+        self.heard(name)
+        self._patience[name] = within_s
 
     def forget(self, name: str) -> None:
         self._heard.pop(name, None)
@@ -82,10 +92,10 @@ class Vigil:
         now = time.monotonic()
         between, self._looked = now - self._looked, now
         self.slept = between if between > self.silent_s / 4 else 0.0
-        self._heard = {name: at + self.slept for name, at in self._heard.items()}
+        self._heard = {name: min(now, at + self.slept) for name, at in self._heard.items()}
         found = []
         for name, at in list(self._heard.items()):
-            if now - at > self.silent_s * (LOADING_PATIENCE if name in self._loading else 1):
+            if now - at > self._patience[name]:
                 found.append((name, f"frozen: no sign of life for {now - at:.1f} s"))
             elif self._turns[name] > self.turn_s:
                 found.append((name, f"stuck: busy with one thing for {self._turns[name]:.0f} s"))

@@ -12,9 +12,10 @@ from typing import Union
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_DIMENSIONS = 8
 MAX_MESSAGE_BYTES = 1 << 30
+MAX_CONTROL_BYTES = 64 << 20  # of a frame on the control channel
 _DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}
 
 Arrays = dict[str, np.ndarray]
@@ -234,7 +235,7 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepDone(Message, frozen=True):
-    """The trainer turned version `step` into `step + 1`."""
+    """The trainer turned version `step` into `step + 1`, or left it as it was."""
 
     step: int
     start: float
@@ -243,6 +244,7 @@ class StepDone(Message, frozen=True):
     busy: dict[str, float]  # seconds by part: data, train, prepare
     stats: dict[str, float]
     groups: list[GroupRecord]
+    skipped: str = ""  # why the policy was left as it was
 
 
 class Arrived(Message, frozen=True):

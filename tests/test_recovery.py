@@ -66,6 +66,14 @@ def test_actors_may_be_lost_while_starting(tmp_path):
     assert output.count("all is started again from the last checkpoint") == 1, output
 
 
+@pytest.mark.parametrize("actor", ["controller", "logprob"])
+def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, actor):
+    run_dir = tmp_path / "run"
+    output = Running.new(run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze").end()
+    check(run_dir, 3)
+    assert f"{actor} is frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
+
+
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
     run_dir = tmp_path / "run"

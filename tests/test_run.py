@@ -229,13 +229,50 @@ def test_a_run_goes_on_without_its_draft_adapter(tmp_path, launcher):
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
 
 
-def test_no_actor_outlives_a_killed_launcher(tmp_path):
-    process = start_and_wait_for_steps(tmp_path / "run", (sys.executable, SCRIPT))
+@pytest.mark.parametrize("launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
+def test_no_actor_outlives_a_killed_launcher(tmp_path, launcher):
+    process = start_and_wait_for_steps(tmp_path / "run", launcher)
     everyone = descendants(process.pid)
     assert len(everyone) >= 5
+    os.kill(pid_of(tmp_path / "run", "generator0"), signal.SIGSTOP)  # nor one that cannot see it
     process.kill()
     process.wait()
     assert not gone_within(everyone, 10)
+
+
+REWARDS = """
+import os
+
+calls = 0
+
+
+def leaves(prompt, response, answer):
+    os._exit(3)
+
+
+def overflows(prompt, response, answer):  # for one group of the second step
+    global calls
+    calls += 1
+    return 1e308 if 40 < calls < 44 else float(calls % 3)
+"""
+
+
+def test_an_actor_that_ends_without_a_word_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    run = Running.new(tmp_path / "run", "data.reward=mine:leaves", "deployment.replacements=0", launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT))
+    output = run.end(1)
+    assert f"failed: generator0 ended with exit code 3; see {tmp_path}/run/logs/generator0.log" in output, output
+
+
+def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reason(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    output = Running.new(tmp_path / "run", "--steps", "6", "data.reward=mine:overflows", "data.eval_prompts=0").end()
+    assert "left the policy as it was: gradient norm nan: the step was not taken; its groups are in " in output, output
+    dropped = [line for line in ledger(tmp_path / "run") if line["event"] == "dropped"]
+    assert len(dropped) == 4 and len({line["left_out_in"] for line in dropped}) == 1 and "gradient norm nan" in dropped[0]["reason"]
+    from asyncspec.audit import audit
+
+    assert audit(str(tmp_path / "run")) == 0 and len(rows(tmp_path / "run")) == 6
 
 
 def test_an_error_in_an_actor_is_one_line_that_names_it(tmp_path):

@@ -22,6 +22,7 @@ import msgspec
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.config import Config, from_yaml
+from asyncspec.deadlines import LOADING_PATIENCE
 from asyncspec.faults import Faults
 from asyncspec.heartbeat import Heart
 from asyncspec.loading import uncollected
@@ -30,6 +31,7 @@ from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 
 REPORT_EVERY_S = 1.0
+PUMP_DUE_S = 0.25  # of a turn, after which what the controller sent should be looked at
 GONE = "the controller or the launcher is gone"
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
 
@@ -58,6 +60,7 @@ class StopRequested(Exception):
 class Actor(ABC):
     role = ""
     threads = 1
+    takes: tuple[type[m.Message], ...] = ()  # what may come through its inbox
 
     def __init__(self, spec: ActorSpec) -> None:
         self.spec, self.name, self.device = spec, spec.name, spec.device
@@ -106,7 +109,8 @@ class Actor(ABC):
         """Live until told to stop; returns 0 if all went well, 1, or LEFT_BEHIND."""
         redirect_output(self.spec)
         self.log(f"{self.name} starts, pid {os.getpid()}")
-        transport.use_keys(Path(self.spec.run_dir))
+        transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
+        self.fault("start")
         self.control = transport.ControlClient(self.spec.control_address, self.name)
         self.heart = Heart(self.spec.control_address, self.name)
         try:
@@ -117,7 +121,7 @@ class Actor(ABC):
                 if self.device.startswith("cuda"):
                     torch.cuda.set_device(self.device)
                     self.recorder.use(self.device)
-                self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits())
+                self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits(), self.takes)
                 self.load()
             self._loaded = True
             # What is loaded stays: going through it again in every full collection would stop all threads, the heart's too, for half a second.
@@ -184,6 +188,11 @@ class Actor(ABC):
             worker.tend(self.control.send)
         self.report()
 
+    def pump_if_due(self) -> None:
+        """The same between parts of a turn that may take long, each of them."""
+        if self.heart.turn_s > PUMP_DUE_S:
+            self.pump()
+
     def _check_controller(self) -> None:
         if self.control.lost_for() > self._patience_s or os.getppid() != self._parent:
             self.stopping = self.stopping or GONE
@@ -237,15 +246,21 @@ class Actor(ABC):
             for state, share in {"busy": 1 - sum(shares.values()), **shares}.items():
                 self.counters[f"actors/{self.name}_{state}"] = round(share, 4)
             self.counters |= {f"process/{self.name}_{what}": value for what, value in held().items()}
-            if self.inbox is not None and self.inbox.rejected:
-                self.counters[f"wire/{self.name}_rejected"] = self.inbox.rejected
+            if self.inbox is not None:
+                for what, count in (("rejected", self.inbox.rejected + self.control.rejected), ("duplicates", self.inbox.duplicates)):
+                    if count:
+                        self.counters[f"wire/{self.name}_{what}"] = count
             self.control.send(m.Spans(self.name, self.recorder.drain(), dict(self.counters)))
 
     def log(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+        try:
+            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+        except OSError:  # the disk is full: what else there is to say goes to the controller
+            pass
 
     def _await(self, kind: type) -> m.Message:
-        deadline = time.monotonic() + self.config.deployment.start_timeout_s
+        limit = LOADING_PATIENCE * self.config.deployment.start_timeout_s  # others that do not come up are started again meanwhile
+        deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             transport.wait([self.control], 0.1)
             message = self.control.receive()
@@ -256,7 +271,7 @@ class Actor(ABC):
             self._check_controller()
             if self.stopping:
                 raise StopRequested
-        raise TimeoutError(f"no {kind.__name__} from the controller within start_timeout_s")
+        raise TimeoutError(f"no {kind.__name__} from the controller within {limit:g} s")
 
     def _leave(self) -> None:
         self.heart.stop()

@@ -102,9 +102,9 @@ class Broadcasts:
         """A version has arrived somewhere."""
         self._broken.pop(kind, None)
 
-    def relay(self, message: m.Publish) -> bool:
-        """Have the receivers take part; False if the group is no more."""
-        if message.kind not in self.members:
+    def relay(self, sender: str, message: m.Publish) -> bool:
+        """Have the receivers take part; False if the group is no more, or another is its sender."""
+        if self.members.get(message.kind, [""])[0] != sender:
             return False
         self.versions[message.kind] = max(self.versions[message.kind], message.version)
         for name in self.members[message.kind][1:]:

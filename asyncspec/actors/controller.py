@@ -26,7 +26,7 @@ from asyncspec.actors.records import Records
 from asyncspec.actors.recovery import Recovery, RunState
 from asyncspec.actors.tickets import ARRIVED, GENERATED, Evaluations, TicketBook, TicketMaker
 from asyncspec.config import from_yaml, resolve_path
-from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S
+from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S
 from asyncspec.faults import Faults
 from asyncspec.lag import PolicyClock
 from asyncspec.rl import tasks
@@ -34,6 +34,13 @@ from asyncspec.timing import clock
 from asyncspec.timing.exporters import Console
 
 RESTART = 75  # the exit code that asks the launcher to start all again from the last checkpoint
+
+
+_RECEIVERS = {"generator", "logprob", "logprob_rank"}
+_SENDERS = {"trainer", "draft_adapter"}
+_FROM = {  # who may say what only an actor that is at work can say
+    m.Publish: _SENDERS, m.Ready: _SENDERS | _RECEIVERS | {"trainer_rank"}, m.Broken: _SENDERS | _RECEIVERS, m.Received: _RECEIVERS,
+    m.Generated: {"generator"}, m.EvalDone: {"generator"}, m.Arrived: {"trainer"}, m.StepDone: {"trainer"}, m.Checkpointed: {"trainer"}}
 
 
 class RunFailed(RuntimeError):
@@ -46,7 +53,7 @@ class Controller:
     def __init__(self, spec: ActorSpec) -> None:
         self.config = from_yaml(spec.config_yaml)
         self.run_dir, self.resume = Path(spec.run_dir), spec.resume
-        transport.use_keys(self.run_dir)
+        transport.use_keys(self.run_dir if self.config.deployment.encrypt else None)
         deployment = self.config.deployment
         self.fault = Faults(deployment.faults, "controller", self.run_dir)
         self.server = transport.ControlServer(deployment.host)
@@ -66,6 +73,7 @@ class Controller:
     def run(self) -> int:
         """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART, LEFT_BEHIND."""
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
+        self.fault("start")
         state, console = self.state, Console(self.config, self.run_dir, self.first_step)
         try:
             self.records = Records(self.run_dir, self.first_step, console)
@@ -122,6 +130,8 @@ class Controller:
 
     def _start(self) -> None:
         crew = self.crew
+        for name in crew.present:
+            crew.expect(name)
         self._listen_until(lambda: crew.present - crew.hellos.keys(), "to start")
         if self.state.stop_reason:
             return
@@ -129,6 +139,7 @@ class Controller:
         self.broadcasts.devices = {name: crew.hellos[name].device for name in crew.present}
         self.recovery.outboxes |= {name: transport.Outbox(crew.hellos[name].address) for name in crew.generators}
         self.recovery.welcome()
+        crew.since = dict.fromkeys(crew.present, time.monotonic())
         self.broadcasts.make("policy", [*crew.playing("trainer"), *crew.playing("logprob"), *crew.playing("logprob_rank"), *crew.generators])
         if self.config.draft_trainer:
             self.broadcasts.make("draft", [*crew.playing(self.config.draft_trainer), *crew.generators])
@@ -142,14 +153,17 @@ class Controller:
         self.state.moved, self.started = time.monotonic(), True
 
     def _listen_until(self, missing: Callable[[], set[str]], what: str) -> None:
-        deadline = time.monotonic() + self.config.deployment.start_timeout_s
+        """Wait for actors to come so far. Who gives no sign of life meanwhile is killed by its launcher, and then others go on from there."""
+        limit, condemned = self.config.deployment.start_timeout_s, self.crew.condemned
         while missing():
             self._listen(0.1)
             self._watch()
             if self.state.stop_reason:
                 return
-            if time.monotonic() > deadline:
-                raise RunFailed(f"waited {self.config.deployment.start_timeout_s:.0f} s for {', '.join(sorted(missing()))} {what}; "
+            now = time.monotonic()
+            if late := [name for name in missing() if now - self.crew.since[name] > limit + LATE_WORD_S
+                        and now - condemned.get(name, 0.0) > KILLED_S]:
+                raise RunFailed(f"waited {limit:.0f} s for {', '.join(sorted(late))} {what}; "
                                 f"see {self.run_dir}/logs, or raise deployment.start_timeout_s")
 
     def _check_end(self) -> None:
@@ -242,12 +256,14 @@ class Controller:
 
     def _handle(self, sender: str, message: m.Message) -> None:
         crew, state = self.crew, self.state
-        if isinstance(message, m.Beat):
+        if (allowed := _FROM.get(type(message))) is not None and (self.broadcasts is None or crew.roles.get(sender) not in allowed):
+            self.server.rejected += 1
+        elif isinstance(message, m.Beat):
             crew.heard(sender, message)
         elif isinstance(message, m.ClockAsked):
             self.server.send(sender, m.ClockTold(message.sent, time.monotonic(), self.host))
         elif isinstance(message, m.Publish):
-            self._published(message)
+            self._published(sender, message)
         elif isinstance(message, m.Claim):
             self.server.send(sender, self.recovery.claim(message.names))
         elif isinstance(message, m.Hello):
@@ -290,6 +306,8 @@ class Controller:
             self.recovery.lost(message)
         elif isinstance(message, m.Interrupt):
             self.state.stop_reason = self.state.stop_reason or message.reason
+        else:
+            self.server.rejected += 1
 
     def _watch(self) -> None:
         """See to those that live no more as they should; end without a launcher."""
@@ -298,8 +316,8 @@ class Controller:
         self.recovery.watch()
 
     # Progress.
-    def _published(self, message: m.Publish) -> None:
-        if not self.broadcasts.relay(message):
+    def _published(self, sender: str, message: m.Publish) -> None:
+        if not self.broadcasts.relay(sender, message):
             return
         if message.kind == "draft":
             self.records.counters["draft/policy_version"] = message.policy_version
@@ -321,6 +339,11 @@ class Controller:
         self.state.moved = time.monotonic()
         self.trained_steps = message.step + 1
         for record in message.groups:
-            self.book.end("trained", record.ticket_id, generator=record.generator, version_min=record.version_min,
-                          version_max=record.version_max, trained_in=message.step)
+            if message.skipped:
+                self.book.end("dropped", record.ticket_id, reason=f"step left out: {message.skipped}", left_out_in=message.step)
+            else:
+                self.book.end("trained", record.ticket_id, generator=record.generator, version_min=record.version_min,
+                              version_max=record.version_max, trained_in=message.step)
+        if self.server.rejected:
+            self.records.counters["wire/controller_rejected"] = self.server.rejected
         self.records.step(message, final=self.trained_steps == self.config.steps and bool(self.held_out))

@@ -43,11 +43,12 @@ class Crew:
         self.hellos: dict[str, m.Hello] = {}
         self.ready: set[str] = set()
         self.gone: set[str] = set()
+        self.since: dict[str, float] = {}  # when each began to come up, or to join
         self.joining: dict[str, float] = {}  # those that came in place of others, and when those were lost
         self.condemned: dict[str, float] = {}  # those whose launcher was asked to kill them, and when
         self.launchers: set[str] = set()
         self.vigil = Vigil(config.deployment.silent_timeout_s, config.deployment.turn_timeout_s)
-        self._send = send
+        self._send, self._start_s = send, config.deployment.start_timeout_s
 
     @property
     def present(self) -> set[str]:
@@ -83,6 +84,11 @@ class Crew:
                 self.condemn(name, "was cut off")
         elif name in self.present and sender == name + SUFFIX:
             self.vigil.heard(name, beat.turn_s, loading=name not in self.ready)
+
+    def expect(self, name: str) -> None:
+        """An actor is being started."""
+        self.since[name] = time.monotonic()
+        self.vigil.expect(name, self._start_s)
 
     def leave(self, name: str) -> None:
         """An actor is gone."""

@@ -20,6 +20,7 @@ NICENESS = 10  # the draft gets the processor time that the others leave
 
 class DraftAdapter(Actor):
     role = "draft_adapter"
+    takes = (m.Supervision,)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)

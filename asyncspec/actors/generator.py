@@ -36,6 +36,7 @@ class _OpenGroup:
 
 class Generator(Actor):
     role = "generator"
+    takes = (m.Ticket,)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
@@ -53,7 +54,7 @@ class Generator(Actor):
         from asyncspec.models import tokenizer
 
         c = self.config
-        self.rewarder = Rewarder(load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures)
+        self.rewarder = Rewarder(load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures, self.pump_if_due)
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
         self.engine = make_engine(c, self.device, int(first_name(self.name).removeprefix(self.role)))
 

@@ -23,6 +23,7 @@ from asyncspec.timing.spans import now
 
 class Logprob(PolicyHolder):
     role = "logprob"
+    takes = (m.Group, m.Received)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)

@@ -44,7 +44,8 @@ class Records:
         for ticket, issued in cut_short.items():
             self.note("dropped", ticket=ticket, step=issued["step"], min_version=issued["min_version"],
                       evaluation=issued["evaluation"], reason="the run was cut short")
-        self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version))
+        void = len(ledgers.open_tickets(before)) - len(cut_short)  # of steps from that version on: issued anew
+        self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version), tickets_void=void)
         if self.metrics.last is not None:
             self._accuracy = {key: self.metrics.last[key] for key in self._accuracy}
         self.console.resumed(self.metrics)

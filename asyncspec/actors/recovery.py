@@ -167,6 +167,7 @@ class Recovery:
     def _expect(self, name: str, role: str) -> None:
         """An actor is coming up in place of another."""
         self.crew.roles[name] = role
+        self.crew.expect(name)
         if self.broadcasts is not None:
             self.crew.joining[name] = time.monotonic()
         if name in self.crew.hellos:  # its own word was quicker than its launcher's

@@ -113,6 +113,8 @@ def await_end(actor: Actor, error: RuntimeError):
 class Follower(Actor):
     """A further rank: does as the leading one says."""
 
+    takes = (m.Group, m.Order)
+
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.leader, self.rank = topology.rank_of(spec.name)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]
 
 class Trainer(Actor):
     role = "trainer"
+    takes = (m.Group,)
     learner_class = Learner
 
     def __init__(self, spec) -> None:
@@ -48,6 +50,7 @@ class Trainer(Actor):
         self.threads = self.config.trainer.threads
         self.step_index = max(0, spec.resume)
         self.saved_version = self.step_index  # of the newest checkpoint begun
+        self._saving_since = 0.0
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0
         self.next_ticket = self.step_index * self.config.rl.groups_per_step
@@ -129,7 +132,7 @@ class Trainer(Actor):
                 self.wait_step(0.005)
             self.publisher.check()
         with self._part("train", step):
-            stats = self._update(step)
+            stats, skipped = self._update(step)
         lags = step - np.concatenate(versions)
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
         with self._part("prepare", step):
@@ -139,7 +142,7 @@ class Trainer(Actor):
                 self.mtp_due = self.mtp.steps + self.config.draft.publish_every
                 self.publishers["draft"].publish(m.Publish("draft", step + 1, step), self._draft(), self.control.send)
         end = now()
-        self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records))
+        self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records, skipped))
         self.step_index, self.step_start = step + 1, end
         every = self.config.checkpoint.every
         if every and self.step_index - self.saved_version >= every and not self.learner.checkpoints.busy:
@@ -147,7 +150,7 @@ class Trainer(Actor):
                 self._save()
 
     def _save(self) -> None:
-        self.saved_version = self.step_index
+        self.saved_version, self._saving_since = self.step_index, time.monotonic()
         try:
             self.team.save(self.step_index)
             self.fault("checkpoint")
@@ -155,6 +158,11 @@ class Trainer(Actor):
             self._not_saved(error)
 
     def _tend_checkpoint(self, wait: bool = False) -> None:
+        limit = self.config.deployment.stall_timeout_s
+        if self.learner.checkpoints.busy and self._saving_since and time.monotonic() - self._saving_since > limit:
+            self._saving_since = 0.0  # said once
+            self.control.send(m.Notice(self.name, f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and no other "
+                                                  f"is begun before it is done; is the disk of {self.spec.run_dir} well?"))
         try:
             if (version := self.learner.checkpoints.saved(wait)) is not None:
                 self.control.send(m.Checkpointed(version))
@@ -200,21 +208,28 @@ class Trainer(Actor):
             arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,
             group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases)
 
-    def _update(self, step: int) -> dict[str, float]:
+    def _update(self, step: int) -> tuple[dict[str, float], str]:
         """The optimizer's step; one whose gradient is not finite is left out, kept for inspection and reported.
+
+        Returns:
+            Its statistics, and why it was left out, if it was.
 
         Raises:
             FloatingPointError: so many in a row were not finite that nothing is learned any more.
         """
         try:
-            return self.team.update()
+            return self.team.update(), ""
         except FloatingPointError as error:
-            file = save_step(Path(self.spec.run_dir) / "skipped", step, self.kept)
-            self.control.send(m.Notice(self.name, f"step {step} left the policy as it was: {error}; its groups are in {file}"))
+            folder = Path(self.spec.run_dir) / "skipped"
+            try:
+                kept = f"its groups are in {save_step(folder, step, self.kept)}"
+            except OSError as full:
+                kept = f"its groups could not be written: {full}"
+            self.control.send(m.Notice(self.name, f"step {step} left the policy as it was: {error}; {kept}"))
             if self.learner.skipped_in_a_row == MOST_SKIPPED:
-                raise FloatingPointError(f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {file.parent}; a smaller "
+                raise FloatingPointError(f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {folder}; a smaller "
                                          f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure") from None
-            return {"grad/skipped": self.learner.skipped}
+            return {"grad/skipped": self.learner.skipped}, str(error)
 
     def _train_mtp(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> None:
         from asyncspec.drafts.supervision import from_pass

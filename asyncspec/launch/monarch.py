@@ -32,15 +32,19 @@ class _Host(monarch.Actor):
     """Plays one role in its process."""
 
     @monarch.endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @monarch.endpoint
     def warm(self) -> None:
         """Load what every role needs, before there is one to play."""
         roles.warm()
 
     @monarch.endpoint
-    def prepare(self, spec: dict) -> tuple[int, str]:
-        """Make the actor; returns the process id, and the controller's address if it is the controller."""
+    def prepare(self, spec: dict) -> str:
+        """Make the actor; returns the controller's address if it is the controller."""
         self.actor = roles.make(ActorSpec(**spec))
-        return os.getpid(), getattr(self.actor, "address", "")
+        return getattr(self.actor, "address", "")
 
     @monarch.endpoint
     def run(self) -> int:
@@ -114,7 +118,8 @@ class _Process(attempts.Process):
             watch: callable(this process), once its id is known; to set `ended` when it has.
         """
         self._host, self._watch, self.pid, self.ended = host, watch, 0, False
-        self._outcome: tuple[int, str] | Exception | None = None  # of preparing
+        self._asked = host.pid.call_one()
+        self._outcome: str | Exception | None = None  # of preparing
 
     def warm(self) -> None:
         self._host.warm.call_one()
@@ -124,18 +129,19 @@ class _Process(attempts.Process):
         self._result = self._host.run.call_one()
 
     def prepared(self) -> str | Exception | None:
+        self._identify()
         if self._outcome is None:
             self._outcome = _outcome(self._prepared)
-        if not isinstance(self._outcome, tuple):
-            return self._outcome
-        pid, address = self._outcome
-        if not self.pid:
+        return self._outcome
+
+    def _identify(self) -> None:
+        """Learn the process id."""
+        if not self.pid and isinstance(pid := _outcome(self._asked), int):
             self.pid = pid
             self._watch(self)
-        return address
 
     def result(self) -> int | Exception | None:
-        self.prepared()  # learns the process id
+        self._identify()
         outcome = _outcome(self._result)
         return attempts.Ended("its process ended") if outcome is None and self.ended else outcome
 
@@ -143,6 +149,7 @@ class _Process(attempts.Process):
         return not self.ended
 
     def kill(self) -> None:
+        self._identify()
         if self.pid and not self.ended:
             try:
                 os.kill(self.pid, signal.SIGKILL)

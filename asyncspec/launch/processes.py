@@ -4,13 +4,14 @@ Under torchrun rank r plays what node r of `deployment.nodes` does; without that
 trainer, logprob, generators, draft adapter, and with more ranks than roles the further ranks are generators. Each actor is a process of
 its own. Rank 0 passes the controller's address to the others through torchrun's own store.
 
-A child dies with its parent, also when that is killed: it asks the kernel for SIGTERM at its parent's death.
+A child dies with its parent, also when that is killed: it asks the kernel for SIGKILL at its parent's death.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -72,16 +73,15 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         store.set(key("version"), str(version))
         store.set(key("run_dir"), config.run_dir)
     config.run_dir, version = store.get(key("run_dir")).decode(), int(store.get(key("version")))
-    transport.use_keys(Path(config.run_dir))
+    transport.use_keys(config.run_dir if config.deployment.encrypt else None)
     interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
     host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 else "127.0.0.1"
     mine = roles.specs(config, version, None if nodes is None else rank, host)
     mine = mine[rank::world_size] if nodes is None else mine
     children: dict[str, subprocess.Popen] = {}
     if rank == 0:
-        controller = start(mine.pop(0), stdout_address=True)
-        children["controller"] = controller
-        store.set(key("control"), os.read(controller.address_fd, 256).decode().strip())
+        children["controller"] = start(mine.pop(0), stdout_address=True)
+        store.set(key("control"), _address(children["controller"], config))
     address = store.get(key("control")).decode()
     for spec in mine:
         children[spec.name] = start(msgspec.structs.replace(spec, control_address=address))
@@ -115,6 +115,21 @@ def start(spec: ActorSpec | None, stdout_address: bool = False) -> subprocess.Po
     return child
 
 
+def _address(controller: subprocess.Popen, config: Config) -> str:
+    """Where the controller that is being started listens.
+
+    Raises:
+        ConfigError: it has ended, or has not come up in time.
+    """
+    readable, _, _ = select.select([controller.address_fd], [], [], config.deployment.start_timeout_s)
+    address = os.read(controller.address_fd, 256).decode() if readable else ""
+    if not address:
+        controller.kill()
+        what = f"ended with exit code {controller.wait()}" if readable else f"did not start within {config.deployment.start_timeout_s:g} s"
+        raise ConfigError(f"the controller's process {what}; what it printed is above; a slow machine needs another deployment.start_timeout_s")
+    return address
+
+
 def _play(spare: subprocess.Popen, spec: ActorSpec) -> subprocess.Popen:
     spare.stdin.write(msgspec.json.encode(spec))
     spare.stdin.close()
@@ -134,7 +149,7 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
     """
     codes, run_ended, killed, started = {}, 0.0, set(), time.monotonic()
     spares: list[subprocess.Popen] = []
-    left_behind: dict[str, float] = {}
+    silent: dict[str, float] = {}  # children that have ended by themselves, and when
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
@@ -148,15 +163,16 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
         for name, child in list(children.items()):
             if name in codes or (code := child.poll()) is None:
                 continue
-            if code == LEFT_BEHIND:
-                # The controller has ended, which this rank is about to hear; or the network between the two has failed.
-                since = left_behind.setdefault(name, time.monotonic())
-                if not run_ended and time.monotonic() - since < LATE_WORD_S:
-                    continue
+            # Left behind: the controller has ended, which this rank is about to hear; or the network between the two has failed.
+            # Another code: the actor has failed, which it has told the controller if it could.
+            unasked = code > 0 and name != "controller" and not run_ended
+            if unasked and time.monotonic() - silent.setdefault(name, time.monotonic()) < LATE_WORD_S:
+                continue
             codes[name] = 0 if code == LEFT_BEHIND else code
             if name == "controller" and code >= 0:
                 supervisor.ended(code)
-            # An actor that fails by itself (another code above 0) would fail again; it has said why.
+            if unasked and code != LEFT_BEHIND:  # another in its place would fail again
+                supervisor.failed(name, code)
             how = "lost the controller" if code == LEFT_BEHIND else signal.Signals(-code).name if code < 0 else ""
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
@@ -184,7 +200,7 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
 def _main() -> int:
     """Entry of a child process: play the role of the spec in argv."""
     parent, write, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
     if text == _SPARE:

@@ -41,6 +41,8 @@ class Supervisor:
         self.resuming = False  # the run is to be started again once it has ended
         self._client = transport.ControlClient(address, name)
         self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # over the controller
+        if "controller" in self.specs:
+            self._vigil.expect("controller", config.deployment.start_timeout_s)
         self._beaten, self._told = 0.0, False
 
     def turn(self) -> None:
@@ -99,6 +101,10 @@ class Supervisor:
             self.specs[new.name] = new
         self._client.send(Interrupt(f"{name} died: {how}", name, new.name if new else "", going_on and self.may_restart))
         return new
+
+    def failed(self, name: str, code: int) -> None:
+        """An actor's process has ended by itself; if it has told the controller why, this is no news."""
+        self._client.send(Interrupt(f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log", name))
 
     def ended(self, code: int) -> None:
         """The controller has ended by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+from typing import Callable
 
 from asyncspec.rl.tasks import Reward
 
@@ -41,14 +42,15 @@ class _Caller:
 
 
 class Rewarder:
-    def __init__(self, reward: Reward, name: str, timeout_s: float, most_failures: float) -> None:
+    def __init__(self, reward: Reward, name: str, timeout_s: float, most_failures: float, between: Callable[[], None] = lambda: None) -> None:
         """
         Args:
             name: how the configuration names the function, for messages.
             timeout_s: of one call.
             most_failures: share of rollouts whose reward may fail.
+            between: called before each reward; one may take up to timeout_s.
         """
-        self.reward, self.name, self.timeout_s, self.most_failures = reward, name, timeout_s, most_failures
+        self.reward, self.name, self.timeout_s, self.most_failures, self.between = reward, name, timeout_s, most_failures, between
         self.called = self.failed = 0
         self._caller = _Caller(reward)
 
@@ -65,6 +67,7 @@ class Rewarder:
 
     def _one(self, prompt: str, response: str, answer: str) -> float | None:
         self.called += 1
+        self.between()
         try:
             number, trouble = self._caller((prompt, response, answer), self.timeout_s)
             if number is not None:
