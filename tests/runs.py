@@ -10,6 +10,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from asyncspec.ledger import read
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "launch" / "async.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -23,7 +25,7 @@ def rows(run_dir):
 
 
 def events(run_dir):
-    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    return list(read(run_dir))
 
 
 def ledger(run_dir):

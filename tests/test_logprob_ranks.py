@@ -139,9 +139,10 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
 def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tmp_path):
     run_dir, steps = tmp_path / "run", 6
     run = Running.new(run_dir, "--steps", str(steps), "logprob.ranks=2", "logprob.tensor_parallel=2", "checkpoint.every=2",
-                      "deployment.faults=logprob_rank1:work:15:kill")
+                      "deployment.silent_timeout_s=2", "deployment.faults=logprob_rank1:work:15:kill,logprob_rank1:swap:2:freeze")
     output = run.end()
-    assert re.search("logprob_rank1 died: .*all is started again from the last checkpoint", output), output
+    assert len(re.findall("logprob_rank1 died: .*all is started again from the last checkpoint", output)) == 2, output
+    assert "logprob_rank1 is frozen" in output
     assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
     assert any(row.get("draft/megabytes", 0) > 0 for row in rows(run_dir))  # hidden states were gathered and offered
     assert "logprob_rank1" in [event["actor"] for event in events(run_dir) if event["event"] == "lost"]

@@ -4,12 +4,14 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from asyncspec.audit import audit
-from runs import SCRIPT, TORCHRUN, Running, descendants, events, rows
+from asyncspec.bench import chaos
+from runs import SCRIPT, SMALL, TORCHRUN, Running, descendants, events, rows
 
 QUICK = ("checkpoint.every=3", "deployment.silent_timeout_s=2")
 
@@ -28,33 +30,51 @@ def faults(actor, kind, **places):
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, kind):
-    planned = ",".join([faults("generator0", kind, work=9, swap=2, receive=2, send=3, join=1),
-                        faults("logprob", kind, work=6, swap=2, receive=2, send=3, join=1),
-                        faults("draft_adapter", kind, work=5, send=1, checkpoint=1, join=1)])
-    run_dir, steps = tmp_path / "run", 60
-    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.replacements=40", "deployment.standby=1", "draft.publish_every=1",
-                      f"deployment.faults={planned}", seconds=280)
-    output = run.end()
-    check(run_dir, steps)
-    happened = sorted(path.name for path in (run_dir / "faults").iterdir())
-    # The last ones of the adapter may come too late; and where processors are scarce it may seem frozen by itself, it runs at low priority.
-    assert sum(name.startswith(("generator0", "logprob")) for name in happened) == 10, (happened, output)
-    named = {what: {event["actor"] for event in events(run_dir) if event["event"] == what} for what in ("frozen", "lost", "joined")}
-    victims = {f"{first}{number}" for first in ("generator0", "logprob") for number in ("", ".1", ".2", ".3", ".4")}
-    assert victims <= named["lost"] and "draft_adapter" in named["lost"] and {"generator0.5", "logprob.5"} <= named["joined"]
-    assert kind == "kill" or victims <= named["frozen"], output
+    places = {"generator0": dict(start=1, work=9, swap=2, receive=2, send=3, join=1, boot=1),
+              "logprob": dict(start=1, work=6, swap=2, receive=2, send=3, join=1, boot=1),
+              "draft_adapter": dict(start=1, work=5, send=1, checkpoint=1, join=1, boot=1)}
+    if kind == "freeze":  # found out after start_timeout_s: a test of its own
+        for of in places.values():
+            of.pop("start")
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "100000", *QUICK, "deployment.replacements=60", "deployment.standby=1", "draft.publish_every=1",
+                      "deployment.faults=" + ",".join(faults(actor, kind, **of) for actor, of in places.items()), seconds=280)
+
+    def named(what):
+        return {event["actor"]: event for event in events(run_dir) if event["event"] == what}
+
+    run.wait_for_steps(1)
+    run.wait_for(lambda: all(f"{actor}.{len(of)}" in named("joined") for actor, of in places.items()), "all that were lost to be replaced")
+    os.kill(run.process.pid, signal.SIGINT)
+    output = run.end(130)
+    check(run_dir, len(rows(run_dir)))
+    lost, frozen = named("lost"), named("frozen")
+    for first, of in places.items():
+        for i, (place, times) in enumerate(of.items()):
+            actor = f"{first}.{i}" if i else first
+            marker = run_dir / "faults" / f"{actor}-{place}-{times}-{kind}"
+            if first == "draft_adapter" and not marker.exists():  # it has low priority: where processors are scarce it seems frozen before its time
+                assert actor in frozen, output
+                continue
+            # Three times silent_timeout_s while it loads, and what a busy machine adds.
+            assert lost[actor]["time"] - marker.stat().st_mtime < 20, (actor, place, output)
+            assert kind == "kill" or actor in frozen, output
+    assert all(event["seconds"] < 120 for event in named("joined").values())
 
 
-def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path):
+@pytest.mark.parametrize("planned", [
+    "trainer:join:1:freeze,trainer:work:10:kill,trainer:send:5:freeze,trainer:checkpoint:2:kill,controller:work:90:freeze",
+    "trainer:join:1:kill,trainer:work:10:freeze,trainer:send:5:kill,trainer:checkpoint:2:freeze,trainer:boot:1:freeze,controller:work:90:kill,"
+    "controller:start:1:kill"], ids=["one way", "the other"])
+def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     # Each start counts anew; the first one that is met ends it.
-    planned = "trainer:join:1:freeze,trainer:work:10:kill,trainer:send:5:freeze,trainer:checkpoint:2:kill,controller:work:90:freeze"
-    run_dir, steps = tmp_path / "run", 24
-    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.restarts=8", f"deployment.faults={planned}", seconds=280)
+    run_dir, steps, count = tmp_path / "run", 24, planned.count(",") + 1
+    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.restarts=10", f"deployment.faults={planned}", seconds=280)
     output = run.end()
-    assert len(list((run_dir / "faults").iterdir())) == 5, output
+    assert len(list((run_dir / "faults").iterdir())) == count, output
     check(run_dir, steps)
     # Both may be frozen at once, which is one restart.
-    assert output.count("all is started again from the last checkpoint") >= 4, output
+    assert output.count("all is started again from the last checkpoint") >= count - 1, output
 
 
 def test_actors_may_be_lost_while_starting(tmp_path):
@@ -88,6 +108,17 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     run.end()
     check(run_dir, 30)
     assert not [event for event in events(run_dir) if event["event"] == "lost"]
+
+
+def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_path):
+    """bench chaos, shorter."""
+    storm = chaos.Storm(tmp_path / "storm", np.random.default_rng(5), 5)
+    chaos.run_job(tmp_path / "storm", "steps=40", *SMALL, *chaos.SETTINGS, beside=storm)
+    assert len(storm.faults) >= 3
+    chaos.cut_and_resume(tmp_path / "cut", ("steps=9", *SMALL, "checkpoint.every=2"), cuts=2)
+    assert sum(event["event"] == "resumed" for event in events(tmp_path / "cut")) == 2
+    check(tmp_path / "storm", 40)
+    check(tmp_path / "cut", 9)
 
 
 def policy_of(run_dir):

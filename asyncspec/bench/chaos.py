@@ -97,14 +97,14 @@ class ChaosBenchmark(Benchmark):
 class Storm:
     """Sends the signals, beside a run."""
 
-    def __init__(self, run_dir: Path, rng: np.random.Generator) -> None:
-        self.run_dir, self.rng = run_dir, rng
+    def __init__(self, run_dir: Path, rng: np.random.Generator, count: int = FAULTS) -> None:
+        self.run_dir, self.rng, self.count = run_dir, rng, count
         self.faults: list[dict] = []
 
     def __call__(self, process) -> None:
         while process.poll() is None and not (self.run_dir / "metrics.jsonl").exists():
             time.sleep(0.1)
-        while process.poll() is None and len(self.faults) < FAULTS:
+        while process.poll() is None and len(self.faults) < self.count:
             time.sleep(self.rng.uniform(*BETWEEN_S))
             role = str(self.rng.choice(list(ROLES), p=list(ROLES.values())))
             kind = "frozen" if self.rng.random() < FREEZES else "killed"
@@ -122,13 +122,13 @@ class Storm:
         return (found[-1][0], int(found[-1][1])) if found else ("", 0)
 
 
-def cut_and_resume(run_dir: Path, arguments: Sequence[str]) -> list[dict]:
+def cut_and_resume(run_dir: Path, arguments: Sequence[str], cuts: int = CUTS) -> list[dict]:
     """A run whose launcher is killed every so many steps, and resumed; returns the rows of its metrics."""
     steps = load("tiny", arguments).steps
-    for cut in range(CUTS):
+    for cut in range(cuts):
         def until_its_turn(process) -> None:
             path = run_dir / "metrics.jsonl"
-            while process.poll() is None and (not path.exists() or len(read_rows(path)) < (cut + 1) * steps // (CUTS + 1)):
+            while process.poll() is None and (not path.exists() or len(read_rows(path)) < (cut + 1) * steps // (cuts + 1)):
                 time.sleep(0.05)
             process.kill()
 
