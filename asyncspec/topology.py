@@ -3,15 +3,15 @@
     4*trainer:4+logprob:4,12*generator:8
 
 are 16 nodes: the first four with four ranks of the trainer and four of logprob actors each (an actor is one rank, unless logprob.ranks says
-otherwise), the others with eight generators. What a node plays is dealt out to its GPUs in turn. The controller is on the first node; the draft
-adapter too, unless a node names it.
+otherwise), the others with eight generators. What a node plays is dealt out to its GPUs in turn (`deal`). The controller is on the first node; the
+draft adapter too, unless a node names it.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from typing import Mapping
+from typing import Mapping, Sequence
 
 ROLES = ("trainer", "logprob", "generator", "draft_adapter")
 TRAINER_RANK, LOGPROB_RANK = "trainer_rank", "logprob_rank"
@@ -92,3 +92,19 @@ def place(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[st
         placed.append(here)
     placed[0] = ["controller", *placed[0], *waiting["draft_adapter"]]
     return placed
+
+
+def deal(played: Sequence[str], gpus: int) -> list[int]:
+    """The GPU of each actor of a node: in turn, so that actors of one role share a GPU only where they outnumber the GPUs. The draft adapter comes last,
+    and beside a generator only if it must: these two are members of one broadcast group.
+
+    Args:
+        played: the roles of the actors that compute, those of one role together.
+    """
+    on: list[list[str]] = [[] for _ in range(gpus)]
+    dealt = [0] * len(played)
+    for i in sorted(range(len(played)), key=lambda i: played[i] == "draft_adapter"):
+        adapter = played[i] == "draft_adapter"
+        dealt[i] = min(range(gpus), key=lambda gpu: (len(on[gpu]), adapter and "generator" in on[gpu]))
+        on[dealt[i]].append(played[i])
+    return dealt

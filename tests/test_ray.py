@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 pytest.importorskip("ray", reason='needs ray: pip install -e ".[ray]"')
 
+from asyncspec import topology
 from asyncspec.audit import audit
 from asyncspec.launch import ray as launcher
 from runs import ROOT, Running, alive, descendants, gone_within, pid_of, rows
@@ -114,11 +116,69 @@ def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
     assert alive([head])  # the cluster is not ours to end
 
 
-@pytest.mark.parametrize("actors, gpus, together", [(8, 8, 1), (4, 1, 4), (3, 2, 2), (7, 3, 3), (5, 0, 0)])
-def test_gpus_are_dealt_out(actors, gpus, together):
-    share = launcher._share(actors, gpus)
-    assert share <= 1 and (not gpus or int(1 / share) == together)  # fit on one GPU
-    assert together * gpus >= actors or not gpus
+def packed(shares, gpus):
+    """Where Ray puts shares, one after the other: on the GPU with the least left that is enough."""
+    left, found = [1.0] * gpus, []
+    for share in shares:
+        found.append(min((gpu for gpu in range(gpus) if left[gpu] > share - 1e-6), key=left.__getitem__))
+        left[found[-1]] -= share
+    return found
+
+
+def apart(played, found):
+    """Whether no two of a role are on one GPU."""
+    taken = [(role.removesuffix("_rank"), gpu) for role, gpu in zip(played, found)]
+    return len(set(taken)) == len(taken)
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_12plus4", "qwen3_8b_32gpu", "qwen3_8b_8gpu"])
+def test_no_two_ranks_or_generators_of_a_shipped_topology_share_a_gpu(name):
+    nodes = topology.parse(yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["deployment"]["nodes"])
+    totals = topology.total(nodes)
+    names = topology.actor_names(totals["trainer"], totals["logprob"], 1, totals["generator"], True)
+    for here in topology.place(nodes, {"controller": "controller", **names}):
+        played = [names[actor] for actor in here if actor != "controller"]
+        assert apart(played, packed(launcher._shares(played, 8), 8)) and apart(played, topology.deal(played, 8))
+
+
+@pytest.mark.parametrize("played, gpus", [
+    (["trainer"] * 8, 8), (["trainer"] * 4 + ["generator"] * 4, 4), (["trainer"] * 4 + ["logprob"] * 4 + ["generator"] * 4 + ["draft_adapter"], 4),
+    (["draft_adapter"] + ["trainer"] * 3, 3), (["trainer"] * 2 + ["logprob"] + ["generator"] * 8, 8)])
+def test_shares_of_gpus_keep_a_role_apart_while_there_are_enough(played, gpus):
+    shares = launcher._shares(played, gpus)
+    assert apart(played, packed(shares, gpus)) and sum(shares) == pytest.approx(min(len(played), gpus))
+
+
+def test_there_may_be_many_actors_on_a_gpu_or_none():
+    assert launcher._shares(["trainer", "generator"], 0) == [0, 0]
+    for actors, gpus in ((8, 1), (9, 1), (40, 2)):
+        shares = launcher._shares(["generator"] * actors, gpus)
+        assert min(shares) > 0 and len(packed(shares, gpus)) == actors
+
+
+def test_ray_puts_no_two_of_a_role_on_a_gpu():
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @ray.remote(num_cpus=0)
+    class Asked:
+        def gpus(self):
+            return ray.get_gpu_ids()
+
+    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)  # which it takes our word for
+    try:
+        for played in (["trainer", "trainer_rank", "draft_adapter"], ["trainer", "trainer_rank", "generator", "generator"]):
+            group = placement_group([{"GPU": 2}])
+            actors = [Asked.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0)).remote()
+                      for share in launcher._shares(played, 2)]
+            found = ray.get([actor.gpus.remote() for actor in actors], timeout=300)
+            assert all(len(gpus) == 1 for gpus in found) and apart(played, [gpu for gpu, in found])
+            for actor in actors:
+                ray.kill(actor)
+            remove_placement_group(group)
+    finally:
+        ray.shutdown()
 
 
 def test_without_ray_is_one_line(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec import topology
-from asyncspec.actors.crew import actor_names
+from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import ConfigError, load
 from asyncspec.doctor import Node, judge
 
@@ -28,6 +28,20 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
     for node, here in zip(parsed, placed):
         for role, count in node.items():
             assert sum(names.get(name, "").removesuffix("_rank") == role for name in here) == count
+
+
+@given(st.lists(st.sampled_from(["trainer", "logprob", "generator"]), max_size=30), st.booleans(), st.integers(1, 8))
+def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gpus):
+    roles = sorted(played)
+    roles = ["draft_adapter", *roles] if first else [*roles, "draft_adapter"]
+    dealt = topology.deal(roles, gpus)
+    assert [gpu for role, gpu in zip(roles, dealt) if role != "draft_adapter"] == [i % gpus for i in range(len(played))]
+    counts = [dealt.count(gpu) for gpu in range(gpus)]
+    assert max(counts) - min(counts) <= 1
+    beside = [{role for role, to in zip(roles, dealt) if to == gpu} for gpu in range(gpus) if dealt.count(gpu) == max(counts)]
+    adapted = dealt[roles.index("draft_adapter")]
+    if any(role == "generator" and gpu == adapted for role, gpu in zip(roles, dealt)):
+        assert all("generator" in there for there in beside)
 
 
 @pytest.mark.parametrize("nodes, said", [
@@ -71,5 +85,11 @@ def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gp
     assert len(parsed) == nodes
     if gpus:
         assert all(sum(node.values()) <= gpus for node in parsed)
+        for here in placed:
+            played = [names[name] for name in computing(loaded, {name: names[name] for name in here})]
+            on = [{role.removesuffix("_rank") for role, to in zip(played, topology.deal(played, gpus)) if to == gpu} for gpu in range(gpus)]
+            assert sum(len(roles) for roles in on) == len(played)  # no two of a role on one GPU
+            assert not any({"draft_adapter", "generator"} <= roles for roles in on)
+            assert all(len(roles) == 1 or "draft_adapter" in roles for roles in on)
         judged = judge(loaded, config, placed, names, [Node("h", "a", [141e9] * gpus, 1e12, 64)] * nodes)
         assert not [f.text for _, _, found in judged for f in found if not f.ok]

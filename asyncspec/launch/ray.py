@@ -4,17 +4,18 @@ Each node of `deployment.nodes` is one bundle of a placement group, on a host of
 starts the processes and carries their results, in which a death shows at once. Replacing the dead is asyncspec's own doing: Ray restarts nothing. The
 actors do not know Ray; `_Host` is the only Ray actor and plays whatever role it is given.
 
-With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one; Ray shows it no other.
+With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one, such that Ray places them as
+topology.deal would; Ray shows it no other.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Sequence
 
 import msgspec
 
@@ -40,6 +41,8 @@ except ModuleNotFoundError as error:
     raise ConfigError('--launcher ray: ray is not installed; expected pip install -e ".[ray]"') from None
 
 
+SHARES = 10_000  # of a GPU, as finely as Ray divides one
+MOST_HALVED = 8  # actors on a GPU; of more each asks for the same
 CONSOLE = "console"  # the log that holds what the controller prints, wherever it is
 
 
@@ -100,11 +103,11 @@ class _Pool(attempts.Pool):
         names = {"controller": "controller", **actor_names(config)}
         placed = topology.place(topology.parse(config.deployment.nodes), names) if config.deployment.nodes else [list(names)]
         self._node = {name: node for node, here in enumerate(placed) for name in here}
-        self._computing = set(computing(config, names))
-        counts = [sum(name in self._computing for name in here) for here in placed]
-        bundles = _bundles(config.deployment.device, counts)
+        on_devices = [computing(config, {name: names[name] for name in here}) for here in placed]
+        bundles = _bundles(config.deployment.device, [len(here) for here in on_devices])
         self._gpus = [bundle.get("GPU", 0) for bundle in bundles]
-        self._shares = [_share(count, gpus) for count, gpus in zip(counts, self._gpus)]
+        self._share = {name: share for here, gpus in zip(on_devices, self._gpus)
+                       for name, share in zip(here, _shares([names[name] for name in here], gpus))}
         self._group = _reserve(config, bundles, interrupt)
         self._here = ray.get_runtime_context().get_node_id()
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
@@ -116,7 +119,7 @@ class _Pool(attempts.Pool):
         found = []
         for node, gpus in enumerate(self._gpus):
             device = "cuda:0" if gpus else "cpu"
-            found += roles.specs(config, version, node if config.deployment.nodes else None, self._host, lambda wanted, count: [device] * count)
+            found += roles.specs(config, version, node if config.deployment.nodes else None, self._host, lambda wanted, played: [device] * len(played))
         return found
 
     def place(self, name: str) -> int:
@@ -126,10 +129,9 @@ class _Pool(attempts.Pool):
         return not self._gpus[place]  # a spare would need a share of a GPU that it does not use
 
     def make(self, place: int, name: str = "") -> "_Process":
-        share = self._shares[place] if name in self._computing else 0
         # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
         host = ray.remote(_Host).options(
-            num_cpus=0, num_gpus=share, max_restarts=0, max_task_retries=0,
+            num_cpus=0, num_gpus=self._share.get(name, 0), max_restarts=0, max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)).remote()
         self._processes.append(_Process(host, self._here))
         return self._processes[-1]
@@ -247,9 +249,24 @@ def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
     return [{"CPU": max(1, min(count, most["CPU"]))} | ({"GPU": min(count, gpus)} if min(count, gpus) else {}) for count in counts]
 
 
-def _share(actors: int, gpus: int) -> float:
-    """What each of these actors gets of a GPU; no more than so many on one as come out when they are dealt out in turn."""
-    return math.floor(1e4 / math.ceil(actors / gpus)) / 1e4 if gpus else 0.0
+def _shares(played: Sequence[str], gpus: int) -> list[float]:
+    """What each of these actors asks for of a GPU. Ray puts shares together as long as they fit, in the order in which it is asked; so each but a GPU's last
+    asks for more than half of what is left there: two that were dealt out in the same turn do not fit on one GPU.
+
+    Args:
+        played: the role of each.
+    """
+    if not gpus:
+        return [0.0] * len(played)
+    if len(played) > MOST_HALVED * gpus:
+        return [SHARES // -(-len(played) // gpus) / SHARES] * len(played)
+    dealt, left = topology.deal(played, gpus), dict.fromkeys(range(gpus), SHARES)
+    last = {gpu: i for i, gpu in enumerate(dealt)}
+    shares = []
+    for i, gpu in enumerate(dealt):
+        shares.append(left[gpu] if i == last[gpu] else left[gpu] // 2 + 1)
+        left[gpu] -= shares[-1]
+    return [share / SHARES for share in shares]
 
 
 def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: InterruptFlag):

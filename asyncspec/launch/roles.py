@@ -8,7 +8,7 @@ import importlib
 import os
 import shutil
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
 import msgspec
 
@@ -42,39 +42,42 @@ def make(spec: ActorSpec):
         return getattr(importlib.import_module(module), name)(spec)
 
 
-def devices(wanted: str, count: int) -> list[str]:
-    """What each of `count` actors computes on: this host's GPUs in turn, or the CPU.
+def devices(wanted: str, played: Sequence[str]) -> list[str]:
+    """What each actor computes on: one of this host's GPUs, as topology.deal has it, or the CPU.
+
+    Args:
+        played: the role of each.
 
     Raises:
         ConfigError: GPUs are wanted and there are none.
     """
     if wanted == "cpu":
-        return ["cpu"] * count
+        return ["cpu"] * len(played)
     import torch
 
     gpus = torch.cuda.device_count()
     if wanted == "cuda" and not gpus:
         raise configuration.ConfigError("deployment.device='cuda': expected a GPU, torch sees none; "
                                         "nearest valid choice: deployment.device=cpu")
-    return [f"cuda:{i % gpus}" if gpus else "cpu" for i in range(count)]
+    return [f"cuda:{gpu}" for gpu in topology.deal(played, gpus)] if gpus else ["cpu"] * len(played)
 
 
 def specs(config: configuration.Config, resume: int = -1, node: int | None = None, host: str = "127.0.0.1",
-          deal: Callable[[str, int], list[str]] = devices) -> list[ActorSpec]:
+          deal: Callable[[str, list[str]], list[str]] = devices) -> list[ActorSpec]:
     """The actors of a run, or of one of its nodes, the controller first; all but the controller lack its address still.
 
     Args:
         resume: the version to go on from; -1: a new run.
         node: of `deployment.nodes`; None: all of them.
         host: what "auto" in deployment.host stands for.
-        deal: callable(deployment.device, how many) -> the device of each actor that computes.
+        deal: callable(deployment.device, roles of the actors that compute) -> the device of each.
     """
     from asyncspec.actors.crew import actor_names, computing
 
     text, names = _yaml_at(copy.deepcopy(config), host), {"controller": "controller", **actor_names(config)}
     here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
     on_devices = computing(config, {name: names[name] for name in here})
-    placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, deal(config.deployment.device, len(on_devices))))
+    placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, deal(config.deployment.device, [names[name] for name in on_devices])))
     return [ActorSpec(names[name], name, config.run_dir, text, placed[name], resume=resume) for name in here]
 
 
@@ -101,7 +104,7 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
             and there are none.
     """
     if local:
-        devices(config.deployment.device, 1)
+        devices(config.deployment.device, [])
     check_inputs(config)
     config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
     if (Path(config.run_dir) / "metrics.jsonl").exists():
