@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from asyncspec import messages as m
 from asyncspec import weights
 from asyncspec.audit import violations
-from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml
+from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.parallel import Ranks
 from asyncspec.rl.accumulate import GradientAccumulator
+from asyncspec.rl.learner import Learner
 from asyncspec.weights import Layout
 from runs import Running, events, rows
 
@@ -131,6 +132,16 @@ def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied,
     for _, (_, _, found, held, buckets) in said.items():
         assert found == pytest.approx(stats, rel=1e-4, abs=1e-6) and buckets > 3
         assert held < 1.2 * total / ranks + 200  # norms are held by all ranks of a row
+
+
+def test_a_rank_takes_its_share_alone_to_its_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(Ranks, "join", lambda *_: None)
+    monkeypatch.setattr(Ranks, "shard", lambda self, model, **_: seen.append({p.device.type for p in model.parameters()}))
+    seen, learner = [], Learner(load("tiny", ["trainer.ranks=2"]), tmp_path, "meta")
+    monkeypatch.setattr(learner, "_hold", lambda: None)
+    learner.model = policy(True, "qwen3")
+    learner.join("", 0, 1.0)
+    assert seen == [{"cpu"}] and {p.device.type for p in learner.model.parameters()} == {"meta"}
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=12), st.integers(1, 300))
