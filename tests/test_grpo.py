@@ -1,5 +1,7 @@
 """The loss and its accumulation."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,24 @@ def copied(shape, model):
 
 def test_streaming_groups_does_not_change_the_gradient(trainable):
     check_gradient(trainable)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_logits_of_a_pass_are_kept_only_where_they_are_asked_for(trainable, keep):
+    accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0, tokens_per_pass=8, keep_first=keep)
+    group_, arrays = group(0, [2, 3], [3, 4, 5], 1)
+    make, made, alive = accumulator._logits, [], []
+
+    def logits(tokens_GL):
+        alive.append([passed() is not None for passed in made])
+        result = make(tokens_GL)
+        made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    accumulator._logits = logits
+    first = accumulator.add(group_, arrays)
+    assert accumulator.passes(group_, arrays) == 3 and alive == [[], [keep], [keep, False]]
+    assert (first is not None) == keep and (not keep or [len(part) for part in first] == [1] * 4)
 
 
 def test_other_families_learn(other):

@@ -20,11 +20,12 @@ class GradientAccumulator:
     """The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided among calls and ranks."""
 
     def __init__(self, model, optimizer_config: OptimizerConfig, rl: RLConfig, temperature: float, ranks: Ranks | None = None,
-                 tokens_per_pass: int = 1 << 30) -> None:
+                 tokens_per_pass: int = 1 << 30, keep_first: bool = False) -> None:
         """
         Args:
             ranks: those that hold the model; None: this process alone, in float32.
             tokens_per_pass: a larger group is divided.
+            keep_first: `add` returns its first pass, whose logits are then kept through the others.
         """
         self.tokens_per_pass = tokens_per_pass
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
@@ -34,8 +35,9 @@ class GradientAccumulator:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps)))
         self.device = next(model.parameters()).device
-        self._hidden = None
-        model.lm_head.register_forward_pre_hook(self._keep_hidden)
+        self.keep_first, self._hidden = keep_first, None
+        if keep_first:
+            model.lm_head.register_forward_pre_hook(self._keep_hidden)
         self.clear()
 
     def state(self) -> dict:
@@ -67,7 +69,7 @@ class GradientAccumulator:
         by `add_nothing`.
 
         Returns:
-            tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached; None if the group has no gradient.
+            With `keep_first` tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached; None if the group has no gradient.
         """
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
@@ -77,11 +79,11 @@ class GradientAccumulator:
         advantages, seen, first = group_advantages(group.rewards, self.rl.advantage), 0, None
         for part in passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass):
             samples = len(part["lengths"])
-            forward = self._pass(group.ticket.prompt_tokens, part, advantages[seen : seen + samples])
-            seen, first = seen + samples, first or forward
+            kept = self._pass(group.ticket.prompt_tokens, part, advantages[seen : seen + samples], self.keep_first and not seen)
+            seen, first = seen + samples, first or kept
         return first
 
-    def _pass(self, prompt: list[int], arrays: m.Arrays, advantage_G: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _pass(self, prompt: list[int], arrays: m.Arrays, advantage_G: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...] | None:
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
         tokens_GL, mask_GL = padded(prompt, arrays, self.device)
         proximal_T, behaviour_T = (torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behaviour"))
@@ -94,7 +96,7 @@ class GradientAccumulator:
         for name, value in stats.items():
             self.sums[name] += float(value)
         hidden_GLD, self._hidden = self._hidden, None
-        return tokens_GL, mask_GL, logits_GLV.detach(), hidden_GLD
+        return (tokens_GL, mask_GL, logits_GLV.detach(), hidden_GLD) if keep else None
 
     def add_nothing(self) -> None:
         """Take part in the passes of the other ranks, with a gradient of zero."""

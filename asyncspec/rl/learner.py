@@ -38,7 +38,8 @@ class Learner:
         self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
         self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
         self.model.to(self.device)
-        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks, c.trainer.tokens_per_pass)
+        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks, c.trainer.tokens_per_pass,
+                                               keep_first=c.draft_trainer == "trainer")
         self._hold()
 
     def _hold(self) -> None:
