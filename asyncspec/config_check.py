@@ -67,7 +67,8 @@ def check(config: Config) -> None:
     need(config.sampling.temperature >= 1e-3, "sampling.temperature", "at least 0.001 (rollouts are sampled)", 1.0)
     need(0 < config.sampling.top_p <= 1, "sampling.top_p", "more than 0 and at most 1", 1.0)
     at_least("sampling.top_k", 0)
-    need(not config.engine.compile or config.deployment.device == "cuda" or cxx_compiler() is not None, "engine.compile",
+    by_vllm_for_gpus = config.engine.kind == "vllm" and config.deployment.device == "cuda"  # the one compiler that writes no C++
+    need(not config.engine.compile or by_vllm_for_gpus or cxx_compiler() is not None, "engine.compile",
          "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
     try:
         parse_delays(config.deployment.delays)
@@ -172,7 +173,7 @@ def _check_sglang(config: Config, need: Callable[[bool, str, str, Any], None]) -
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler that torch.compile would use on a CPU."""
+    """The C++ compiler that torch.compile would use."""
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
 
 

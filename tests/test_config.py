@@ -123,6 +123,16 @@ def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, e
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_compiling_without_a_compiler_is_one_line(device, monkeypatch):
+    monkeypatch.setattr("asyncspec.config_check.cxx_compiler", lambda: None)
+    with pytest.raises(ConfigError) as caught:
+        load("tiny", ["engine.compile=true", f"deployment.device={device}"])
+    assert str(caught.value) == ("engine.compile=True: expected a C++ compiler on the PATH (g++, or the one CXX names); "
+                                 "nearest valid choice: engine.compile=false")
+    load("tiny", ["engine.compile=true", "engine.kind=vllm", "speculation.draft_length=3", "deployment.device=cuda"])
+
+
 def test_a_draft_of_another_policy_is_refused(tmp_path):
     config = json.loads((resolve_path("asset:tiny/eagle3") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
