@@ -103,7 +103,7 @@ class DeploymentBenchmark(Benchmark):
                 "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
                 "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
                 "step_cut_off_s": mean("spec, a node cut off", "step_s"), "time_scale": self.config.mock.time_scale,
-                "links_shaped": float(self.hosts.shaped)}
+                "rate_shaped": float("rate" in self.hosts.shaped), "delay_shaped": float("delay" in self.hosts.shaped)}
 
     def plot(self, axes, samples: Samples) -> None:
         parts = ("train", "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "other")

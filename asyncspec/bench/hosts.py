@@ -14,6 +14,7 @@ from asyncspec.config import ConfigError
 
 NETWORK = "10.77.0"
 RATE, DELAY = "10gbit", "100us"
+SHAPERS = {"rate and delay": ("netem", "delay", DELAY, "rate", RATE), "rate": ("tbf", "rate", RATE, "burst", "16mb", "latency", "50ms")}
 
 
 class Hosts:
@@ -71,14 +72,16 @@ class Hosts:
     def _namespace(self, i: int) -> str:
         return f"{self.name}n{i}"
 
-    def _shape(self) -> bool:
-        """Whether the kernel can give links a speed and a delay."""
-        for i in range(self.count):
-            done = subprocess.run(["ip", "netns", "exec", self._namespace(i), "tc", "qdisc", "add", "dev", f"{self.name}i{i}", "root", "netem",
-                                   "delay", DELAY, "rate", RATE], capture_output=True)
-            if done.returncode:
-                return False
-        return True
+    def _shape(self) -> str:
+        """Give links a speed and a delay, or what of that this kernel can; returns which."""
+        for shaped, discipline in SHAPERS.items():
+            if all(self._queue(i, discipline) for i in range(self.count)):
+                return shaped
+        return ""
+
+    def _queue(self, i: int, discipline: Sequence[str]) -> bool:
+        command = ["ip", "netns", "exec", self._namespace(i), "tc", "qdisc", "replace", "dev", f"{self.name}i{i}", "root", *discipline]
+        return not subprocess.run(command, capture_output=True).returncode
 
 
 def _ip(*arguments: str) -> None:
