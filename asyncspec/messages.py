@@ -7,12 +7,13 @@ follow as raw frames, described by name, dtype and shape. Times are seconds of t
 from __future__ import annotations
 
 import math
-from typing import Union
+from itertools import zip_longest
+from typing import Iterable, Sequence, Union
 
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAX_DIMENSIONS = 8
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_CONTROL_BYTES = 64 << 20  # of a frame on the control channel
@@ -84,6 +85,13 @@ class Group(Message, frozen=True):
     draft_version: int
     phases: list[Phase]
     proximal_version: int = -1
+    reached_at: list[int] = []  # by position, as in engine.base.Completion
+    accepted_at: list[int] = []
+
+
+def summed(lists: Iterable[Sequence[int]]) -> list[int]:
+    """Of counts by position; what a shorter list lacks is 0."""
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 class Supervision(Message, frozen=True):
@@ -232,6 +240,8 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncated: int
     draft_version: int
     phases: list[Phase]
+    reached_at: list[int] = []  # by position, as in engine.base.Completion
+    accepted_at: list[int] = []
 
 
 class StepDone(Message, frozen=True):

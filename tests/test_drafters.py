@@ -108,6 +108,9 @@ def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_p
     prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
     plain = run(engine_of(small_shape, small_policy, None, top_k=1), prompts)
     drafted = run(engine_of(small_shape, small_policy, maker[method], 24, k, top_k=1), prompts)
+    for c in drafted.values():
+        assert sum(c.accepted_at) == c.accepted and sum(c.reached_at) <= c.proposed
+        assert all(accepted <= reached for reached, accepted in itertools.zip_longest(c.reached_at, c.accepted_at, fillvalue=0))
     assert {key: c.tokens.tolist() for key, c in drafted.items()} == {key: c.tokens.tolist() for key, c in plain.items()}
 
 

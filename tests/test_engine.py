@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -13,6 +14,7 @@ from asyncspec.config_check import cxx_compiler
 from asyncspec.engine import decode
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.messages import summed
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
 from asyncspec.speculation.eagle3 import eagle3_drafter
@@ -73,6 +75,23 @@ def test_speculative_sequences_fit_the_exact_distribution(small_shape, small_pol
     assert chisquare(observed, expected).pvalue > ALPHA
     accepted = sum(c.accepted for c in done.values()) / sum(c.proposed for c in done.values())
     assert accepted < 0.8  # the draft does disagree, so rejections were really exercised
+
+
+@pytest.mark.parametrize("k, stops", [(1, True), (3, True), (1, False), (3, False)])
+def test_acceptance_by_position_makes_up_the_acceptance_length(small_shape, small_policy, contrary_draft, k, stops):
+    engine = make(small_shape, small_policy, contrary_draft, slots=32, k=k)
+    engine._stops_V &= stops
+    done = run(engine, [[2, 3], [4, 5, 2], [3]], samples=30, length=40).values()
+    for c in done:
+        assert sum(c.accepted_at) == c.accepted and c.verifications == sum(c.reached_at[:1])
+        # A stop token among the accepted, or the limit, ends the last verification before what it would have come to next.
+        assert c.accepted + c.verifications - (len(c.tokens) - 1) in (0, 1)
+        assert sum(c.accepted_at[: k - 1]) - sum(c.reached_at[1:]) in (0, 1)
+    reached, accepted = summed(c.reached_at for c in done), summed(c.accepted_at for c in done)
+    rates, length = np.array(accepted) / reached, sum(len(c.tokens) - 1 for c in done) / reached[0]
+    assert len(reached) == k and 0.1 < rates.min() <= rates.max() < 0.9
+    if not stops:
+        assert 0 <= 1 + rates.cumprod().sum() - length < len(done) / reached[0] < 0.05
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -7,6 +7,7 @@ import torch
 
 from asyncspec.config import load
 from asyncspec.engine.base import Request
+from asyncspec.messages import summed
 from asyncspec.mock import timings
 from asyncspec.mock.engine import MockEngine
 from runs import Running, rows
@@ -35,7 +36,18 @@ def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions(
     assert sorted(c.sample for c in done) == seeds
     for c in done:
         assert len(c.versions) == len(c.tokens) and torch.all(c.versions.diff() >= 0)
-    assert {v for c in done for v in c.versions.tolist()} == {0, 1}
+    assert {v for c in done for v in c.versions.tolist()} == {0, 1} and not any(c.reached_at for c in done)
+
+
+def test_the_mocked_engine_accepts_by_position_what_its_acceptance_length_says():
+    config = load("mock_rl_think_8b", ["mock.time_scale=0.0001", "engine.slots=64"])
+    engine, done = MockEngine(config), []
+    engine.submit(Request(1, [1], list(range(32)), 0))
+    while engine.live or engine.waiting:
+        done += engine.poll()
+    reached, accepted = summed(c.reached_at for c in done), summed(c.accepted_at for c in done)
+    assert len(reached) == config.mock.draft_length and reached[0] == sum(c.verifications for c in done)
+    assert 1 + sum(accepted) / reached[0] == pytest.approx(config.mock.acceptance, rel=0.01)  # rounded in each sample
 
 
 def test_a_run_with_mocked_gpus_keeps_its_lag_and_its_ledger(tmp_path):

@@ -36,6 +36,7 @@ def check_results(run_dir, steps, lag, groups=4):
         assert sum(row[f"time/{part}"] for part in PARTS) == pytest.approx(row["time/step"], rel=0.01)
         assert all(row[f"time/{part}"] >= 0 for part in PARTS)
         assert 1 <= row["spec/acceptance_length"] <= row["spec/draft_length"] + 1
+        assert ("spec/acceptance_1" in row) == (row["spec/draft_length"] > 0) and 0 <= row.get("spec/acceptance_1", 0) <= 1
     assert metrics[-1]["eval/policy_version"] == steps and 0 <= metrics[-1]["eval/accuracy"] <= 1
     fates = defaultdict(Counter)
     for line in ledger(run_dir):

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asyncspec.messages import GroupRecord, Phase, Span, StepDone, Wait
 from asyncspec.timing import clock, delays, timeline, whatif
 from asyncspec.timing.attribution import CAUSES, PARTS, attribute, break_down, covered, critical_path, explain, tile
 from asyncspec.timing.exporters import TraceFile
+from asyncspec.timing.metrics import step_row
 from asyncspec.timing.spans import Recorder
 
 PHASES = [Phase("weights", 1.0, 2.0), Phase("queued", 2.0, 2.5), Phase("generate", 2.5, 6.0), Phase("reward", 6.0, 6.2),
@@ -118,6 +120,18 @@ def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
         steps.append(StepDone(s, start, trainer_free, waits, {"train": sum(t)}, {}, groups))
         published.append(trainer_free)
     return steps
+
+
+def test_acceptance_by_position_is_of_the_verifications_that_came_to_it():
+    record = GroupRecord(0, "generator0", 0.5, True, [10, 8], 0, 0, 0, 8, 16, 6, 0, 0, [])
+    two, one, none = (replace(record, ticket_id=i, reached_at=reached, accepted_at=accepted)
+                      for i, (reached, accepted) in enumerate([([8, 5], [5, 1]), ([4], []), ([], [])]))
+
+    def row(*groups):
+        return {key: value for key, value in step_row(StepDone(0, 0.0, 1.0, [], {}, {}, list(groups)), {}, {}).items() if key.startswith("spec/acceptance_")}
+
+    whole = {"spec/acceptance_length": 2.0, "spec/acceptance_rate": 0.375}
+    assert row(two, one, none) == whole | {"spec/acceptance_1": 5 / 12, "spec/acceptance_2": 1 / 5} and row(none) == whole
 
 
 @st.composite

@@ -135,6 +135,9 @@ def swap(*overrides):
         assert versions.tolist() == sorted(versions.tolist()) and len(versions) == len(c.tokens) == len(c.logprobs)
         assert c.truncated == (int(c.tokens[-1]) != shape.eos_token_id) and 0 <= c.accepted <= c.proposed <= 3 * c.verifications
         assert c.accepted + 1 + c.verifications >= len(c.tokens)
+        unproposed = c.verifications - sum(c.reached_at[:1])  # where the cache was filled again a step has no proposals
+        assert sum(c.accepted_at) == c.accepted and 0 <= unproposed <= 2 * (config.engine.kv_at_swap == "recompute")
+        assert sum(c.accepted_at[:2]) - sum(c.reached_at[1:]) in (0, 1)  # the response may end among accepted proposals
         first, last = int(versions[0]), int(versions[-1])
         whole[first] += first == last
         across += first != last

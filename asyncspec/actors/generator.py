@@ -146,7 +146,8 @@ class Generator(Actor):
         self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
             m.Group(
                 ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),
-                sum(c.proposed for c in completions), sum(c.accepted for c in completions), self.engine.draft_version, phases),
+                sum(c.proposed for c in completions), sum(c.accepted for c in completions), self.engine.draft_version, phases,
+                reached_at=m.summed(c.reached_at for c in completions), accepted_at=m.summed(c.accepted_at for c in completions)),
             {
                 "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
                 "behaviour": np.concatenate([c.logprobs.numpy() for c in completions]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Callable
 
+import msgspec
 import numpy as np
 
 from asyncspec import messages as m
@@ -103,9 +104,7 @@ class Logprob(PolicyHolder):
             waited_until = self.swapped if needed else arrived
             phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
                       m.Phase("logprob_queue", waited_until, start), m.Phase("logprob", start, end)]
-            self.to_trainer.put(
-                m.Group(group.ticket, group.generator, group.rewards, group.truncated, group.verifications, group.proposed,
-                        group.accepted, group.draft_version, phases, self.version), arrays)
+            self.to_trainer.put(msgspec.structs.replace(group, phases=phases, proximal_version=self.version), arrays)
             self.fault("send")
         if supervision is not None:
             with self.recorder.span("offer", first.step, first.ticket_id, self.version):

@@ -206,7 +206,8 @@ class Trainer(Actor):
         return m.GroupRecord(
             group.ticket.ticket_id, group.generator, float(np.mean(group.rewards)), len(set(group.rewards)) > 1,
             arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,
-            group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases)
+            group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases,
+            group.reached_at, group.accepted_at)
 
     def _update(self, step: int) -> tuple[dict[str, float], str]:
         """The optimizer's step; one whose gradient is not finite is left out, kept for inspection and reported.

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Mapping, Protocol, Sequence
 
+import numpy as np
 import torch
 
 from asyncspec.config import Config
@@ -46,6 +47,9 @@ class Completion:
     proposed: int
     accepted: int
     started_at: float  # timing.clock.now() when the sample got its slot
+    # By position, the first proposal's first; of engines that do not say, empty. What lies past the response's end does not count.
+    reached_at: Sequence[int] = ()  # verifications that came to this proposal: there was one, and all before it were accepted
+    accepted_at: Sequence[int] = ()  # and those that accepted it
 
 
 class Engine(Protocol):
@@ -99,6 +103,12 @@ class QueueingEngine:
         """
         check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
         self._queue.extend((request, i) for i in range(len(request.seeds)))
+
+
+def at_least(counts_J: np.ndarray) -> list[int]:
+    """From how many verifications had j of something, j from 0, int [J], to how many had at least j of it, j from 1, without zeros at the end."""
+    counts = counts_J[::-1].cumsum()[::-1][1:]
+    return counts[: np.count_nonzero(counts)].tolist()
 
 
 def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max_response_tokens: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncspec.engine import kv_cache
-from asyncspec.engine.base import Completion, Request, check_request
+from asyncspec.engine.base import Completion, Request, at_least, check_request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
 from asyncspec.models.policy import PolicyShape, build
@@ -86,6 +86,8 @@ class TorchEngine:
         self.logprob_SP = state(slots + 1, positions, dtype=torch.float32)
         self.version_SP = state(slots + 1, positions, dtype=torch.int32)
         self.counter_S3 = np.zeros((slots + 1, 3), dtype=np.int64)  # on the host: verifications, proposed, accepted
+        # Verifications that came to j proposals, and that accepted j.
+        self.reached_SJ, self.accepted_SJ = (np.zeros((slots + 1, longest + 1), dtype=np.int64) for _ in range(2))
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self._sequences: list[_Sequence] = []  # of slots 0..live-1
         self._queue: deque[_Sequence] = deque()
@@ -204,7 +206,8 @@ class TorchEngine:
             self.entered += len(new)
         seed_B = torch.tensor(seeds, device=self.device)
         self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
-        self.counter_S3[rows], self._missed_S[rows] = 0, False  # those of a prompt always are kept
+        self.counter_S3[rows] = self.reached_SJ[rows] = self.accepted_SJ[rows] = 0
+        self._missed_S[rows] = False  # those of a prompt always are kept
         uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
         token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
         finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
@@ -276,8 +279,12 @@ class TorchEngine:
         counter_B3[:, 0] += 1
         if K:
             kept_B = count_B.cpu().numpy() - 1
-            counter_B3[:, 1] += K if found_B is None else found_B
-            counter_B3[:, 2] += np.minimum(kept_B, tokens.length[:B] - before_B)
+            offered, emitted_B, row_B = K if found_B is None else found_B, tokens.length[:B] - before_B, np.arange(B)
+            accepted_B = np.minimum(kept_B, emitted_B)
+            counter_B3[:, 1] += offered
+            counter_B3[:, 2] += accepted_B
+            self.reached_SJ[row_B, np.minimum(offered, emitted_B)] += 1
+            self.accepted_SJ[row_B, accepted_B] += 1
         return kept_B, finished_B, found_B
 
     def _commit(self, first_row: int, token_BJ, p_BJV, count_B) -> torch.Tensor:
@@ -316,7 +323,7 @@ class TorchEngine:
             done.append(Completion(
                 sequence.request.request_id, sequence.sample, response, self.logprob_SP[row, start:end].cpu().clone(),
                 self.version_SP[row, start:end].cpu().clone(), int(response[-1]) not in self.shape.eos_token_ids,
-                verifications, proposed, accepted, sequence.started_at))
+                verifications, proposed, accepted, sequence.started_at, at_least(self.reached_SJ[row]), at_least(self.accepted_SJ[row])))
             if self.drafter is not None:
                 self.drafter.leave(row)
             last = self.live - 1
@@ -334,7 +341,7 @@ class TorchEngine:
         if self.drafter is not None:
             self.drafter.copy([source], target)
         for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
-                       self.logprob_SP, self.version_SP, self.counter_S3, self._missed_S):
+                       self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self._missed_S):
             tensor[target] = tensor[source]
 
     def _arrange(self) -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
 
+import numpy as np
 import torch
 
 from asyncspec.config import Config, ConfigError, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
-from asyncspec.engine.base import Completion, QueueingEngine, Request
+from asyncspec.engine.base import Completion, QueueingEngine, Request, at_least
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
 from asyncspec.models.widen import widened, widened_tensors
@@ -162,7 +163,7 @@ class VllmEngine(QueueingEngine):
             model=str(paths["policy"]), skip_tokenizer_init=True, generation_config="vllm", max_model_len=positions, max_num_seqs=self.slots,
             max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)), enable_prefix_caching=True, async_scheduling=False,
             enforce_eager=not config.engine.compile, speculative_config=speculative,
-            per_request_spec_decode_metrics="summary" if config.drafting else "none", logprobs_mode="processed_logprobs",
+            per_request_spec_decode_metrics="detailed" if config.drafting else "none", logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True, seed=config.seed, **special)
 
     def _kv_cache_bytes(self, positions: int) -> int:
@@ -232,12 +233,16 @@ class VllmEngine(QueueingEngine):
     def _completion(self, sample: _Sample, part) -> Completion:
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {sample.request.request_id}, sample {sample.sample}: {part.finish_reason}")
-        verifications, proposed, accepted = sample.steps - 1, 0, 0
-        if (metrics := part.spec_decode_metrics) is not None:
-            proposed = metrics.num_draft_tokens
+        verifications, proposed, accepted, by_position = sample.steps - 1, 0, 0, ()
+        if (metrics := part.spec_decode_metrics) is not None and metrics.per_step_drafted:
+            offered_N, accepted_N = np.array(metrics.per_step_drafted), np.array(metrics.per_step_accepted)
+            proposed, emitted_N = metrics.num_draft_tokens, accepted_N + 1
             # vLLM counts what was accepted also past the stop token; each verification but perhaps the last gave one token more than it accepted.
-            accepted = min(sum(count * many for count, many in enumerate(metrics.histogram)), len(sample.tokens) - verifications)
+            emitted_N[-1] = max(0, emitted_N[-1] - (accepted_N.sum() + verifications - (len(sample.tokens) - 1)))
+            accepted_N = np.minimum(accepted_N, emitted_N)
+            accepted = int(accepted_N.sum())
+            by_position = (at_least(np.bincount(np.minimum(offered_N, emitted_N))), at_least(np.bincount(accepted_N)))
         return Completion(
             sample.request.request_id, sample.sample, torch.tensor(sample.tokens, dtype=torch.int32), torch.tensor(sample.logprobs),
             torch.tensor(sample.versions, dtype=torch.int32), sample.tokens[-1] not in self.shape.eos_token_ids, verifications, proposed,
-            accepted, sample.started_at)
+            accepted, sample.started_at, *by_position)

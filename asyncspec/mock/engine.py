@@ -17,7 +17,7 @@ from torch import nn
 
 from asyncspec.config import Config, MockConfig
 from asyncspec.engine.base import Completion, Request
-from asyncspec.mock.timings import response_tokens, tokens_per_s
+from asyncspec.mock.timings import acceptance_of_a_position, response_tokens, tokens_per_s
 from asyncspec.timing.clock import now
 
 LONGEST_WAIT_S = 0.01  # of one poll
@@ -46,6 +46,7 @@ class MockEngine:
     def __init__(self, config: Config) -> None:
         self.config: MockConfig = config.mock
         self.slots, self.draft_length = config.engine.slots, config.mock.draft_length if config.drafting else 0
+        self._accepted = acceptance_of_a_position(config.mock.acceptance, self.draft_length)
         self.model = MockModel(config.mock.weights)
         self.version = self.draft_version = 0
         self._waiting: deque[tuple[Request, int]] = deque()
@@ -116,6 +117,8 @@ class MockEngine:
         for version, done in s.versions:
             versions[min(tokens - 1, math.floor(done / unit)):] = version
         verifications = max(1, round(tokens / (self.config.acceptance if self.draft_length else 1.0)))
+        accepted_at = [round(verifications * self._accepted**j) for j in range(1, self.draft_length + 1)]
         return Completion(
             s.request.request_id, s.sample, torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens), versions, s.length == self.config.tokens_max,
-            verifications, verifications * self.draft_length, max(0, tokens - verifications) if self.draft_length else 0, s.started_at)
+            verifications, verifications * self.draft_length, max(0, tokens - verifications) if self.draft_length else 0, s.started_at,
+            [verifications, *accepted_at[:-1]] if self.draft_length else [], accepted_at)

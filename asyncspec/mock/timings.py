@@ -26,6 +26,15 @@ def step_s(config: MockConfig, live: int, draft_length: int) -> float:
     return (config.token_s + live * config.row_s) * (1 + draft_length * config.draft_share)
 
 
+def acceptance_of_a_position(length: float, k: int) -> float:
+    """The share of proposals accepted at each position that they come to, with which verifications of k proposals emit `length` tokens on average."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        share = (low + high) / 2
+        low, high = (share, high) if sum(share**j for j in range(k + 1)) < length else (low, share)
+    return share
+
+
 def tokens_per_s(config: MockConfig, live: int, draft_length: int) -> float:
     """Of each live sequence."""
     return (config.acceptance if draft_length else 1.0) / step_s(config, live, draft_length)

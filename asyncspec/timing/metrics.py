@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 
-from asyncspec.messages import StepDone
+from asyncspec.messages import StepDone, summed
 from asyncspec.timing.attribution import break_down, covered
 
 
@@ -20,6 +22,7 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
     parts = break_down(done.start, done.end, done.waits, done.busy, phases)
     lengths = np.array([n for g in groups for n in g.response_tokens])
     verifications, proposed = sum(g.verifications for g in groups), sum(g.proposed for g in groups)
+    by_position = zip_longest(summed(g.accepted_at for g in groups), summed(g.reached_at for g in groups), fillvalue=0)
     seconds = done.end - done.start
     row = {
         "step": done.step,
@@ -44,6 +47,8 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         "spec/draft_length": proposed / verifications if verifications else 0.0,
         "spec/acceptance_length": (lengths.sum() - len(lengths)) / verifications if verifications else 1.0,
         "spec/acceptance_rate": sum(g.accepted for g in groups) / proposed if proposed else 0.0,
+        # Of each position: the share of the verifications that came to its proposal which accepted it.
+        **{f"spec/acceptance_{j}": accepted / reached for j, (accepted, reached) in enumerate(by_position, 1)},
         "spec/draft_version": max(g.draft_version for g in groups),
         "throughput/tokens_per_s": float(lengths.sum()) / seconds,
         **counters,
