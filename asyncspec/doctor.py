@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncspec import estimate, topology
+from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError, resolve_path
 from asyncspec.launch.preflight import check_host
@@ -199,7 +200,7 @@ def judge(config: Config, policy: dict, placed: list[list[str]], names: dict[str
         policy: the content of the policy's config.json.
         placed: the actors' names by node; nodes: what each has, or only the first's where only one was looked at.
     """
-    result = []
+    result, where_dealt = [], {}
     for index, here in enumerate(placed):
         known = nodes[index] if index < len(nodes) else None
         needs = {name: HEADROOM * sum(estimate.of_actor(config, policy, names[name]).values()) for name in here}
@@ -210,21 +211,47 @@ def judge(config: Config, policy: dict, placed: list[list[str]], names: dict[str
             room = known.memory if known else None
         else:
             gpus = len(known.gpus) if known else max(1, len(on_devices))
-            loads = [sum(needs[name] for name in on_devices[i::gpus]) for i in range(gpus)]
-            needed, where = max(loads), "a GPU"
+            dealt = topology.deal([names[name] for name in on_devices], gpus)
+            together = [[name for name, gpu in zip(on_devices, dealt) if gpu == i] for i in range(gpus)]
+            fullest_gpu = max(together, key=lambda on: sum(needs[name] for name in on))
+            needed, where = sum(needs[name] for name in fullest_gpu), "a GPU"
             room = min(known.gpus) if known else None
         findings = []
         if room is not None and needed > room:
-            fullest = max(here if on_cpu else on_devices, key=needs.get)
+            fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
             parts = estimate.of_actor(config, policy, names[fullest])
             findings.append(Finding(False, f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for {fullest}: "
                                     + ", ".join(f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1]))))
-        if known is not None and not on_cpu and len(on_devices) > len(known.gpus):
-            findings.append(Finding(True, f"node {index}: {len(on_devices)} actors share {len(known.gpus)} GPUs, so weights travel over gloo"))
+        if known is not None and not on_cpu:
+            if sharing := [f"{' and '.join(on)} share a GPU" for on in together if len(on) > 1]:
+                findings.append(Finding(True, f"node {index}: {'; '.join(sharing)}"))
+            host = sum(estimate.on_host(config, policy, names[name]) for name in here)
+            if host > known.memory:
+                findings.append(Finding(False, f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} free; "
+                                        "each of several ranks reads the whole policy when it starts"))
+            where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}
         if known is not None and abs(known.skew_s) > MOST_SKEW_S:
             findings.append(Finding(False, f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than {MOST_SKEW_S:.0f}: set up NTP"))
         result.append((_summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))
+    if where_dealt and len(nodes) == len(placed):
+        result[0][2].extend(_broadcasts(config, names, where_dealt))
     return result
+
+
+def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) -> list[Finding]:
+    """What carries the weights of each broadcast group.
+
+    Args:
+        devices: of the actors that have a GPU, told apart between nodes too.
+    """
+    roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator")} | ({"draft": (config.draft_trainer, "generator")} if config.draft_trainer else {})
+    findings = []
+    for kind, members in roles.items():
+        at = [devices.get(name, "cpu") for name, role in names.items() if role in members]
+        nccl = broadcast_backend(at) == "nccl"
+        why = "" if nccl else ", through host memory: " + ("some members have no GPU" if "cpu" in at else "some members share a GPU")
+        findings.append(Finding(True, f"{kind} weights travel over {'NCCL' if nccl else 'gloo'}{why}"))
+    return findings
 
 
 def _summary(names: list[str]) -> str:

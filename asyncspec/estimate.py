@@ -6,10 +6,13 @@ layer and unit of width in 16 bits, twice that in 32, and two bytes where they a
 
 from __future__ import annotations
 
-from asyncspec.config import LONGEST_DRAFT, Config
+import json
+
+from asyncspec.config import LONGEST_DRAFT, Config, resolve_path
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # its two moments
+UNROLLED = 31 * FLOAT  # of a pass of an unrolled draft, a token and unit of width, beside logits and attention weights; measured
 LIBRARIES = 5e8  # that a process has loaded, its CUDA context included; measured on CPUs
 
 
@@ -34,6 +37,13 @@ def kv_bytes_per_token(policy: dict, element: int) -> int:
     return 2 * policy["num_hidden_layers"] * policy["num_key_value_heads"] * H * element
 
 
+def eagle3_parameters(draft: dict) -> int:
+    """Of an EAGLE-3 draft, from its config.json."""
+    D, H, heads, kv_heads = (draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"))
+    attention = 2 * D * H * (heads + 2 * kv_heads) + heads * H * D
+    return 3 * D * D + attention + 3 * D * draft["intermediate_size"] + 4 * D + D * (draft.get("draft_vocab_size") or draft["vocab_size"])
+
+
 def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
     """Bytes that an actor holds at most where it computes, by what for; of one that only waits, what it has loaded.
 
@@ -44,6 +54,18 @@ def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
     if config.trainer.kind == "mock":
         return {"libraries": LIBRARIES}
     return {"libraries": LIBRARIES, **_of_role(config, policy, role)}
+
+
+def on_host(config: Config, policy: dict, role: str) -> float:
+    """Bytes that an actor whose node has GPUs holds at most in host memory."""
+    if config.trainer.kind == "mock":
+        return LIBRARIES
+    if role == "generator" and config.engine.kind == "sglang":
+        return sum(of_actor(config, policy, role).values())
+    whole = FLOAT * parameters(policy)
+    if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.trainer.dtype != "float32"):
+        return LIBRARIES + whole * (2 if role == "trainer" else 1)  # what it reads; the first rank holds two at the end, to write the policy
+    return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
 
 
 def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
@@ -80,4 +102,26 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, 2) * longest}
     if role == "generator" and config.engine.kind == "sglang":
         return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}  # a copy, and a file in memory
+    if role == "draft_adapter":
+        return _of_draft(config, tokens, longest)
     return {}
+
+
+def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:
+    """
+    Args:
+        tokens: of the first pass over a group, which the draft learns from.
+        longest: positions of a sequence.
+    """
+    draft, unroll = json.loads((resolve_path(config.draft_directory) / "config.json").read_text()), config.draft.unroll
+    window = min(longest, config.draft.window or longest)
+    tokens = min(tokens, config.rl.group_size * window)
+    if config.speculation.method == "eagle3":
+        P, vocabulary = eagle3_parameters(draft), draft.get("draft_vocab_size") or draft["vocab_size"]
+        # Until the backward pass each of the unrolled ones keeps its logits and attention weights; one makes them, in several steps.
+        working = {"activations": unroll * UNROLLED * tokens * draft["hidden_size"], "logits": (unroll + 2) * FLOAT * tokens * vocabulary,
+                   "attention weights": (unroll + 2) * FLOAT * tokens * draft["num_attention_heads"] * window}
+    else:
+        P = parameters(draft)
+        working = {"activations": 2 * 34 * tokens * draft["hidden_size"] * draft["num_hidden_layers"], "logits": 3 * FLOAT * tokens * draft["vocab_size"]}
+    return {"weights and gradients": 2 * FLOAT * P, "optimizer": ADAM * P, "snapshot": FLOAT * P, **working}

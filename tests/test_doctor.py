@@ -1,17 +1,21 @@
 """What would run where, and whether it can."""
 
+import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from asyncspec import estimate
 from asyncspec.config import load
-from asyncspec.doctor import Node, judge
+from asyncspec.doctor import HEADROOM, Node, judge
+from asyncspec.drafts.supervision import Supervision, Target
+from asyncspec.drafts.training import unrolled_loss
 from asyncspec.engine.torch_engine import TorchEngine
-from asyncspec.models import policy
+from asyncspec.models import eagle3, policy
 from runs import TORCHRUN
 
 POLICY_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
@@ -47,6 +51,57 @@ def test_sharding_divides_what_a_rank_needs():
     one, four = (estimate.of_actor(load("tiny", [f"logprob.ranks={n}"]), POLICY_8B, "logprob") for n in (1, 4))
     assert four["weights"] == one["weights"] / 4 and four["arriving weights"] < one["arriving weights"]
     assert four == estimate.of_actor(load("tiny", ["logprob.ranks=4"]), POLICY_8B, "logprob_rank")
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_a_draft_adapter_needs_what_its_draft_and_the_unrolled_passes_take(tmp_path, small_shape, tokens):
+    shape = eagle3.DraftShape.for_policy(small_shape, tokens)
+    draft = eagle3.Eagle3(shape, torch.arange(tokens) if tokens else None)
+    eagle3.save(draft, tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    P = estimate.eagle3_parameters(described)
+    assert P == sum(p.numel() for p in draft.parameters())
+    config = load("tiny", ["engine.max_prompt_tokens=40", "sampling.max_response_tokens=60", "draft.window=50", "rl.group_size=4"])
+    config.speculation.draft_path = str(tmp_path)
+    needs = estimate.of_actor(config, small_shape.to_hf(), "draft_adapter")
+    assert (needs["weights and gradients"], needs["optimizer"], needs["snapshot"]) == (8 * P, 8 * P, 4 * P)
+    # What autograd really keeps of a batch of that size.
+    kept, (B, L, V, D) = {}, (4, 52, small_shape.vocab_size, small_shape.dim)
+    target = Target(torch.randn(B, L, V).log_softmax(-1))
+    supervision = Supervision(torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool), target, torch.randn(B, L, 3 * D), torch.randn(B, L, D))
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss, _ = unrolled_loss(draft, supervision, config.draft.unroll)
+    working = sum(needs[name] for name in ("activations", "logits", "attention weights"))
+    assert 0.6 * working < sum(kept.values()) - 4 * P < working, (working, sum(kept.values()), loss)
+
+
+def test_a_draft_adapter_counts_where_it_shares_a_gpu():
+    config = load("tiny", ["deployment.device=auto", "speculation.method=draft_model"])
+    names = NAMES | {"draft_adapter": "draft_adapter"}
+    placed = [["controller", "trainer", "logprob", "draft_adapter"], ["generator0"]]
+    nodes = [Node("h", "a", [400e9] * 2, 1e12, 8), Node("h", "a", [400e9], 1e12, 8)]
+    judged = judge(config, POLICY_8B, placed, names, nodes)
+    both = HEADROOM * sum(sum(estimate.of_actor(config, POLICY_8B, role).values()) for role in ("trainer", "draft_adapter"))
+    assert judged[0][1] == f"{both / 1e9:.1f} GB of a GPU"
+    assert [f.text for f in judged[0][2]] == ["node 0: trainer and draft_adapter share a GPU",
+                                              "policy weights travel over NCCL", "draft weights travel over NCCL"]
+    placed = [["controller", "trainer", "logprob"], ["generator0", "draft_adapter"]]
+    said = [f.text for _, _, found in judge(config, POLICY_8B, placed, names, nodes) for f in found]
+    assert "policy weights travel over NCCL" in said and "draft weights travel over gloo, through host memory: some members share a GPU" in said
+
+
+def test_ranks_that_read_the_policy_at_once_need_host_memory():
+    config = load("tiny", ["deployment.device=auto", "trainer.ranks=8", "rl.groups_per_step=8"])
+    names = {f"trainer_rank{i}" if i else "trainer": "trainer_rank" if i else "trainer" for i in range(8)} | {"logprob": "logprob", "generator0": "generator"}
+    placed = [list(names)]
+    for memory, enough in ((200e9, False), (400e9, True)):
+        (_, _, found), = judge(config, POLICY_8B, placed, names, [Node("h", "a", [400e9] * 10, memory, 8)])
+        assert ([f.text for f in found if not f.ok] == []) == enough
 
 
 def test_a_clock_far_off_is_wrong():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncspec import topology
@@ -14,6 +14,7 @@ from asyncspec.doctor import Node, judge
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), counts), min_size=1, max_size=6), st.booleans(), st.data())
 def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting, data):
     nodes = [*nodes, (1, {"trainer": 1, "logprob": 1, "generator": 1})]
@@ -30,6 +31,7 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
             assert sum(names.get(name, "").removesuffix("_rank") == role for name in here) == count
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["trainer", "logprob", "generator"]), max_size=30), st.booleans(), st.integers(1, 8))
 def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gpus):
     roles = sorted(played)
@@ -72,7 +74,7 @@ def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gp
     config = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
               "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False, "max_position_embeddings": 40960,
               "eos_token_id": 151645, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-    for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"]})):
+    for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
         (tmp_path / folder / "tokenizer.json").write_text("{}")
@@ -92,4 +94,6 @@ def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gp
             assert not any({"draft_adapter", "generator"} <= roles for roles in on)
             assert all(len(roles) == 1 or "draft_adapter" in roles for roles in on)
         judged = judge(loaded, config, placed, names, [Node("h", "a", [141e9] * gpus, 1e12, 64)] * nodes)
+        said = [f.text for _, _, found in judged for f in found]
         assert not [f.text for _, _, found in judged for f in found if not f.ok]
+        assert {"node 0: trainer and draft_adapter share a GPU", "policy weights travel over NCCL", "draft weights travel over NCCL"} == set(said)
