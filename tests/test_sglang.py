@@ -19,7 +19,7 @@ from asyncspec.launch.roles import specs
 from asyncspec.models import policy
 from mock_sglang import POLICY, MockSglangServer, reply
 from runs import Running, rows
-from vllm_checks import difference, ended, fill, moved, prompts, run
+from vllm_checks import by_torchtitan, difference, ended, fill, moved, prompts, run
 
 URL = "http://127.0.0.1:30000"
 SGLANG = ("engine.kind=sglang", "engine.kv_at_swap=recompute", "speculation.method=none", "sampling.max_response_tokens=64")
@@ -62,8 +62,8 @@ def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_pat
         across += first != last
         for version in range(first, last + 1):
             if (of := c.versions == version).any():
-                worst = max(worst, difference(models[version], some[c.request_id], c, of, 0.9))
-                elsewhere.append(difference(models[(version + 1) % 3], some[c.request_id], c, of, 0.9))
+                worst = max(worst, difference(by_torchtitan(models[version]), some[c.request_id], c, of, 0.9))
+                elsewhere.append(difference(by_torchtitan(models[(version + 1) % 3]), some[c.request_id], c, of, 0.9))
         if method == "none":
             assert (c.verifications, c.proposed, c.accepted) == (len(c.tokens) - 1, 0, 0)
         else:

@@ -33,7 +33,7 @@ def test_weights_taken_in_flight_are_those_of_an_engine_that_starts_with_them(me
 
 @needs_vllm
 @pytest.mark.parametrize("kv_at_swap", ["keep", "recompute"])
-def test_logprobs_under_speculation_are_those_of_a_fresh_forward_pass_of_each_version(kv_at_swap):
+def test_logprobs_under_speculation_are_those_of_transformers_for_each_version(kv_at_swap):
     check("swap", f"engine.kv_at_swap={kv_at_swap}")
 
 
@@ -43,7 +43,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours():
 
 
 @needs_vllm
-def test_policies_of_other_families_compute_with_each_version():
+def test_policies_of_other_families_compute_with_each_version_as_transformers_does():
     check("families")
 
 

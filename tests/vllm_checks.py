@@ -58,11 +58,26 @@ def fill(module, tensors):
     return module
 
 
-def difference(model, prompt, completion, of=None, temperature=1.0):
-    """The largest difference between its logprobs and those of a fresh forward pass of the model, over the tokens that `of` marks."""
+def by_transformers(model, shape):
+    """callable(tokens_BL) -> logits_BLV of the policy as transformers computes it, which vLLM brings along: float32."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save(model, shape, Path(folder), POLICY)
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return lambda tokens_BL: reference(tokens_BL).logits
+
+
+def by_torchtitan(model):
+    """The same as torchtitan's modules compute it."""
+    return lambda tokens_BL: model.lm_head(policy.hidden_states(model, tokens_BL))
+
+
+def difference(reference, prompt, completion, of=None, temperature=1.0):
+    """The largest difference between its logprobs and those of a fresh forward pass of the reference, over the tokens that `of` marks."""
     tokens = torch.tensor([prompt + completion.tokens.tolist()])
     with torch.no_grad():
-        logprobs = (model.lm_head(policy.hidden_states(model, tokens))[0] / temperature).log_softmax(-1)
+        logprobs = (reference(tokens)[0] / temperature).log_softmax(-1)
     expected = logprobs[len(prompt) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
     apart = (expected - completion.logprobs).abs()
     return float((apart if of is None else apart[of]).max())
@@ -118,6 +133,7 @@ def swap(*overrides):
     config = load("tiny", [*VLLM, "engine.slots=24", "sampling.temperature=0.9", *overrides])
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
+    references = [by_transformers(each, shape) for each in models]
     long = sum(prompts(20), [])[:90]  # of whole blocks of the cache, which samples share; before the swaps and after them
     some = [long, long, *prompts(5), long]
     engine = make_engine(config, "cpu")
@@ -142,12 +158,12 @@ def swap(*overrides):
         whole[first] += first == last
         across += first != last
         for version in range(first, last + 1):
-            apart = difference(models[version], some[c.request_id], c, versions == version, 0.9) if (versions == version).any() else 0.0
+            apart = difference(references[version], some[c.request_id], c, versions == version, 0.9) if (versions == version).any() else 0.0
             if version > first and config.engine.kv_at_swap == "keep":
                 kept = max(kept, apart)
             else:
                 worst = max(worst, apart)
-    print(f"swap, {config.engine.kv_at_swap}: {whole} samples of one version, {across} of several; logprobs off by at most {worst:.1e}, "
+    print(f"swap, {config.engine.kv_at_swap}: {whole} samples of one version, {across} of several; logprobs off transformers' by at most {worst:.1e}, "
           f"{kept:.1e} where the cache was kept; accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}")
     assert min(whole[1:]) > 0 and across > 0 and worst < 1e-4
     if config.engine.kv_at_swap == "keep":
@@ -185,9 +201,10 @@ def families(*overrides):
                 engine.load_policy(dict(model.named_parameters()), version)
             done = run(engine, some, 4)
             assert {int(c.tokens[-1]) for c in done.values() if not c.truncated} == {1, 7}
-            apart = sorted(difference(model, some[key[0]], c) for key, c in done.items())
+            reference = by_transformers(model, shape)
+            apart = sorted(difference(reference, some[key[0]], c) for key, c in done.items())
             worst.append(apart[-1] if shape.experts is None else apart[len(apart) * 9 // 10])
-        print(f"families: {shape.model_type}, logprobs off by", *(f"{apart:.1e}" for apart in worst))
+        print(f"families: {shape.model_type}, logprobs off transformers' by", *(f"{apart:.1e}" for apart in worst))
         assert max(worst) < tolerance
 
 
