@@ -227,7 +227,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
     def step(number, arrays):
         actor.kept = [(group_, arrays)]
         actor.team.add(group_, arrays)
-        return actor._update(number)
+        return actor._update(number)[0]
 
     assert step(7, bad) == {"grad/skipped": 1}
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
