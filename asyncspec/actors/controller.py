@@ -162,7 +162,7 @@ class Controller:
                 return
             now = time.monotonic()
             if late := [name for name in missing() if now - self.crew.since[name] > limit + LATE_WORD_S
-                        and now - condemned.get(name, 0.0) > KILLED_S]:
+                        and now - condemned.get(name, 0.0) > KILLED_S + LATE_WORD_S]:
                 raise RunFailed(f"waited {limit:.0f} s for {', '.join(sorted(late))} {what}; "
                                 f"see {self.run_dir}/logs, or raise deployment.start_timeout_s")
 
