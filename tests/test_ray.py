@@ -159,20 +159,18 @@ def test_there_may_be_many_actors_on_a_gpu_or_none():
 def test_ray_puts_no_two_of_a_role_on_a_gpu():
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    @ray.remote(num_cpus=0)
     class Asked:
         def gpus(self):
             return ray.get_gpu_ids()
 
     ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)  # which it takes our word for
     try:
-        for played in (["trainer", "trainer_rank", "draft_adapter"], ["trainer", "trainer_rank", "generator", "generator"]):
+        for played in (["trainer", "trainer_rank", "draft_adapter"], ["trainer", "trainer_rank", "generator", "generator"]) * 2:
             group = placement_group([{"GPU": 2}])
-            actors = [Asked.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0)).remote()
-                      for share in launcher._shares(played, 2)]
-            found = ray.get([actor.gpus.remote() for actor in actors], timeout=300)
+            asked: list = []
+            actors = [launcher._ask(Asked, group, 0, share, asked, 60) for share in launcher._shares(played, 2)]
+            found = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
             assert all(len(gpus) == 1 for gpus in found) and apart(played, [gpu for gpu, in found])
             for actor in actors:
                 ray.kill(actor)

@@ -113,6 +113,8 @@ class _Pool(attempts.Pool):
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
         self._host = "127.0.0.1" if alone else "auto"  # which each process replaces by its node's address
         self._processes: list[_Process] = []
+        self._asked: dict[int, list] = {}  # by node: what says of each process that it is there
+        self._limit_s = config.deployment.start_timeout_s
         self._console = _Console(Path(config.run_dir) / "logs" / f"{CONSOLE}.log")
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
@@ -129,10 +131,7 @@ class _Pool(attempts.Pool):
         return not self._gpus[place]  # a spare would need a share of a GPU that it does not use
 
     def make(self, place: int, name: str = "") -> "_Process":
-        # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
-        host = ray.remote(_Host).options(
-            num_cpus=0, num_gpus=self._share.get(name, 0), max_restarts=0, max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)).remote()
+        host = _ask(_Host, self._group, place, self._share.get(name, 0), self._asked.setdefault(place, []), self._limit_s)
         self._processes.append(_Process(host, self._here))
         return self._processes[-1]
 
@@ -267,6 +266,28 @@ def _shares(played: Sequence[str], gpus: int) -> list[float]:
         shares.append(left[gpu] if i == last[gpu] else left[gpu] // 2 + 1)
         left[gpu] -= shares[-1]
     return [share / SHARES for share in shares]
+
+
+def _ask(actor: type, group, node: int, share: float, asked: list, limit_s: float):
+    """A new process of a placement group's node; returns its handle. Where it is to share a GPU, all asked for before it there are waited for, and it:
+    Ray serves several requests in any order.
+
+    Args:
+        share: of a GPU.
+        asked: what says of the node's processes that each is there; the new one's is added.
+        limit_s: for the wait. What then has no place shows as a process that does not come up.
+    """
+    shares = 0 < share < 1
+    if shares and asked:
+        ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+    # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
+    host = ray.remote(actor).options(
+        num_cpus=0, num_gpus=share, max_restarts=0, max_task_retries=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)).remote()
+    asked.append(host.__ray_ready__.remote())
+    if shares:
+        ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+    return host
 
 
 def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: InterruptFlag):
