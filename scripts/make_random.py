@@ -2,7 +2,7 @@
 """A policy of random weights and of any size, with the shipped tokenizer: to measure what weights of that size cost. It learns nothing useful.
 
     scripts/make_random.py DIRECTORY                     50 MB in float32, the default sizes
-    asyncspec train model.path=DIRECTORY speculation.method=none
+    asyncspec train model.path=DIRECTORY speculation.method=none data.reward=scripts.make_random:parity
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from asyncspec.models import policy
 from asyncspec.models.shape import PolicyShape
 
 SIZES = {"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "hidden_dim": 768}
+
+
+def parity(prompt: str, response: str, answer: str) -> float:
+    """A reward that random weights earn every other time, so that there is something to train."""
+    return float(len(response) % 2)
 
 
 def main() -> None:
