@@ -176,7 +176,7 @@ class DeploymentConfig:
     restarts: int = 3  # times all may be started again from the last checkpoint because the trainer, the controller or one of several ranks died
     standby: int = 1  # spare processes, which have loaded all libraries, kept for the next replacements
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
-    start_timeout_s: float = 120.0  # until every actor has joined
+    start_timeout_s: float = 120.0  # of an actor to come up, and then to join the broadcasts; its first sign of life is due within it
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
     silent_timeout_s: float = 5.0  # without a sign of life from a process; then it counts as frozen, is killed, and is a death like others
     turn_timeout_s: float = 180.0  # of one turn of an actor's main loop; then it counts as stuck, likewise

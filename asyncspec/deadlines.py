@@ -15,6 +15,7 @@ LATE_WORD_S = 1.0  # by which an actor's word may come after its launcher's
 LEDGER_S = 10.0  # for a controller that was left behind to let go of the ledger
 MESH_STOP_S = 2.0  # a process mesh of Monarch to stop
 ANSWER_S = 2.0  # an idle Ray actor
+PLACED_S = 30.0  # a Ray actor that shares a GPU, to be there before another is asked for
 EARLY_STOP_S = 0.5  # actors that have not said they are up, once the run is to end
 STANDBY_AFTER_S = 1.0  # from the last start of an actor until a spare process is made: others start first
 SERVER_ASKED_S = 10.0  # an SGLang server to do what takes no time

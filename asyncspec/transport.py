@@ -19,6 +19,7 @@ No call here blocks but `wait`, which takes a deadline.
 from __future__ import annotations
 
 import os
+import resource
 import socket as sockets
 import struct
 import time
@@ -39,12 +40,24 @@ _NUMBER = struct.Struct("<Q")
 
 
 KEYS = "keys"  # file in a run's directory
+MOST_SOCKETS = 16384  # of the controller; ZeroMQ's own bound is 1023, and a queue takes three
 
 _keys: tuple[bytes, bytes] | None = None  # public, secret
 
 
 def context() -> zmq.Context:
-    return zmq.Context.instance()
+    made = zmq.Context.instance()
+    if made.max_sockets < MOST_SOCKETS:  # counts from before its first socket
+        made.max_sockets = MOST_SOCKETS
+    return made
+
+
+def _raise_limits() -> None:
+    """Allow this process as many descriptors as sockets: each actor takes a few of the controller's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_SOCKETS if hard == resource.RLIM_INFINITY else min(MOST_SOCKETS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_keys(run_dir: Path) -> None:
@@ -68,8 +81,8 @@ def use_keys(run_dir: str | Path | None) -> None:
         try:
             public, secret = file.read_bytes().split(b"\n")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its first launcher makes; copy "
-                              "them to each host that does not share the directory, or set deployment.encrypt=false") from None
+            raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its first launcher makes "
+                              "anew at each start, in a directory that all its hosts share; or deployment.encrypt=false") from None
         _keys = public, secret
 
 
@@ -303,6 +316,7 @@ class ControlServer:
     """The controller's end: any actor's messages in, messages to named actors out."""
 
     def __init__(self, host: str) -> None:
+        _raise_limits()
         self.socket = _socket(zmq.ROUTER, serving=True, largest=MAX_CONTROL_BYTES)
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.router_mandatory = True

@@ -169,7 +169,7 @@ def test_ray_puts_no_two_of_a_role_on_a_gpu():
         for played in (["trainer", "trainer_rank", "draft_adapter"], ["trainer", "trainer_rank", "generator", "generator"]) * 2:
             group = placement_group([{"GPU": 2}])
             asked: list = []
-            actors = [launcher._ask(Asked, group, 0, share, asked, 60) for share in launcher._shares(played, 2)]
+            actors = [launcher._ask(Asked, group, 0, share, asked, lambda: False) for share in launcher._shares(played, 2)]
             found = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
             assert all(len(gpus) == 1 for gpus in found) and apart(played, [gpu for gpu, in found])
             for actor in actors:

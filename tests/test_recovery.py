@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -86,10 +87,12 @@ def test_actors_may_be_lost_while_starting(tmp_path):
     assert output.count("all is started again from the last checkpoint") == 1, output
 
 
-@pytest.mark.parametrize("actor", ["controller", "logprob"])
-def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, actor):
+@pytest.mark.parametrize("actor,launcher", [
+    ("controller", (sys.executable, SCRIPT)), ("logprob", (sys.executable, SCRIPT)),
+    ("controller", (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", SCRIPT))], ids=["controller", "logprob", "controller of ranks"])
+def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, actor, launcher):
     run_dir = tmp_path / "run"
-    output = Running.new(run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze").end()
+    output = Running.new(run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze", launcher=launcher).end()
     check(run_dir, 3)
     assert f"{actor} is frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 

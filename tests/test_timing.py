@@ -132,6 +132,7 @@ def test_acceptance_by_position_is_of_the_verifications_that_came_to_it():
 
     whole = {"spec/acceptance_length": 2.0, "spec/acceptance_rate": 0.375}
     assert row(two, one, none) == whole | {"spec/acceptance_1": 5 / 12, "spec/acceptance_2": 1 / 5} and row(none) == whole
+    assert row(replace(record, reached_at=[4, 0], accepted_at=[0, 0])) == whole | {"spec/acceptance_1": 0.0}
 
 
 @st.composite

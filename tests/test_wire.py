@@ -227,6 +227,16 @@ def test_what_was_under_way_when_the_connection_was_cut_arrives_once_and_in_orde
     way.close()
 
 
+def test_a_controller_has_room_for_many_generators():
+    server, inbox = transport.ControlServer("127.0.0.1"), transport.Inbox("127.0.0.1", credits=1)
+    outboxes = [transport.Outbox(inbox.address) for _ in range(400)]
+    for outbox in outboxes:
+        outbox.put(m.Ready("x"))
+    settle(inbox, *outboxes, until=lambda: len(inbox) == 400, seconds=30)
+    for item in (server.socket, inbox.socket, *outboxes):
+        item.close(0)
+
+
 def test_a_kind_of_message_that_the_consumer_does_not_take_is_rejected():
     inbox = transport.Inbox("127.0.0.1", credits=2, takes=(m.Ticket,))
     outbox = transport.Outbox(inbox.address)

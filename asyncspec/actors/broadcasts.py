@@ -104,7 +104,7 @@ class Broadcasts:
 
     def relay(self, sender: str, message: m.Publish) -> bool:
         """Have the receivers take part; False if the group is no more, or another is its sender."""
-        if self.members.get(message.kind, [""])[0] != sender:
+        if sender not in self.members.get(message.kind, [])[:1]:
             return False
         self.versions[message.kind] = max(self.versions[message.kind], message.version)
         for name in self.members[message.kind][1:]:

@@ -86,13 +86,15 @@ class Recovery:
         crew, granted = self.crew, []
         for name in names:
             known = [other for other in crew.roles if first_name(other) == name]
-            came = self.broadcasts is not None or name in crew.hellos
+            came = self.broadcasts is not None or name in crew.hellos or name in crew.gone
             if not known or (came and crew.roles[name] not in replaceable(self.config)):
                 return m.Claimed([], f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
                                      "launcher to do so")
             granted.append(f"{name}.{len(known)}" if came else name)
         for name, new in zip(names, granted):
-            if new != name:
+            if new == name:
+                crew.expect(name)
+            else:
                 last = [other for other in crew.roles if first_name(other) == name][-1]
                 self.lost(m.Interrupt(f"{last}'s node has started again", last, new))
                 self._expect(new, crew.roles[last])

@@ -80,10 +80,10 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     mine = mine[rank::world_size] if nodes is None else mine
     children: dict[str, subprocess.Popen] = {}
     if rank == 0:
-        children["controller"] = start(mine.pop(0), stdout_address=True)
+        children["controller"] = start(mine[0], stdout_address=True)
         store.set(key("control"), _address(children["controller"], config))
     address = store.get(key("control")).decode()
-    for spec in mine:
+    for spec in mine[1:] if rank == 0 else mine:
         children[spec.name] = start(msgspec.structs.replace(spec, control_address=address))
 
     def ended(now: bool) -> bool:

@@ -4,8 +4,8 @@ Each node of `deployment.nodes` is one bundle of a placement group, on a host of
 starts the processes and carries their results, in which a death shows at once. Replacing the dead is asyncspec's own doing: Ray restarts nothing. The
 actors do not know Ray; `_Host` is the only Ray actor and plays whatever role it is given.
 
-With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one, such that Ray places them as
-topology.deal would; Ray shows it no other.
+With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one, such that no two of one
+role have the same while there are enough; Ray shows it no other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ from asyncspec import topology
 from asyncspec.actors.base import ActorSpec, redirect_output
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError
-from asyncspec.deadlines import ANSWER_S
+from asyncspec.deadlines import ANSWER_S, PLACED_S
 from asyncspec.launch import attempts, roles
 from asyncspec.launch.interrupt import InterruptFlag
 
@@ -114,7 +114,7 @@ class _Pool(attempts.Pool):
         self._host = "127.0.0.1" if alone else "auto"  # which each process replaces by its node's address
         self._processes: list[_Process] = []
         self._asked: dict[int, list] = {}  # by node: what says of each process that it is there
-        self._limit_s = config.deployment.start_timeout_s
+        self._interrupt = interrupt
         self._console = _Console(Path(config.run_dir) / "logs" / f"{CONSOLE}.log")
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
@@ -131,7 +131,7 @@ class _Pool(attempts.Pool):
         return not self._gpus[place]  # a spare would need a share of a GPU that it does not use
 
     def make(self, place: int, name: str = "") -> "_Process":
-        host = _ask(_Host, self._group, place, self._share.get(name, 0), self._asked.setdefault(place, []), self._limit_s)
+        host = _ask(_Host, self._group, place, self._share.get(name, 0), self._asked.setdefault(place, []), lambda: bool(self._interrupt.count))
         self._processes.append(_Process(host, self._here))
         return self._processes[-1]
 
@@ -268,26 +268,34 @@ def _shares(played: Sequence[str], gpus: int) -> list[float]:
     return [share / SHARES for share in shares]
 
 
-def _ask(actor: type, group, node: int, share: float, asked: list, limit_s: float):
+def _ask(actor: type, group, node: int, share: float, asked: list, stop: Callable[[], bool]):
     """A new process of a placement group's node; returns its handle. Where it is to share a GPU, all asked for before it there are waited for, and it:
     Ray serves several requests in any order.
 
     Args:
         share: of a GPU.
-        asked: what says of the node's processes that each is there; the new one's is added.
-        limit_s: for the wait. What then has no place shows as a process that does not come up.
+        asked: what says of the node's processes that each is there, of those that have not been waited for; the new one's is added.
+        stop: whether nobody wants to wait any more.
     """
     shares = 0 < share < 1
-    if shares and asked:
-        ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+    if shares:
+        _await(asked, stop)
     # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
     host = ray.remote(actor).options(
         num_cpus=0, num_gpus=share, max_restarts=0, max_task_retries=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)).remote()
     asked.append(host.__ray_ready__.remote())
     if shares:
-        ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+        _await(asked, stop)
     return host
+
+
+def _await(asked: list, stop: Callable[[], bool]) -> None:
+    """Until these processes are there. What has no place then shows as one that does not come up."""
+    deadline = time.monotonic() + PLACED_S
+    while asked and not stop() and time.monotonic() < deadline:
+        _, asked[:] = ray.wait(asked, num_returns=len(asked), timeout=0.2)
+    asked.clear()
 
 
 def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: InterruptFlag):
