@@ -1,6 +1,8 @@
 """Versioned broadcast between real processes: every version arrives whole, in order, while receivers keep working."""
 
 import multiprocessing as mp
+import os
+import signal
 import threading
 import time
 
@@ -78,6 +80,81 @@ def test_each_version_arrives_whole_and_in_order():
         child.join(10)
         assert child.exitcode == 0
     publisher.close()
+
+
+LARGE = {str(i): torch.full((1 << 20,), 1.0) for i in range(12)}  # a bucket each
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesHalfway(WholeSnapshot):
+    def begin(self):
+        for i, bucket in enumerate(super().begin()):
+            if i == 6:
+                die()
+            yield bucket
+
+
+def short_lived(port, me, membership):
+    """Sends, or receives, half of a version."""
+    weights.BUCKET_ELEMENTS = 1 << 20
+    layout = Layout.of(LARGE)
+    if me == "trainer":
+        worker = Publisher("127.0.0.1", port, "policy", me, "cpu")
+        worker.begin_with(Publish("policy", 1), DiesHalfway(layout, LARGE, "cpu"))
+    else:
+        worker = Receiver("127.0.0.1", port, "policy", me, "cpu", layout, print, lambda name, tensor: die() if name == "6" else tensor)
+    worker.form(membership, 60, lambda: None)
+    if me != "trainer":
+        worker.expect(1, 1)
+    while True:
+        worker.tend(lambda message: None)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dies", ["trainer", "generator0"])
+def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_and_the_next_epoch_has_it_whole(monkeypatch, dies):
+    monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 1 << 20)
+    layout, store = Layout.of(LARGE), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert len(layout.buckets) == 12
+    child = mp.get_context("spawn").Process(target=short_lived, args=(store.port, dies, MEMBERSHIP), daemon=True)
+    child.start()
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    publisher.begin_with(Publish("policy", 1), WholeSnapshot(layout, LARGE, "cpu"))
+    receivers = {name: Receiver("127.0.0.1", store.port, "policy", name, "cpu", layout, lambda version: None) for name in MEMBERS[1:]}
+    here = {"trainer": publisher, **receivers}
+    here.pop(dies)
+    told, left = [], list(here)
+    receivers = {name: worker for name, worker in here.items() if name != "trainer"}
+
+    def run_until(condition):
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            for worker in here.values():
+                worker.tend(told.append)
+            time.sleep(0.01)
+        assert condition(), told
+
+    for worker in here.values():
+        worker.form(MEMBERSHIP, 60, lambda: None)
+    for receiver in receivers.values():
+        receiver.expect(1, 1)
+    run_until(lambda: not child.is_alive())
+    assert all(receiver.take() is None for receiver in receivers.values())
+    here["trainer"] = publisher  # or another in its place
+    again = Membership("policy", 2, ["trainer", *(name for name in left if name != "trainer")], "gloo")
+    for worker in here.values():
+        worker.form(again, 60, lambda: None)
+    for receiver in receivers.values():
+        receiver.expect(1, 2)
+    run_until(lambda: all(receiver.complete == [1] for receiver in receivers.values()))
+    for receiver in receivers.values():
+        version, tensors = receiver.take()
+        assert version == 1 and tensors.keys() == LARGE.keys() and all((tensor == 1).all() for tensor in tensors.values())
+    for worker in here.values():
+        worker.close()
 
 
 def test_a_member_that_never_comes_is_reported_and_without_a_new_epoch_an_error(monkeypatch):
