@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from asyncspec import cli
 from asyncspec.config import ConfigError, load
+from asyncspec.launch import attempts
 from asyncspec.launch.preflight import check_host
 from asyncspec.launch.roles import hold
 from runs import ROOT
@@ -103,3 +105,17 @@ def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path)
     done = subprocess.run([sys.executable, "-c", listed, str(ROOT / "launch"), str(ROOT / "launch" / f"{script}.py")], capture_output=True, text=True,
                           cwd=tmp_path)
     assert done.stdout and str(ROOT / "launch") not in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_controller_that_does_not_come_up_is_given_up_after_its_time(restarts, capsys):
+    """Frozen before its launcher has heard of it."""
+    attempt = object.__new__(attempts._Attempt)
+    attempt.config, attempt.restarts_left, attempt.resuming = load("tiny", ["deployment.start_timeout_s=0.2"]), restarts, False
+    attempt.interrupt, attempt.playing = SimpleNamespace(count=0), {"controller": SimpleNamespace(prepared=lambda: None)}
+    if restarts:
+        assert attempt._controller() == "" and attempt.resuming
+        assert "controller died: frozen: no sign of life for 0.2 s; all is started again" in capsys.readouterr().out
+    else:
+        with pytest.raises(attempts.NotStarted, match="did not start within 0 s; raise deployment.start_timeout_s"):
+            attempt._controller()

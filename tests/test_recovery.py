@@ -94,7 +94,7 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     run_dir = tmp_path / "run"
     output = Running.new(run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze", launcher=launcher).end()
     check(run_dir, 3)
-    assert f"{actor} is frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
+    assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
@@ -115,13 +115,13 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
 
 def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_path):
     """bench chaos, shorter."""
-    storm = chaos.Storm(tmp_path / "storm", np.random.default_rng(5), 5)
-    chaos.run_job(tmp_path / "storm", "steps=40", *SMALL, *chaos.SETTINGS, beside=storm)
-    assert len(storm.faults) >= 3
-    chaos.cut_and_resume(tmp_path / "cut", ("steps=9", *SMALL, "checkpoint.every=2"), cuts=2)
-    assert sum(event["event"] == "resumed" for event in events(tmp_path / "cut")) == 2
-    check(tmp_path / "storm", 40)
-    check(tmp_path / "cut", 9)
+    storm = chaos.Storm(tmp_path / "storm", np.random.default_rng(5), 4)
+    chaos.run_job(tmp_path / "storm", "steps=24", *SMALL, *chaos.SETTINGS, beside=storm)
+    assert len(storm.faults) >= 2
+    chaos.cut_and_resume(tmp_path / "cut", ("steps=6", *SMALL, "checkpoint.every=2"), cuts=1)
+    assert sum(event["event"] == "resumed" for event in events(tmp_path / "cut")) == 1
+    check(tmp_path / "storm", 24)
+    check(tmp_path / "cut", 6)
 
 
 def policy_of(run_dir):

@@ -252,7 +252,7 @@ class _Attempt:
             self.playing[name].kill()
 
     def _controller(self) -> str:
-        """The controller's address; "" if its process ended, and all is to be started again.
+        """The controller's address; "" if its process ended or did not come up in time, and all is to be started again.
 
         Raises:
             NotStarted: there is none.
@@ -264,12 +264,15 @@ class _Attempt:
             if self.interrupt.count:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                raise NotStarted(f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s")
+                break
             time.sleep(POLL_S)
-        if isinstance(outcome, Ended) and self.restarts_left:
-            print("controller died: its process ended while starting; all is started again from the last checkpoint", flush=True)
+        if (outcome is None or isinstance(outcome, Ended)) and self.restarts_left:
+            how = "its process ended while starting" if outcome is not None else f"frozen: no sign of life for {limit:.1f} s"
+            print(f"controller died: {how}; all is started again from the last checkpoint", flush=True)
             self.resuming = True
             return ""
+        if outcome is None:
+            raise NotStarted(f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s")
         if isinstance(outcome, Exception):
             raise NotStarted(f"the controller did not start: {type(outcome).__name__}: {(str(outcome).strip() or '?').splitlines()[-1]}")
         return outcome
