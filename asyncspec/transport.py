@@ -25,7 +25,7 @@ import struct
 import time
 from collections import Counter, deque
 from pathlib import Path
-from typing import Iterable
+from typing import Iterable, Iterator
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -208,7 +208,30 @@ class Inbox:
         self._waiting.append((sender, frames[2], body, arrays, now()))
 
 
-class Outbox:
+class _Watched:
+    """An end that knows when its connection is lost and stands again: `socket`, and its `_monitor`."""
+
+    socket: zmq.Socket
+
+    def _watch(self) -> None:
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def _changes(self) -> Iterator[bool]:
+        """What has happened to the connection since the last call: whether it was lost, each time."""
+        while self._monitor.poll(0):
+            yield recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+
+    def close(self, linger: int | None = None) -> None:
+        """
+        Args:
+            linger: milliseconds to hand over what was sent last; None: as usual.
+        """
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(linger)
+
+
+class Outbox(_Watched):
     """A producing end of a queue."""
 
     def __init__(self, address: str, delay_s: float = 0.0) -> None:
@@ -227,7 +250,7 @@ class Outbox:
         self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
         self.socket.identity = b"o" + os.urandom(15)  # by which the consumer knows it again where the connection was cut
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._watch()
         self._cut = False
         self.socket.connect(address)
         self.socket.send(_OPEN)
@@ -293,23 +316,14 @@ class Outbox:
 
     def _tend_connection(self) -> None:
         """What was under way when the connection was cut is sent again once it stands again; what arrived is known by its number."""
-        while self._monitor.poll(0):
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+        for lost in self._changes():
+            if lost:
                 self._cut = True
             elif self._cut:
                 self._cut = False
                 self.socket.send(_OPEN)
                 for number in self.unacknowledged:
                     self._send(number)
-
-    def close(self, linger: int | None = None) -> None:
-        """
-        Args:
-            linger: milliseconds to hand over what was sent last; None: as usual.
-        """
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(linger)
 
 
 class ControlServer:
@@ -345,14 +359,14 @@ class ControlServer:
         self.socket.close()
 
 
-class ControlClient:
+class ControlClient(_Watched):
     """An actor's end, or a launcher's."""
 
     def __init__(self, address: str, name: str) -> None:
         self.socket = _socket(zmq.DEALER, serving=False, largest=MAX_CONTROL_BYTES)
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.identity = name.encode()
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._watch()
         self._lost_at = 0.0
         self.socket.connect(address)
         self.rejected = 0
@@ -362,9 +376,8 @@ class ControlClient:
 
     def lost_for(self) -> float:
         """Seconds since the connection was lost; 0 while it stands, or was never there."""
-        while self._monitor.poll(0):
-            down = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
-            self._lost_at = time.monotonic() if down else 0.0
+        for lost in self._changes():
+            self._lost_at = time.monotonic() if lost else 0.0
         return time.monotonic() - self._lost_at if self._lost_at else 0.0
 
     def receive(self) -> Message | None:
@@ -375,12 +388,3 @@ class ControlClient:
             except WireError:
                 self.rejected += 1
         return None
-
-    def close(self, linger: int | None = None) -> None:
-        """
-        Args:
-            linger: milliseconds to hand over what was sent last; None: as usual.
-        """
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(linger)
