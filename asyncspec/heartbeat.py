@@ -46,13 +46,15 @@ class Heart:
 
     def _beat(self) -> None:
         client = transport.ControlClient(self._address, self.name + SUFFIX)
+        client.send(Beat(self.name, self.turn_s))  # at once: one that has loaded in no time may freeze in no time
         while not self._stop.wait(BEAT_EVERY_S):
             client.send(Beat(self.name, self.turn_s))
         client.close(0)
 
 
 class Vigil:
-    """Who has beaten when, as seen here. Time in which this process itself did not run is nobody's silence."""
+    """Who has beaten when, as seen here. Time in which this process itself did not run is nobody's silence, but for the beginning of it: a
+    process that is merely slow still finds out who is silent."""
 
     def __init__(self, silent_s: float, turn_s: float) -> None:
         """
@@ -91,7 +93,7 @@ class Vigil:
         """(name, what is wrong) of those frozen or stuck, each once. Call it often."""
         now = time.monotonic()
         between, self._looked = now - self._looked, now
-        self.slept = between if between > self.silent_s / 4 else 0.0
+        self.slept = max(0.0, between - self.silent_s / 4)
         self._heard = {name: min(now, at + self.slept) for name, at in self._heard.items()}
         found = []
         for name, at in list(self._heard.items()):

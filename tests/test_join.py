@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+from asyncspec import topology
 from asyncspec.audit import violations
 from runs import Running, alive, descendants, events, rows
 
@@ -55,6 +56,57 @@ def test_a_node_that_is_interrupted_leaves_the_run_going(tmp_path):
     first.end()
     one.end()
     assert len(rows(run_dir)) == 16 and violations(events(run_dir), 1, 4, 16) == []
+
+
+def signal_node(running, number):
+    """As if its link went down (SIGSTOP) and came up again (SIGCONT): launcher and actors neither speak nor answer meanwhile."""
+    for pid in [running.process.pid, *descendants(running.process.pid)]:
+        os.kill(pid, number)
+
+
+def nodes_of(run_dir, layout, *args):
+    """A run's first node and those that have joined it, by number."""
+    first = Running.new(run_dir, "--steps", "100000", f"deployment.nodes={layout}", "--node", "0", "deployment.host=127.0.0.1",
+                        "deployment.silent_timeout_s=2", *args, seconds=240)
+    first.wait_for((run_dir / "rendezvous.json").exists, "the first node's address")
+    return [first, *(Running(run_dir, "--join", str(run_dir), "--node", str(number), seconds=240) for number in range(1, len(topology.parse(layout))))]
+
+
+def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path):
+    run_dir, away = tmp_path / "run", {1: "logprob", 3: "draft_adapter", 4: "generator1"}
+    nodes = nodes_of(run_dir, "trainer+generator,2*logprob,draft_adapter,generator")
+    nodes[0].wait_for_steps(2)
+    for number in away:
+        signal_node(nodes[number], signal.SIGSTOP)
+    nodes[0].wait_for(lambda: all(f"{actor} is cut off" in nodes[0].output for actor in away.values()), "the nodes to be given up")
+    nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
+    for number in away:
+        signal_node(nodes[number], signal.SIGCONT)
+    nodes[0].wait_for(lambda: {event["actor"] for event in events(run_dir) if event["event"] == "joined"} >= {f"{actor}.1" for actor in away.values()},
+                      "others in their place")
+    nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
+    os.kill(nodes[0].process.pid, signal.SIGINT)
+    output = nodes[0].end(130)
+    assert "all is started again" not in output and all(node.end(130) for node in nodes[1:])
+    trained = len(rows(run_dir))
+    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(events(run_dir), 1, 4, trained) == []
+
+
+def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off(tmp_path):
+    run_dir = tmp_path / "run"
+    nodes = nodes_of(run_dir, "generator,trainer+logprob", "deployment.stall_timeout_s=20", "checkpoint.every=2")
+    nodes[0].wait_for_steps(5)
+    signal_node(nodes[1], signal.SIGSTOP)
+    nodes[0].wait_for(lambda: "nobody answers for trainer: it is waited for" in nodes[0].output, "the trainer to be missed")
+    signal_node(nodes[1], signal.SIGCONT)
+    nodes[0].wait_for(lambda: nodes[1].output.count("node 1 plays trainer, logprob") == 2, "all to start again")
+    nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
+    signal_node(nodes[1], signal.SIGSTOP)  # for good
+    output = nodes[0].end(1)
+    signal_node(nodes[1], signal.SIGKILL)
+    assert "nothing moved for 20 s: waiting for logprob, trainer, for which nobody answers" in output and f"asyncspec train --resume {run_dir}" in output, output
+    trained = len(rows(run_dir))
+    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(events(run_dir), 1, 4, trained) == []
 
 
 def said(*args):

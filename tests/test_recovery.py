@@ -1,5 +1,6 @@
 """Faults: any actor killed or frozen at any moment; runs cut short and resumed. The audit has the last word."""
 
+import math
 import os
 import signal
 import sys
@@ -10,8 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncspec import messages as m
+from asyncspec.actors.crew import Crew
+from asyncspec.actors.recovery import Recovery, RunState
 from asyncspec.audit import audit
 from asyncspec.bench import chaos
+from asyncspec.config import load
+from asyncspec.heartbeat import Vigil
 from runs import SCRIPT, SMALL, TORCHRUN, Running, descendants, events, rows
 
 QUICK = ("checkpoint.every=3", "deployment.silent_timeout_s=2")
@@ -95,6 +101,34 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     output = Running.new(run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze", launcher=launcher).end()
     check(run_dir, 3)
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
+
+
+def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():
+    """Also where signs of life before it came too early to count: the launcher had not told of the actor yet."""
+    config = load("tiny", ["deployment.silent_timeout_s=1"])
+    crew = Crew(config, lambda name, message: True)
+    recovery = Recovery(config, crew, None, RunState(), None, None)
+    for name in crew.present:
+        crew.expect(name)
+    recovery.arrived(m.Hello("generator0", "tcp://127.0.0.1:1", "cpu"))
+    found, deadline = [], time.monotonic() + 10
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+        found = crew.vigil.overdue()
+    assert [name for name, _ in found] == ["generator0"]
+
+
+def test_who_looks_seldom_finds_out_who_is_silent_and_nobody_else():
+    vigil, looks, found = Vigil(silent_s=0.2, turn_s=math.inf), 0, []
+    vigil.heard("silent")
+    while not found and looks < 20:
+        time.sleep(0.15)
+        vigil.heard("alive")
+        found, looks = vigil.overdue(), looks + 1
+    assert [name for name, _ in found] == ["silent"]
+    vigil.heard("alive")
+    time.sleep(1.0)  # this process did not run
+    assert vigil.overdue() == [] and 0.9 < vigil.slept
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):

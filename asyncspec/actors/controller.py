@@ -172,13 +172,15 @@ class Controller:
             return
         limit = self.config.deployment.stall_timeout_s
         if time.monotonic() - self.state.moved > limit:
-            where = self.book.oldest() or "no ticket"
-            coming = self.crew.present - self.crew.settled
-            if not self.book.open and coming:
+            crew = self.crew
+            coming, cut_off = crew.present - crew.settled, crew.present & crew.cut_off
+            if cut_off:
+                where = f"{', '.join(sorted(cut_off))}, for which nobody answers"
+            elif not self.book.open and coming:
                 where = f"{', '.join(sorted(coming))} to take a dead actor's place"
-            silent = max(self.crew.present, key=self.crew.vigil.silence)
-            raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; longest silent: {silent}; see "
-                            f"{self.run_dir}/logs, or raise deployment.stall_timeout_s")
+            else:
+                where = f"{self.book.oldest() or 'no ticket'}; longest silent: {max(crew.present, key=crew.vigil.silence)}"
+            raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; see {self.run_dir}/logs, or raise deployment.stall_timeout_s")
 
     def _stop_all(self) -> None:
         deployment = self.config.deployment

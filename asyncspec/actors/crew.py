@@ -1,7 +1,8 @@
 """The crew: which actors play which roles, and where each one is in its life.
 
 Coming up, then up (it has said Hello), ready (it has joined its broadcast groups), and gone (it has stopped, or was lost). One that comes up
-in place of another is joining until it is ready. One that has frozen or cannot be reached is condemned: its launcher is to kill it.
+in place of another is joining until it is ready. One that has frozen or cannot be reached is condemned: its launcher is to kill it. One whose
+launcher does not answer either is cut off.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Crew:
         self.since: dict[str, float] = {}  # when each began to come up, or to join
         self.joining: dict[str, float] = {}  # those that came in place of others, and when those were lost
         self.condemned: dict[str, float] = {}  # those whose launcher was asked to kill them, and when
+        self.cut_off: set[str] = set()  # those of them that nobody has answered for
         self.launchers: set[str] = set()
         self.vigil = Vigil(config.deployment.silent_timeout_s, config.deployment.turn_timeout_s)
         self._send, self._start_s = send, config.deployment.start_timeout_s
@@ -63,13 +65,20 @@ class Crew:
     @property
     def generators(self) -> list[str]:
         """Those that tickets can be sent to."""
-        settled = self.settled
-        return [name for name in self.playing("generator") if name in settled]
+        return self.at_work("generator")
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Of the inboxes, by first name; of one that is lost until another has its place."""
-        return {first_name(name): hello.address for name, hello in self.hellos.items() if name in self.roles}
+        """Of the inboxes, by first name; of one that is lost until another has its place, but another logprob actor's for one that is cut off."""
+        found = {first_name(name): hello.address for name, hello in self.hellos.items() if name in self.roles}
+        here = {first_name(name) for name in self.playing("logprob") if name in self.hellos}
+        away = {first_name(name) for name in self.cut_off if self.roles[name] == "logprob"} - here
+        return found | {name: found[min(here)] for name in away if here}
+
+    def at_work(self, role: str) -> list[str]:
+        """Those that play it now."""
+        settled = self.settled
+        return [name for name in self.playing(role) if name in settled]
 
     def playing(self, role: str) -> list[str]:
         return [name for name, played in self.roles.items() if played == role and name not in self.gone]
@@ -84,6 +93,9 @@ class Crew:
                 self.condemn(name, "was cut off")
         elif name in self.present and sender == name + SUFFIX:
             self.vigil.heard(name, beat.turn_s, loading=name not in self.ready)
+            if name in self.cut_off:  # the run has waited for it
+                self.cut_off.discard(name)
+                self.condemned.pop(name, None)
 
     def expect(self, name: str) -> None:
         """An actor is being started."""

@@ -50,9 +50,30 @@ class Recovery:
             if name in crew.present - crew.ready - crew.condemned.keys() and now - since > limit:
                 self.records.line(f"{name} has not joined within {limit:.0f} s")
                 crew.condemn(name, "did not join")
-        for name, since in list(crew.condemned.items()):
-            if now - since > KILLED_S and name in crew.generators and len(crew.generators) > 1:  # nobody has answered for it
-                self.lost(m.Interrupt(f"{name} is cut off", name))
+        for name in [name for name, since in crew.condemned.items() if now - since > KILLED_S and name in crew.present - crew.cut_off]:
+            self._cut_off(name)
+
+    def _cut_off(self, name: str) -> None:
+        """Neither an actor nor its launcher has answered: go on without it until it can be reached again, if that can be."""
+        crew, role, reason = self.crew, self.crew.roles[name], f"{name} is cut off"
+        crew.cut_off.add(name)
+        if self.state.stop_reason and role != "trainer":  # whose checkpoint alone is waited for
+            crew.leave(name)
+        elif self._can_spare(name):
+            crew.leave(name)
+            self.records.note("lost", actor=name, reason=reason)
+            self._replace(name, role, m.Interrupt(reason, name))
+            if self.broadcasts is not None:
+                self.welcome()
+        else:
+            self.records.line(f"nobody answers for {name}: it is waited for, the run cannot go on without it")
+
+    def _can_spare(self, name: str) -> bool:
+        """Whether the run goes on without an actor for a while: one of several, or the draft adapter, which nobody waits for."""
+        role = self.crew.roles[name]
+        if role == "draft_adapter":
+            return self.broadcasts is not None
+        return role in replaceable(self.config) and any(other != name for other in self.crew.at_work(role))
 
     def lost(self, message: m.Interrupt) -> None:
         """An actor's process has died, or is cut off."""
@@ -68,13 +89,12 @@ class Recovery:
         if role == "draft_adapter" and not message.replacement and self.broadcasts is not None:
             self.lost_adapter(name, message.reason)
             return
-        others = name in crew.condemned and role == "generator" and len(crew.generators) > 1
         crew.leave(name)
         self.records.note("lost", actor=name, reason=message.reason)
         ending = state.stop_reason
         if ending and role != "trainer":  # whose checkpoint alone is waited for
             return
-        if message.replacement or others:
+        if message.replacement:
             self._replace(name, role, message)
         elif message.may_restart and ending in ("", "finished"):
             state.resuming, state.stop_reason = True, message.reason
@@ -115,6 +135,8 @@ class Recovery:
         """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
         crew, name = self.crew, hello.name
         crew.hellos.setdefault(name, hello)
+        if name in crew.present:
+            crew.vigil.heard(name, loading=True)
         if self.broadcasts is None or name not in crew.joining or name in crew.gone or name in self.broadcasts.devices:
             return
         self.welcome()

@@ -1,7 +1,7 @@
 """bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace, a torchrun and an actor for each node, real
 queues, lag, broadcasts and attribution; only the computing is waited for (configs/mock_rl_think_8b.yaml says how long, and why).
 
-Variants: no speculation; speculation; speculation with one generating node cut off from the network for a while.
+Variants: no speculation; speculation; speculation with two nodes, one that generates and one of logprob, cut off from the network for a while.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ PUBLISHED = {"exposed_generation_ar_s": 10.4, "exposed_generation_spec_s": 0.6, 
 class DeploymentBenchmark(Benchmark):
     name = "deployment"
     repeats = 1
-    variants = ("ar", "spec", "spec, a node cut off")
-    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "prepare_s", "recovery_s", "train_s", "lag_violations", "generators_lost")
+    variants = ("ar", "spec", "spec, nodes cut off")
+    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "prepare_s", "recovery_s", "train_s", "lag_violations", "generators_lost", "logprobs_lost")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out.absolute()
         self.config = self._config("ar")
-        self.hosts = Hosts(len(topology.parse(self.config.deployment.nodes)))
+        nodes = topology.parse(self.config.deployment.nodes)
+        self.victims = [max(i for i, node in enumerate(nodes) if role in node) for role in ("generator", "logprob") if topology.total(nodes)[role] > 1]
+        self.hosts = Hosts(len(nodes))
 
     def _config(self, variant: str) -> Config:
         return load(CONFIG, self._settings(variant))
@@ -57,7 +59,7 @@ class DeploymentBenchmark(Benchmark):
         try:
             self._attend(variant, run_dir, nodes)
         finally:
-            self.hosts.cut_off(self.hosts.count - 1, off=False)
+            self._cut_off(False)
             for node in nodes:
                 if node.poll() is None:
                     os.killpg(node.pid, signal.SIGTERM)
@@ -78,21 +80,25 @@ class DeploymentBenchmark(Benchmark):
         return {"step_s": mean("time/step"), "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
                 **{f"{part}_s": mean(f"time/{part}") for part in (
                     "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "admission", "transport", "data", "train", "other")},
-                "generation_s": mean("time/generation"), "violations": len(found), "generators_lost": rows[-1].get("recovery/generators_lost", 0),
+                "generation_s": mean("time/generation"), "violations": len(found),
+                **{f"{role}s_lost": rows[-1].get(f"recovery/{role}s_lost", 0) for role in ("generator", "logprob")},
                 "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > self.config.policy_lag for row in rows)}
 
     def _attend(self, variant: str, run_dir: Path, nodes: list[subprocess.Popen]) -> None:
-        """Until the controller's node has ended; cut one off in between, if that is to be."""
+        """Until the controller's node has ended; cut some off in between, if that is to be."""
         deadline, cut = time.monotonic() + LONGEST_S, 0.0
-        victim = self.hosts.count - 1
         while nodes[0].poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
             if variant.endswith("cut off") and not cut and (run_dir / "metrics.jsonl").exists() and len(read_rows(run_dir / "metrics.jsonl")) >= CUT_AFTER:
                 cut = time.monotonic()
-                self.hosts.cut_off(victim)
+                self._cut_off(True)
             if cut > 0 and time.monotonic() - cut > CUT_S:
                 cut = -1.0
-                self.hosts.cut_off(victim, off=False)
+                self._cut_off(False)
+
+    def _cut_off(self, off: bool) -> None:
+        for victim in self.victims:
+            self.hosts.cut_off(victim, off)
 
     def headline(self, samples: Samples) -> dict[str, float]:
         def mean(variant: str, key: str) -> float:
@@ -102,7 +108,7 @@ class DeploymentBenchmark(Benchmark):
                 "step_ar_s": mean("ar", "step_s"), "step_spec_s": mean("spec", "step_s"), "step_speedup": ratio(samples, "step_s", "ar", "spec"),
                 "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
                 "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
-                "step_cut_off_s": mean("spec, a node cut off", "step_s"), "time_scale": self.config.mock.time_scale,
+                "step_cut_off_s": mean("spec, nodes cut off", "step_s"), "time_scale": self.config.mock.time_scale,
                 "rate_shaped": float("rate" in self.hosts.shaped), "delay_shaped": float("delay" in self.hosts.shaped)}
 
     def plot(self, axes, samples: Samples) -> None:
