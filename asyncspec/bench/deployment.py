@@ -31,7 +31,8 @@ class DeploymentBenchmark(Benchmark):
     name = "deployment"
     repeats = 1
     variants = ("ar", "spec", "spec, nodes cut off")
-    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "prepare_s", "recovery_s", "train_s", "lag_violations", "generators_lost", "logprobs_lost")
+    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "prepare_s", "recovery_s", "train_s", "lag_violations", "generators_lost", "logprobs_lost",
+               "joined_again")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out.absolute()
@@ -76,12 +77,14 @@ class DeploymentBenchmark(Benchmark):
         def mean(key: str) -> float:
             return statistics.fmean(row[key] for row in steady) / scale
 
-        found = violations(ledger.read(run_dir), self.config.policy_lag, self.config.rl.groups_per_step, len(rows))
+        events = list(ledger.read(run_dir))
+        found = violations(events, self.config.policy_lag, self.config.rl.groups_per_step, len(rows))
         return {"step_s": mean("time/step"), "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
                 **{f"{part}_s": mean(f"time/{part}") for part in (
                     "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "admission", "transport", "data", "train", "other")},
                 "generation_s": mean("time/generation"), "violations": len(found),
                 **{f"{role}s_lost": rows[-1].get(f"recovery/{role}s_lost", 0) for role in ("generator", "logprob")},
+                "joined_again": sum(event["event"] == "joined" for event in events),
                 "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > self.config.policy_lag for row in rows)}
 
     def _attend(self, variant: str, run_dir: Path, nodes: list[subprocess.Popen]) -> None:
@@ -108,7 +111,8 @@ class DeploymentBenchmark(Benchmark):
                 "step_ar_s": mean("ar", "step_s"), "step_spec_s": mean("spec", "step_s"), "step_speedup": ratio(samples, "step_s", "ar", "spec"),
                 "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
                 "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
-                "step_cut_off_s": mean("spec, nodes cut off", "step_s"), "time_scale": self.config.mock.time_scale,
+                "step_cut_off_s": mean("spec, nodes cut off", "step_s"), "joined_again": mean("spec, nodes cut off", "joined_again"),
+                "time_scale": self.config.mock.time_scale,
                 "rate_shaped": float("rate" in self.hosts.shaped), "delay_shaped": float("delay" in self.hosts.shaped)}
 
     def plot(self, axes, samples: Samples) -> None:
