@@ -32,8 +32,8 @@ def test_nodes_join_by_the_controllers_address_and_one_of_them_starts_again_alon
     first.wait_for_steps(len(rows(run_dir)) + 2)
     assert not alive(everyone)
     again = node(2)
-    again.wait_for(lambda: "node 2 plays generator1.1" in again.output, "the node to come back")
-    first.wait_for(lambda: any(event["event"] == "joined" and event["actor"] == "generator1.1" for event in events(run_dir)), "the generator to join")
+    again.wait_for(lambda: "node 2 plays generator1.100" in again.output, "the node to come back")
+    first.wait_for(lambda: any(event["event"] == "joined" and event["actor"] == "generator1.100" for event in events(run_dir)), "the generator to join")
     # The trainer dies: all start again, also on the nodes that have joined.
     first.signal("trainer", signal.SIGKILL)
     first.wait_for(lambda: one.output.count("node 1 plays generator0") == 2, "the nodes to join again")

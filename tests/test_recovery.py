@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from asyncspec.actors.recovery import Recovery, RunState
 from asyncspec.audit import audit
 from asyncspec.bench import chaos
 from asyncspec.config import load
+from asyncspec.deadlines import KILLED_S
 from asyncspec.heartbeat import Vigil
 from runs import SCRIPT, SMALL, TORCHRUN, Running, descendants, events, rows
 
@@ -103,13 +105,51 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 
 
-def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():
-    """Also where signs of life before it came too early to count: the launcher had not told of the actor yet."""
-    config = load("tiny", ["deployment.silent_timeout_s=1"])
+def recovery_of(*settings):
+    """Of actors that are all being started; and the lines it says."""
+    config, lines = load("tiny", settings), []
     crew = Crew(config, lambda name, message: True)
-    recovery = Recovery(config, crew, None, RunState(), None, None)
+    records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={})
+    book = SimpleNamespace(reissue=lambda which, reason: 0)
     for name in crew.present:
         crew.expect(name)
+    return Recovery(config, crew, book, RunState(), records, None), lines
+
+
+def came(recovery, *names):
+    for name in names:
+        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.hellos)}", "cpu"))
+        recovery.crew.ready.add(name)
+
+
+def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatch):
+    recovery, lines = recovery_of("deployment.logprobs=2")
+    crew, both = recovery.crew, ("logprob", "logprob1")
+    came(recovery, *crew.present)
+    for name in both:
+        crew.condemn(name, "frozen")
+        crew.condemned[name] -= KILLED_S
+    recovery.watch()
+    recovery.watch()
+    assert lines == [f"nobody answers for {name}: it is waited for, the run cannot go on without it" for name in both] and crew.present >= set(both)
+    recovery.lost(m.Interrupt("logprob died", "logprob", "logprob.1"))
+    came(recovery, "logprob.1")
+    recovery.watch()
+    assert "logprob1" not in crew.present and crew.addresses["logprob1"] == crew.hellos["logprob.1"].address == crew.addresses["logprob"]
+    # Its launcher, reached again, has none to put in its place; and another node that claims its part.
+    recovery.lost(m.Interrupt("logprob1 died: SIGKILL", "logprob1"))
+    assert lines[-1] == "logprob1 died: SIGKILL; no replacement is left for it: the others go on"
+    recovery.broadcasts = SimpleNamespace(devices={}, port=1, versions={}, members={"draft": []}, add=lambda hello, kinds: None)
+    monkeypatch.setattr(recovery, "welcome", lambda: None)
+    assert recovery.claim(["logprob1"]).names == ["logprob1.100"]
+    came(recovery, "logprob1.100")
+    assert crew.addresses["logprob1"] == crew.hellos["logprob1.100"].address
+
+
+def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():
+    """Also where signs of life before it came too early to count: the launcher had not told of the actor yet."""
+    recovery, _ = recovery_of("deployment.silent_timeout_s=1")
+    crew = recovery.crew
     recovery.arrived(m.Hello("generator0", "tcp://127.0.0.1:1", "cpu"))
     found, deadline = [], time.monotonic() + 10
     while not found and time.monotonic() < deadline:

@@ -187,15 +187,20 @@ class Controller:
         # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
         limit = deployment.stall_timeout_s if self.state.stop_reason == "finished" else deployment.stop_timeout_s if self.started else EARLY_STOP_S
         deadline = time.monotonic() + limit
-        while (left := self.crew.settled) and time.monotonic() < deadline:
+        while (left := self._awaited()) and time.monotonic() < deadline:
             for name in left:  # again and again: one that is still starting connects later
                 self.server.send(name, m.Stop(self.state.stop_reason))
             self._listen_for(0.2)
             if self.state.stop_reason == "finished":
                 self._watch()
-        missing = sorted(self.crew.settled)
+        missing = sorted(self._awaited())
         if missing and self.started and not self.state.failure:
             self.state.failure = f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
+
+    def _awaited(self) -> set[str]:
+        """Those whose end this process waits for: of those that nobody answers for only the trainer, whose checkpoint may be under way."""
+        crew = self.crew
+        return {name for name in crew.settled if name not in crew.cut_off or crew.roles[name] == "trainer"}
 
     def _note_error(self, error: Exception) -> None:
         text, state = f"controller: {type(error).__name__}: {error}", self.state
@@ -296,10 +301,10 @@ class Controller:
         elif isinstance(message, m.Notice):
             self.records.line(f"{message.name}: {message.text}")
         elif isinstance(message, m.Failed):
-            if crew.roles.get(message.name) == "draft_adapter" and self.broadcasts is not None:
-                self.recovery.lost_adapter(message.name, message.error)
-            elif message.name not in crew.present:
+            if message.name not in crew.present:
                 self.records.line(f"{message.name}, which was given up, failed: {message.error}")
+            elif crew.roles.get(message.name) == "draft_adapter" and self.broadcasts is not None:
+                self.recovery.lost_adapter(message.name, message.error)
             elif not state.failure:
                 state.failure = state.stop_reason = f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log"
         elif isinstance(message, m.Stopped):

@@ -71,9 +71,10 @@ class Crew:
     def addresses(self) -> dict[str, str]:
         """Of the inboxes, by first name; of one that is lost until another has its place, but another logprob actor's for one that is cut off."""
         found = {first_name(name): hello.address for name, hello in self.hellos.items() if name in self.roles}
-        here = {first_name(name) for name in self.playing("logprob") if name in self.hellos}
-        away = {first_name(name) for name in self.cut_off if self.roles[name] == "logprob"} - here
-        return found | {name: found[min(here)] for name in away if here}
+        here = [name for name in self.playing("logprob") if name in self.hellos]
+        away = {first_name(name) for name in self.cut_off if self.roles[name] == "logprob"} - {first_name(name) for name in here}
+        best = [name for name in here if name in self.settled and name not in self.condemned] or here
+        return found | {name: found[first_name(best[0])] for name in away if best}
 
     def at_work(self, role: str) -> list[str]:
         """Those that play it now."""
@@ -93,7 +94,7 @@ class Crew:
                 self.condemn(name, "was cut off")
         elif name in self.present and sender == name + SUFFIX:
             self.vigil.heard(name, beat.turn_s, loading=name not in self.ready)
-            if name in self.cut_off:  # the run has waited for it
+            if name in self.cut_off and beat.turn_s < self.vigil.turn_s:  # the run has waited for it
                 self.cut_off.discard(name)
                 self.condemned.pop(name, None)
 

@@ -36,13 +36,18 @@ class Recovery:
         self.config, self.crew, self.book, self.state, self.records, self.server = config, crew, book, state, records, server
         self.broadcasts: Broadcasts | None = None  # once all actors are up
         self.outboxes: dict[str, transport.Outbox] = {}  # to the generators
+        self._given_up = 0.0  # when a logprob actor was last gone on without
 
     def watch(self) -> None:
         """Have those killed that live no more as they should, and go on without those that nobody answers for."""
         crew, now, limit = self.crew, time.monotonic(), self.config.deployment.start_timeout_s
         overdue = crew.vigil.overdue()
         self.state.moved += crew.vigil.slept
+        for name in crew.condemned:
+            crew.condemned[name] += crew.vigil.slept
         for name, what in overdue:
+            if name in crew.condemned and name in crew.present:  # its launcher has been told
+                continue
             self.records.note("frozen", actor=name, what=what)
             self.records.line(f"{name} is {what}")
             crew.condemn(name, what)
@@ -50,41 +55,47 @@ class Recovery:
             if name in crew.present - crew.ready - crew.condemned.keys() and now - since > limit:
                 self.records.line(f"{name} has not joined within {limit:.0f} s")
                 crew.condemn(name, "did not join")
-        for name in [name for name, since in crew.condemned.items() if now - since > KILLED_S and name in crew.present - crew.cut_off]:
+        for name in [name for name, since in crew.condemned.items() if now - since > KILLED_S and name in crew.present]:
             self._cut_off(name)
+        if self._given_up and now - self._given_up > KILLED_S:
+            # A group may have gone to a logprob actor that could still be reached from its generator.
+            late, self._given_up = self._given_up + LATE_WORD_S, 0.0
+            self.book.reissue(lambda generator, place, since: place == GENERATED and since < late, "its logprob actor is cut off")
 
     def _cut_off(self, name: str) -> None:
-        """Neither an actor nor its launcher has answered: go on without it until it can be reached again, if that can be."""
-        crew, role, reason = self.crew, self.crew.roles[name], f"{name} is cut off"
+        """Neither an actor nor its launcher has answered: go on without it until it can be reached again, as soon as that can be."""
+        crew, role, reason, news = self.crew, self.crew.roles[name], f"{name} is cut off", name not in self.crew.cut_off
         crew.cut_off.add(name)
-        if self.state.stop_reason and role != "trainer":  # whose checkpoint alone is waited for
-            crew.leave(name)
-        elif self._can_spare(name):
+        if self.state.stop_reason:
+            return
+        if self._can_spare(name):
             crew.leave(name)
             self.records.note("lost", actor=name, reason=reason)
             self._replace(name, role, m.Interrupt(reason, name))
+            if role == "logprob":
+                self._given_up = time.monotonic()
             if self.broadcasts is not None:
                 self.welcome()
-        else:
+        elif news:
             self.records.line(f"nobody answers for {name}: it is waited for, the run cannot go on without it")
 
     def _can_spare(self, name: str) -> bool:
         """Whether the run goes on without an actor for a while: one of several, or the draft adapter, which nobody waits for."""
-        role = self.crew.roles[name]
+        crew, role = self.crew, self.crew.roles[name]
         if role == "draft_adapter":
             return self.broadcasts is not None
-        return role in replaceable(self.config) and any(other != name for other in self.crew.at_work(role))
+        return role in replaceable(self.config) and any(
+            other != name and other in crew.hellos and other not in crew.condemned for other in crew.playing(role))
 
     def lost(self, message: m.Interrupt) -> None:
-        """An actor's process has died, or is cut off."""
+        """An actor's process has died."""
         crew, state, name = self.crew, self.state, message.lost
         if name not in crew.roles:
             return
         role = crew.roles[name]
         if name in crew.gone:
-            if name in crew.condemned and message.replacement and not state.stop_reason:  # cut off, and back again
-                self._expect(message.replacement, role)
-                self.records.line(f"{name} can be reached again; {message.replacement} takes its place")
+            if name in crew.condemned and not state.stop_reason:
+                self._back(name, role, message)
             return
         if role == "draft_adapter" and not message.replacement and self.broadcasts is not None:
             self.lost_adapter(name, message.reason)
@@ -101,6 +112,22 @@ class Recovery:
         else:
             state.failure, state.stop_reason = state.failure or message.reason, ending or message.reason
 
+    def _back(self, name: str, role: str, message: m.Interrupt) -> None:
+        """Who was cut off can be reached again, and has been ended by its launcher."""
+        crew, new = self.crew, message.replacement
+        taken = any(first_name(other) == first_name(name) for other in crew.playing(role))
+        if new and taken and role == "draft_adapter":  # there is one only, and another node has claimed to be it
+            crew.roles[new] = role
+            crew.leave(new)
+            crew.condemn(new, "its place is taken")
+        elif new:
+            self._expect(new, role)
+            self.records.line(f"{name} can be reached again; {new} takes its place")
+        elif role == "draft_adapter" and not taken and "draft" in self.broadcasts.members:
+            self._end_draft(message.reason)
+        elif not taken:
+            self.records.line(f"{message.reason}; no replacement is left for it: the others go on")
+
     def claim(self, names: list[str]) -> m.Claimed:
         """A node has started by itself. Who was never there comes as is planned; who was comes in place of itself."""
         crew, granted = self.crew, []
@@ -110,13 +137,15 @@ class Recovery:
             if not known or (came and crew.roles[name] not in replaceable(self.config)):
                 return m.Claimed([], f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
                                      "launcher to do so")
-            granted.append(f"{name}.{len(known)}" if came else name)
+            # Others than the names that launchers which are cut off count on to.
+            granted.append(f"{name}.{100 * len(known)}" if came else name)
         for name, new in zip(names, granted):
             if new == name:
                 crew.expect(name)
             else:
                 last = [other for other in crew.roles if first_name(other) == name][-1]
-                self.lost(m.Interrupt(f"{last}'s node has started again", last, new))
+                if last in crew.present:
+                    self.lost(m.Interrupt(f"{last}'s node has started again", last, new))
                 self._expect(new, crew.roles[last])
         return m.Claimed(granted)
 
@@ -125,11 +154,14 @@ class Recovery:
         self.crew.leave(name)
         if "draft" in self.broadcasts.members and not self.state.stop_reason:
             self.records.note("lost", actor=name, reason=reason)
-            self.records.counters["draft/adapter_lost"] = 1
-            self.records.line(f"the draft adapter is gone ({reason}): the draft stays as it is")
-            self.broadcasts.end("draft")
-            for other in self.crew.playing("logprob"):
-                self._end_offers(other)
+            self._end_draft(reason)
+
+    def _end_draft(self, reason: str) -> None:
+        self.records.counters["draft/adapter_lost"] = 1
+        self.records.line(f"the draft adapter is gone ({reason}): the draft stays as it is")
+        self.broadcasts.end("draft")
+        for other in self.crew.playing("logprob"):
+            self._end_offers(other)
 
     def arrived(self, hello: m.Hello) -> None:
         """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""

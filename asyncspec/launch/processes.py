@@ -171,9 +171,10 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
             codes[name] = 0 if code == LEFT_BEHIND else code
             if name == "controller" and code >= 0:
                 supervisor.ended(code)
-            if unasked and code != LEFT_BEHIND:  # another in its place would fail again
+            left_behind = code == LEFT_BEHIND or unasked and supervisor.deaf  # what it waited for may have had its deadline, too
+            if unasked and not left_behind:  # another in its place would fail again
                 supervisor.failed(name, code)
-            how = "lost the controller" if code == LEFT_BEHIND else signal.Signals(-code).name if code < 0 else ""
+            how = "lost the controller" if left_behind else signal.Signals(-code).name if code < 0 else ""
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
                 new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()

@@ -44,6 +44,7 @@ class Supervisor:
         if "controller" in self.specs:
             self._vigil.expect("controller", config.deployment.start_timeout_s)
         self._beaten, self._told = 0.0, False
+        self.deaf = False  # the controller has not been heard of for long
 
     def turn(self) -> None:
         """Call it often. Beats, carries out what the controller asks, passes an interrupt on, and kills a controller that has frozen."""
@@ -53,12 +54,14 @@ class Supervisor:
         while (message := self._client.receive()) is not None:
             if isinstance(message, Beat):
                 self._vigil.heard(message.name)
+                self.deaf = False
             elif isinstance(message, Stop):  # it writes its last, and beats no more
                 self._vigil.forget("controller")
             elif isinstance(message, Kill):
                 self._kill(message.name)
         for name, what in self._vigil.overdue():
             print(f"{name} is {what}", flush=True)
+            self.deaf = True
             self._kill(name)
         if self.interrupt.count and not self._told:
             self._told = True

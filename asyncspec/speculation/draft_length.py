@@ -7,7 +7,7 @@ B sequences are live; seconds are measured (a calibration fills the table, every
 looking back at finished rollouts. Only what is past is looked at, so the choice cannot bend the distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
-best, so a draft that has become good again is found out, and a useless one costs next to nothing.
+best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
 
 Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, M proposals found.
 """
