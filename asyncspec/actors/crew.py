@@ -70,7 +70,8 @@ class Crew:
     @property
     def addresses(self) -> dict[str, str]:
         """Of the inboxes, by first name; of one that is lost until another has its place, but another logprob actor's for one that is cut off."""
-        found = {first_name(name): hello.address for name, hello in self.hellos.items() if name in self.roles}
+        hellos = sorted(self.hellos.items(), key=lambda item: item[0] not in self.gone)  # of several of one name the last that is present
+        found = {first_name(name): hello.address for name, hello in hellos if name in self.roles}
         here = [name for name in self.playing("logprob") if name in self.hellos]
         away = {first_name(name) for name in self.cut_off if self.roles[name] == "logprob"} - {first_name(name) for name in here}
         best = [name for name in here if name in self.settled and name not in self.condemned] or here
@@ -94,7 +95,9 @@ class Crew:
                 self.condemn(name, "was cut off")
         elif name in self.present and sender == name + SUFFIX:
             self.vigil.heard(name, beat.turn_s, loading=name not in self.ready)
-            if name in self.cut_off and beat.turn_s < self.vigil.turn_s:  # the run has waited for it
+            if name in self.cut_off and name in self.ready and beat.turn_s > self.vigil.turn_s:
+                self.tell_launchers(m.Kill(name, "stuck"))
+            elif name in self.cut_off:  # the run has waited for it
                 self.cut_off.discard(name)
                 self.condemned.pop(name, None)
 

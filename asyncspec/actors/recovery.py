@@ -44,7 +44,7 @@ class Recovery:
         overdue = crew.vigil.overdue()
         self.state.moved += crew.vigil.slept
         for name in crew.condemned:
-            crew.condemned[name] += crew.vigil.slept
+            crew.condemned[name] = min(now, crew.condemned[name] + crew.vigil.slept)
         for name, what in overdue:
             if name in crew.condemned and name in crew.present:  # its launcher has been told
                 continue
@@ -66,9 +66,7 @@ class Recovery:
         """Neither an actor nor its launcher has answered: go on without it until it can be reached again, as soon as that can be."""
         crew, role, reason, news = self.crew, self.crew.roles[name], f"{name} is cut off", name not in self.crew.cut_off
         crew.cut_off.add(name)
-        if self.state.stop_reason:
-            return
-        if self._can_spare(name):
+        if not self.state.stop_reason and self._can_spare(name):
             crew.leave(name)
             self.records.note("lost", actor=name, reason=reason)
             self._replace(name, role, m.Interrupt(reason, name))
@@ -76,7 +74,7 @@ class Recovery:
                 self._given_up = time.monotonic()
             if self.broadcasts is not None:
                 self.welcome()
-        elif news:
+        elif news and (not self.state.stop_reason or role == "trainer"):
             self.records.line(f"nobody answers for {name}: it is waited for, the run cannot go on without it")
 
     def _can_spare(self, name: str) -> bool:
@@ -116,10 +114,8 @@ class Recovery:
         """Who was cut off can be reached again, and has been ended by its launcher."""
         crew, new = self.crew, message.replacement
         taken = any(first_name(other) == first_name(name) for other in crew.playing(role))
-        if new and taken and role == "draft_adapter":  # there is one only, and another node has claimed to be it
-            crew.roles[new] = role
-            crew.leave(new)
-            crew.condemn(new, "its place is taken")
+        if new and taken and role == "draft_adapter":  # nobody welcomes it: it ends by itself
+            self.records.line(f"{name} can be reached again; its place is taken")
         elif new:
             self._expect(new, role)
             self.records.line(f"{name} can be reached again; {new} takes its place")
@@ -143,10 +139,9 @@ class Recovery:
             if new == name:
                 crew.expect(name)
             else:
-                last = [other for other in crew.roles if first_name(other) == name][-1]
-                if last in crew.present:
-                    self.lost(m.Interrupt(f"{last}'s node has started again", last, new))
-                self._expect(new, crew.roles[last])
+                for before in [other for other in crew.present if first_name(other) == name]:
+                    self.lost(m.Interrupt(f"{before}'s node has started again", before, new))
+                self._expect(new, crew.roles[name])
         return m.Claimed(granted)
 
     def lost_adapter(self, name: str, reason: str) -> None:

@@ -149,7 +149,7 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
     """
     codes, run_ended, killed, started = {}, 0.0, set(), time.monotonic()
     spares: list[subprocess.Popen] = []
-    silent: dict[str, float] = {}  # children that have ended by themselves, and when
+    silent: dict[str, tuple[float, bool]] = {}  # children that have ended by themselves: when, and whether the controller was out of reach then
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
@@ -166,15 +166,19 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
             # Left behind: the controller has ended, which this rank is about to hear; or the network between the two has failed.
             # Another code: the actor has failed, which it has told the controller if it could.
             unasked = code > 0 and name != "controller" and not run_ended
-            if unasked and time.monotonic() - silent.setdefault(name, time.monotonic()) < LATE_WORD_S:
+            since, deaf = silent.setdefault(name, (time.monotonic(), supervisor.deaf))
+            if unasked and time.monotonic() - since < LATE_WORD_S:
                 continue
             codes[name] = 0 if code == LEFT_BEHIND else code
             if name == "controller" and code >= 0:
                 supervisor.ended(code)
-            left_behind = code == LEFT_BEHIND or unasked and supervisor.deaf  # what it waited for may have had its deadline, too
-            if unasked and not left_behind:  # another in its place would fail again
+            how = signal.Signals(-code).name if code < 0 else ""
+            if code == LEFT_BEHIND:
+                how = "lost the controller"
+            elif unasked and deaf:  # what it waited for had its deadline, most likely
+                how = f"exit code {code}, while the controller was out of reach; see logs/{name}.log"
+            elif unasked:  # another in its place would fail again
                 supervisor.failed(name, code)
-            how = "lost the controller" if left_behind else signal.Signals(-code).name if code < 0 else ""
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
                 new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()
