@@ -31,7 +31,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncspec.config import ConfigError
-from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S
+from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S, QUEUE_BEAT_S, QUEUE_SILENT_S
 from asyncspec.messages import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, Arrays, Message, WireError, decode, encode
 from asyncspec.timing.clock import now
 
@@ -249,6 +249,7 @@ class Outbox(_Watched):
         self._window = 0  # messages that may be under way
         self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
+        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = int(1e3 * QUEUE_BEAT_S), int(1e3 * QUEUE_SILENT_S)
         self.socket.identity = b"o" + os.urandom(15)  # by which the consumer knows it again where the connection was cut
         self._watch()
         self._cut = False

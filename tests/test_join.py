@@ -94,7 +94,7 @@ def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path)
 
 def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off(tmp_path):
     run_dir = tmp_path / "run"
-    nodes = nodes_of(run_dir, "generator,trainer+logprob", "deployment.stall_timeout_s=20", "checkpoint.every=2")
+    nodes = nodes_of(run_dir, "generator,trainer+logprob", "deployment.stall_timeout_s=15", "checkpoint.every=2")
     nodes[0].wait_for_steps(5)
     signal_node(nodes[1], signal.SIGSTOP)
     nodes[0].wait_for(lambda: "nobody answers for trainer: it is waited for" in nodes[0].output, "the trainer to be missed")
@@ -104,7 +104,7 @@ def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off
     signal_node(nodes[1], signal.SIGSTOP)  # for good
     output = nodes[0].end(1)
     signal_node(nodes[1], signal.SIGKILL)
-    assert "nothing moved for 20 s: waiting for logprob, trainer, for which nobody answers" in output and f"asyncspec train --resume {run_dir}" in output, output
+    assert "nothing moved for 15 s: waiting for logprob, trainer, for which nobody answers" in output and f"asyncspec train --resume {run_dir}" in output, output
     trained = len(rows(run_dir))
     assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(events(run_dir), 1, 4, trained) == []
 

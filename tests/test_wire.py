@@ -1,7 +1,6 @@
 """Messages, queues and the control channel."""
 
 import socket
-import struct
 import threading
 import time
 
@@ -15,6 +14,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.bench import fuzz
+from asyncspec.deadlines import QUEUE_SILENT_S
 
 TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
 
@@ -168,7 +168,7 @@ class CutConnection:
         self._to = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open = []
+        self._open, self._silent = [], []
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self):
@@ -184,20 +184,27 @@ class CutConnection:
     def _pass_on(self, source, sink):
         try:
             while data := source.recv(1000):
-                sink.sendall(data)
+                if source not in self._silent:
+                    sink.sendall(data)
         except OSError:
             pass
-        source.close()
-        sink.close()
+        for end in (source, sink):  # closing it would not wake a thread that reads from it
+            self._shut(end)
+
+    @staticmethod
+    def _shut(end):
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
 
     def cut(self):
         while self._open:
-            connection = self._open.pop()
-            try:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+            self._shut(self._open.pop())
+
+    def fall_silent(self):
+        """What is sent on it from now on arrives nowhere, and neither end is told."""
+        self._silent, self._open = [*self._silent, *self._open], []
 
     def close(self):
         self._listener.close()
@@ -225,6 +232,24 @@ def test_what_was_under_way_when_the_connection_was_cut_arrives_once_and_in_orde
     outbox.close()
     inbox.close()
     way.close()
+
+
+def test_a_connection_that_falls_silent_is_made_anew():
+    inbox = transport.Inbox("127.0.0.1", credits=2)
+    way = CutConnection(inbox.address)
+    outbox = transport.Outbox(way.address)
+    outbox.put(m.Ready("0"))
+    settle(inbox, outbox, until=lambda: len(inbox) == 1)
+    way.fall_silent()
+    for number in range(1, 5):
+        outbox.put(m.Ready(str(number)))
+    names = []
+    while len(names) < 5:
+        settle(inbox, outbox, until=lambda: len(inbox) > 0, seconds=3 * QUEUE_SILENT_S)
+        names.append(inbox.take()[0].name)
+    assert names == [str(number) for number in range(5)]
+    for end in (outbox, inbox, way):
+        end.close()
 
 
 def test_a_controller_has_room_for_many_generators():
