@@ -169,6 +169,16 @@ def test_who_looks_seldom_finds_out_who_is_silent_and_nobody_else():
     assert vigil.overdue() == [] and 0.9 < vigil.slept
 
 
+def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
+    run_dir = tmp_path / "run"
+    run = Running.new(run_dir, "--steps", "2")
+    run.wait_for(lambda: len(descendants(run.process.pid)) > 4, "the first processes")
+    for pid in descendants(run.process.pid)[1:]:  # the controller's among them, mostly
+        os.kill(pid, signal.SIGKILL)
+    assert "died" in run.end()
+    check(run_dir, 2)
+
+
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
     run_dir = tmp_path / "run"

@@ -158,6 +158,7 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
         code = 130
     except NotStarted as error:
         print(f"failed: {error}", flush=True)
+        code = 1
     finally:
         if pool is not None:
             pool.ended(config, code)

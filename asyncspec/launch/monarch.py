@@ -132,7 +132,19 @@ class _Process(attempts.Process):
         self._identify()
         if self._outcome is None:
             self._outcome = _outcome(self._prepared)
+            if isinstance(self._outcome, Exception) and self._gone():
+                self._outcome = attempts.Ended("its process ended")
         return self._outcome
+
+    def _gone(self) -> bool:
+        """Whether the process has ended, be it before it could tell its id."""
+        if not self.pid:
+            return True
+        death, descriptor = select.poll(), _pidfd(self.pid)
+        death.register(descriptor, select.POLLIN)
+        gone = bool(death.poll(0))
+        os.close(descriptor)
+        return gone
 
     def _identify(self) -> None:
         """Learn the process id."""
