@@ -133,7 +133,7 @@ class Recovery:
             if not known or (came and crew.roles[name] not in replaceable(self.config)):
                 return m.Claimed([], f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
                                      "launcher to do so")
-            # Others than the names that launchers which are cut off count on to.
+            # A launcher that is cut off goes on by one from the name it has (`Supervisor.died`): no name is given out by both.
             granted.append(f"{name}.{100 * len(known)}" if came else name)
         for name, new in zip(names, granted):
             if new == name:

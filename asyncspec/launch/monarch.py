@@ -133,7 +133,7 @@ class _Process(attempts.Process):
         if self._outcome is None:
             self._outcome = _outcome(self._prepared)
             if isinstance(self._outcome, Exception) and self._gone():
-                self._outcome = attempts.Ended("its process ended")
+                self._outcome = attempts.Ended(str(self._outcome))
         return self._outcome
 
     def _gone(self) -> bool:
