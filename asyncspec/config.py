@@ -38,6 +38,7 @@ class ConfigError(ValueError):
 class ModelConfig:
     path: str = "asset:tiny/policy"  # Hugging Face directory of the policy (config.json, *.safetensors, tokenizer.json)
     reference_path: str = ""  # reference policy for the KL term; empty: the same as path
+    dtype: str = "float32"  # float32, bfloat16: what all compute in; the trainer's weights, sums of gradients and optimizer stay in float32
 
 
 @dataclass
@@ -109,7 +110,6 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: int = 1  # processes that hold and train one policy together, by FSDP
     tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
-    dtype: str = "float32"  # float32, bfloat16: what trainer and logprob compute in; the trainer's weights, sums of gradients and optimizer stay in float32
     tokens_per_pass: int = 32768  # of one forward and backward pass, padding included, and of one of logprob; larger groups are divided
     recompute: bool = False  # activations in the backward pass instead of keeping them: less memory, a third more work
     threads: int = 1  # CPU threads of each rank
@@ -126,8 +126,8 @@ class LogprobConfig:
 class DraftConfig:
     adapt: bool = True  # train the draft on the policy's rollouts while it runs: mtp in the trainer, others in the draft adapter
     lr: float = 3e-4  # learning rate of the draft's AdamW
-    groups_per_step: int = 4  # at most this many groups a step are learned from; others are not
-    bytes_per_step: int = 64_000_000  # at most so much goes to the draft adapter a step, and waits for it; then the oldest is dropped
+    groups_per_step: int = 4  # at most this many groups a step are learned from, and wait for the draft adapter; others are not, then the oldest is dropped
+    bytes_per_step: int = 64_000_000  # and at most so much of them
     top_tokens: int = 512  # tokens kept of each target distribution, the rest of its mass as one; a smaller vocabulary is kept whole
     window: int = 0  # positions of a rollout that are sent, a stretch at random, for long contexts; 0: all
     publish_every: int = 4  # optimizer steps of the draft between two published draft versions

@@ -89,14 +89,14 @@ def check(config: Config) -> None:
         at_least(f"mock.{name}", 1)
     for name in ("row_s", "draft_share", "draft_length", "logprob_s", "train_s", "prepare_s"):
         at_least(f"mock.{name}", 0)
-    choice("trainer.dtype", ("float32", "bfloat16"))
+    choice("model.dtype", ("float32", "bfloat16"))
     for who in ("trainer", "logprob"):
         ranks, parallel = value_of(config, f"{who}.ranks"), value_of(config, f"{who}.tensor_parallel")
         need(ranks % parallel == 0, f"{who}.tensor_parallel", f"a divisor of {who}.ranks={ranks}", math.gcd(ranks, parallel))
     ranks, parallel = config.trainer.ranks, config.trainer.tensor_parallel
     need(ranks // parallel <= config.rl.groups_per_step, "trainer.ranks",
          f"at most {config.rl.groups_per_step} ranks that read different groups, as rl.groups_per_step", config.rl.groups_per_step * parallel)
-    plain = ranks == 1 and config.trainer.dtype == "float32"
+    plain = ranks == 1 and config.model.dtype == "float32"
     need(plain or config.draft_trainer != "trainer", "speculation.method", "another than mtp, which one rank in float32 trains with the policy; "
          "or draft.adapt=false", "eagle3")
     choice("engine.kv_at_swap", ("keep", "recompute"))

@@ -63,7 +63,7 @@ def on_host(config: Config, policy: dict, role: str) -> float:
     if role == "generator" and config.engine.kind == "sglang":
         return sum(of_actor(config, policy, role).values())
     whole = FLOAT * parameters(policy)
-    if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.trainer.dtype != "float32"):
+    if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.model.dtype != "float32"):
         return LIBRARIES + whole * (2 if role == "trainer" else 1)  # what it reads; the first rank holds two at the end, to write the policy
     return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
 
@@ -72,15 +72,15 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     P, V = parameters(policy), policy["vocab_size"]
     longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
     tokens = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
-    trainer = config.trainer
+    trainer, element = config.trainer, FLOAT if config.model.dtype == "float32" else 2
     if role in ("trainer", "trainer_rank"):
-        share, wide = P / trainer.ranks, 1 if trainer.dtype == "bfloat16" else 2
+        share, wide = P / trainer.ranks, element / 2
         kept = 2 if trainer.recompute else 34
         return {"weights and gradients": 2 * FLOAT * share, "optimizer": ADAM * share, "snapshot": FLOAT * share,
                 "activations": kept * wide * tokens * policy["hidden_size"] * policy["num_hidden_layers"] / trainer.tensor_parallel,
                 "logits": 3 * FLOAT * tokens * V}
     if role in ("logprob", "logprob_rank"):
-        element, ranks = FLOAT if trainer.dtype == "float32" else 2, config.logprob.ranks
+        ranks = config.logprob.ranks
         found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 2 * FLOAT * tokens * V}
         if ranks == 1:
             return found | {"arriving weights": FLOAT * P}
@@ -95,11 +95,11 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         positions = longest
         length = config.speculation.draft_length
         positions += 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))
-        return {"weights": 2 * FLOAT * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
-                "KV cache": kv_bytes_per_token(policy, FLOAT) * (config.engine.slots + 1 + PROMPT_ROWS) * positions}
+        return {"weights": 2 * element * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
+                "KV cache": kv_bytes_per_token(policy, element) * (config.engine.slots + 1 + PROMPT_ROWS) * positions}
     if role == "generator" and config.engine.kind == "vllm":
         # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
-        return {"weights": 2 * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, 2) * longest}
+        return {"weights": element * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest}
     if role == "generator" and config.engine.kind == "sglang":
         return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}  # a copy, and a file in memory
     if role == "draft_adapter":

@@ -279,15 +279,15 @@ class Outbox(_Watched):
             self._due.append(time.monotonic() + self.delay_s)
         self.flush()
 
-    def offer(self, body: Message, arrays: Arrays | None, most_bytes: int) -> int:
-        """Send, now or when credit comes back; of what waits for credit the oldest is dropped to keep within most_bytes.
+    def offer(self, body: Message, arrays: Arrays | None, most_bytes: int, most: int) -> int:
+        """Send, now or when credit comes back; of what waits for credit the oldest is dropped to keep within most_bytes and `most` messages.
 
         Returns:
             How many messages were dropped.
         """
         self.put(body, arrays)
         waiting, dropped = sum(_bytes(frames) for frames in self._backlog), 0
-        while waiting > most_bytes:
+        while waiting > most_bytes or len(self._backlog) > most:
             waiting -= _bytes(self._backlog.popleft())
             dropped += 1
         return dropped

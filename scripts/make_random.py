@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""A policy of random weights and of any size, with the shipped tokenizer: to measure what weights of that size cost. It learns nothing useful.
+"""A policy of random weights and of any size, and an EAGLE-3 draft for it, with the shipped tokenizer: to measure what weights of that size
+cost. It learns nothing useful.
 
     scripts/make_random.py DIRECTORY                     50 MB in float32, the default sizes
-    asyncspec train model.path=DIRECTORY speculation.method=none data.reward=scripts.make_random:parity
+    scripts/make_random.py DIRECTORY --like qwen3-0.6b   the sizes of Qwen3-0.6B: 2.4 GB in float32
+    asyncspec train model.path=DIRECTORY speculation.draft_path=DIRECTORY/eagle3 data.reward=scripts.make_random:parity
 """
 
 from __future__ import annotations
@@ -14,10 +16,18 @@ from pathlib import Path
 import torch
 
 from asyncspec.config import Config, resolve_path
+from asyncspec.drafts import draft
 from asyncspec.models import policy
 from asyncspec.models.shape import PolicyShape
 
-SIZES = {"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "hidden_dim": 768}
+SHIPPED = resolve_path(Config().model.path)
+SMALL = {"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "hidden_dim": 768}
+LIKE = {
+    "50mb": SMALL,
+    # As the model's config.json has it. The shipped tokenizer names few of its tokens; those beyond decode to nothing.
+    "qwen3-0.6b": {"dim": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 3072, "vocab_size": 151936,
+                   "max_positions": 40960, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True},
+}
 
 
 def parity(prompt: str, response: str, answer: str) -> float:
@@ -29,15 +39,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default: 0)")
-    for name, size in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, metavar="N", help=f"(default: {size})")
+    parser.add_argument("--like", choices=LIKE, default="50mb", help="whose sizes (default: 50mb)")
+    for name in SMALL:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="(default: as --like says)")
     args = parser.parse_args()
-    shipped = resolve_path(Config().model.path)
-    shape = replace(PolicyShape.from_hf(shipped), **{name: getattr(args, name) for name in SIZES})
+    given = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
+    shape = replace(PolicyShape.from_hf(SHIPPED), **LIKE[args.like] | given)
     torch.manual_seed(args.seed)
     model = policy.build(shape)
     model.init_states()
-    policy.save(model, shape, args.directory, shipped)
+    policy.save(model, shape, args.directory, SHIPPED)
+    draft.new("eagle3", shape, model).save(args.directory / "eagle3")
     print(f"{4e-6 * sum(p.numel() for p in model.parameters()):.1f} MB in float32: {args.directory}")
 
 

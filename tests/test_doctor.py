@@ -37,7 +37,7 @@ def test_parameters_and_cache_are_counted_as_they_are(small_shape, small_policy)
 
 
 def test_a_device_that_is_too_small_is_named_with_what_fills_it():
-    config = load("tiny", ["deployment.device=auto", "trainer.dtype=bfloat16"])
+    config = load("tiny", ["deployment.device=auto", "model.dtype=bfloat16"])
     small, large = (Node("h", "a", [gb * 1e9], 1e12, 8) for gb in (24, 400))
     wrong = [finding for _, _, found in judge(config, POLICY_8B, PLACED, NAMES, [small, large]) for finding in found if not finding.ok]
     assert len(wrong) == 1 and "node 0" in wrong[0].text and "optimizer 65.5" in wrong[0].text and "has 24.0" in wrong[0].text

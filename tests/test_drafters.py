@@ -1,5 +1,6 @@
 """Every drafter in the engine: exact whatever it proposes, and reading what it should."""
 
+import copy
 import itertools
 from functools import partial
 
@@ -42,7 +43,7 @@ def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
         torch.manual_seed(6)
         other = policies.build(small_shape, slots.positions)
         other.init_states()
-        return DraftModelDrafter(other.requires_grad_(False), small_shape, slots, settings)
+        return DraftModelDrafter(policies.cast(other, policies.dtype_of(model)).requires_grad_(False), small_shape, slots, settings)
 
     torch.manual_seed(6)
     few = drafts.new("eagle3", small_shape, small_policy, torch.tensor([1, 3, 4])).module
@@ -82,12 +83,27 @@ def test_greedy_output_of_other_families_is_the_same_with_and_without_a_draft(tm
 @pytest.mark.parametrize("k", [3, "random", "auto"])
 @pytest.mark.parametrize("method", METHODS)
 def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, k, temperature, top_p, top_k):
-    # Many samples of one prompt that repeats itself: n-gram and suffix find plenty to copy.
-    prompt = [2, 3, 5, 2, 3, 4, 2, 3]
-    settings, length, n = (temperature, top_p, top_k), 4, 20_000
     engine = engine_of(small_shape, small_policy, maker[method], 256, k, temperature=temperature, top_p=top_p, top_k=top_k)
+    proposed, accepted = check_distribution(engine, small_policy, small_shape, temperature, top_p, top_k)
+    if k != "auto":  # which may rightly find that such a draft does not pay
+        assert 0 < accepted < 0.9 * proposed
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
+def test_sequences_fit_the_distribution_that_is_computed_in_16_bits(small_shape, small_policy, maker, method):
+    policy = policies.cast(copy.deepcopy(small_policy), torch.bfloat16)
+    engine = engine_of(small_shape, policy, maker[method], 256, 3, dtype=torch.bfloat16)
+    proposed, accepted = check_distribution(engine, policy, small_shape)
+    assert 0 < accepted < 0.9 * proposed
+    assert engine.decode.cache.kv.dtype == torch.bfloat16 and {p.dtype for p in engine.parameters("draft").values()} == {torch.bfloat16}
+
+
+def check_distribution(engine, policy, shape, *settings):
+    """That responses are as probable as the policy says; returns how many tokens were proposed and accepted."""
+    # Many samples of one prompt that repeats itself: n-gram and suffix find plenty to copy.
+    prompt, length, n = [2, 3, 5, 2, 3, 4, 2, 3], 4, 20_000
     done = run(engine, [prompt], samples=n, length=length)
-    exact = exact_sequences(small_policy, settings, length, small_shape.eos_token_id, prompt)
+    exact = exact_sequences(policy, settings or (1.0, 1.0, 0), length, shape.eos_token_id, prompt)
     counts = dict.fromkeys(exact, 0)
     for completion in done.values():
         counts[tuple(completion.tokens.tolist())] += 1  # KeyError: a sequence of probability zero
@@ -97,9 +113,7 @@ def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, 
     if expected[-1] < 8:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
     assert chisquare(observed, expected).pvalue > ALPHA
-    proposed, accepted = sum(c.proposed for c in done.values()), sum(c.accepted for c in done.values())
-    if k != "auto":  # which may rightly find that such a draft does not pay
-        assert 0 < accepted < 0.9 * proposed
+    return sum(c.proposed for c in done.values()), sum(c.accepted for c in done.values())
 
 
 @pytest.mark.parametrize("k", [1, 4, "random", "auto"])

@@ -69,11 +69,11 @@ def alone(tied, kind, steps=2):
     return grads[0], {n: p.detach() for n, p in model.named_parameters()}, stats
 
 
-def work(rank, config, tied, kind, steps, port, results):
+def work(rank, config, tied, kind, steps, dtype, port, results):
     """The same in one of several ranks: what is left over for none is nothing."""
     torch.set_num_threads(1)
     weights.BUCKET_ELEMENTS = 4000
-    ranks = Ranks("trainer", rank, config.ranks, config.tensor_parallel, config.dtype)
+    ranks = Ranks("trainer", rank, config.ranks, config.tensor_parallel, dtype)
     ranks.join("127.0.0.1", port, "cpu", 60, 60)
     model, gathered = policy(tied, kind), {}
     ranks.shard(model, trained=True, recompute=config.recompute)
@@ -112,12 +112,12 @@ def work(rank, config, tied, kind, steps, port, results):
     dist.destroy_process_group()
 
 
-def worked(config, tied, kind, steps=2):
+def worked(config, tied, kind, steps=2, dtype="float32"):
     """What `work` in each rank came to, by rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
     results = context.Queue()
-    children = [context.Process(target=work, args=(rank, config, tied, kind, steps, store.port, results)) for rank in range(config.ranks)]
+    children = [context.Process(target=work, args=(rank, config, tied, kind, steps, dtype, store.port, results)) for rank in range(config.ranks)]
     for child in children:
         child.start()
     said = dict((item[0], item[1:]) for item in (results.get(timeout=120) for _ in children))
@@ -148,7 +148,7 @@ def test_16_bits_are_computed_with_and_32_kept_and_published(ranks):
     """Tolerance: bfloat16 rounds by up to 2**-8 of a number. A hundred such roundings, forward and backward through three layers, come to a few
     hundredths of the gradient (measured 0.033) and of Adam's step (0.046: there small elements weigh more); 0.08 are allowed, and 2**-12 asked for,
     which float32 does not reach."""
-    said = worked(TrainerConfig(ranks=ranks, dtype="bfloat16"), True, "qwen3", steps=1)
+    said = worked(TrainerConfig(ranks=ranks), True, "qwen3", steps=1, dtype="bfloat16")
     grads, parameters, _ = alone(True, "qwen3", steps=1)
     before = {n: p.detach() for n, p in policy(True, "qwen3").named_parameters()}
     found_grads, published = ({n: torch.from_numpy(array) for n, array in arrays.items()} for arrays in said[0][:2])

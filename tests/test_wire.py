@@ -108,10 +108,10 @@ def test_of_offers_without_credit_the_oldest_are_dropped(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
     array = {"x": np.zeros(1000, dtype=np.uint8)}
-    dropped = [outbox.offer(m.Ready(str(i)), array, 2500) for i in range(9)]
+    dropped = [outbox.offer(m.Ready(str(i)), array, 2500, 9) for i in range(9)]
     assert dropped == [0] * 4 + [0, 0, 1, 1, 1]  # four are under way, two may wait
-    assert outbox.offer(m.Ready("large"), {"x": np.zeros(3000, dtype=np.uint8)}, 2500) == 3
-    assert outbox.offer(m.Ready("last"), array, 2500) == 0
+    assert outbox.offer(m.Ready("large"), {"x": np.zeros(3000, dtype=np.uint8)}, 2500, 9) == 3
+    assert [outbox.offer(m.Ready(name), array, 2500, 1) for name in ("last but one", "last")] == [0, 1]
     names = []
     while len(names) < 5:
         settle(inbox, outbox, until=lambda: len(inbox) > 0)

@@ -143,7 +143,7 @@ class Logprob(PolicyHolder):
         self.offered = (newest, groups + 1, offered + size(arrays))
         self.counters["draft/megabytes"] += size(arrays) / 1e6
         self.counters["draft/groups_dropped"] += self.to_adapter.offer(
-            m.Supervision(ticket.ticket_id, self.version), arrays, d.bytes_per_step)
+            m.Supervision(ticket.ticket_id, self.version), arrays, d.bytes_per_step, -(-d.groups_per_step // self.config.deployment.logprobs))
 
     def finish(self) -> None:
         if not self.team.lost:

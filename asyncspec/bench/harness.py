@@ -142,8 +142,10 @@ def machine() -> dict[str, str | int]:
     except OSError:
         pass
     blas = sorted({library["architecture"] for library in threadpool_info() if "architecture" in library})
+    torch = sys.modules.get("torch")  # of a benchmark that has no use for it there is nothing to say
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
     return {"system": platform.system(), "machine": platform.machine(), "processor": model, "cores": os.cpu_count() or 0,
-            "numpy_kernels": ", ".join(blas)}
+            "numpy_kernels": ", ".join(blas)} | gpu
 
 
 def versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 from asyncspec import config as configuration
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.launch.roles import devices
 from asyncspec.models import eagle3, policy, tokenizer
 from asyncspec.rl import tasks
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
@@ -67,6 +68,7 @@ class Loads:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.config = c = configuration.load("tiny", overrides)
         torch.set_num_threads(c.engine.threads)
+        self.device = devices(c.deployment.device, ["generator"])[0]
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
         encoder = tokenizer.load(path)
@@ -116,7 +118,8 @@ class Loads:
         engine = TorchEngine(
             self.shape, self._maker(method), slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
             max_response_tokens=c.sampling.max_response_tokens, draft_length=draft_length, temperature=c.sampling.temperature,
-            top_p=c.sampling.top_p, top_k=c.sampling.top_k, compile_layers=c.engine.compile)
+            top_p=c.sampling.top_p, top_k=c.sampling.top_k, compile_layers=c.engine.compile, device=self.device,
+            dtype=getattr(torch, c.model.dtype))
         engine.load_policy(dict(self.model.named_parameters()), 0)
         return engine
 

@@ -47,7 +47,7 @@ class CompiledLayers:
         Args:
             weights, caches: of all layers; a cache is [slots * G * P, 2H], see `KVCache`.
             index, mask: of rows from 0, all in one group, see `kv_cache.Place`.
-            rotation: float [T, 1, 1, H / 2, 2], cosine and sine of each position.
+            rotation: float32 [T, 1, 1, H / 2, 2], cosine and sine of each position.
 
         Returns:
             The output of each layer, [T, D].
@@ -63,10 +63,10 @@ class CompiledLayers:
         """Compile, or fetch from the cache what was compiled before. Overwrites the first rows of the caches."""
         G, D, H = self.shape.n_kv_heads, self.shape.dim, self.shape.head_dim
         for rows, length, span in ((1, 1, 16), (3, 1, 16), (1, 3, 16), (3, 2, 32)):
-            T, device = rows * length, caches[0].device
-            index = torch.arange(T * G, device=device)
-            mask = torch.zeros(rows * G, length * self.shape.n_heads // G, span, device=device)
-            x_TD, rotation = torch.zeros(T, D, device=device), torch.zeros(T, 1, 1, H // 2, 2, device=device)
+            T, own = rows * length, {"device": caches[0].device, "dtype": caches[0].dtype}
+            index = torch.arange(T * G, device=caches[0].device)
+            mask = torch.zeros(rows * G, length * self.shape.n_heads // G, span, **own)
+            x_TD, rotation = torch.zeros(T, D, **own), torch.zeros(T, 1, 1, H // 2, 2, device=caches[0].device)
             for tensor, sides in ((x_TD, (0,)), (index, (0,)), (mask, (0, 1, 2)), (rotation, (0,))):
                 for side in sides:
                     torch._dynamo.maybe_mark_dynamic(tensor, side)
@@ -79,7 +79,8 @@ def _compiled_block(shape: PolicyShape, positions: int):
     eps, scale = shape.norm_eps, H**-0.5
 
     def unit(x: torch.Tensor, size: int) -> torch.Tensor:
-        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + size * eps)
+        wide = x.float()
+        return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + size * eps)).to(x.dtype)
 
     def block(x_TD, weights, caches, index, mask, rotation):
         rows, width, span = mask.shape
@@ -90,9 +91,9 @@ def _compiled_block(shape: PolicyShape, positions: int):
             qkv_TGRH = torch.mm(unit(x_TD, D), w.wqkv).view(-1, G, R + 2, H)
             qk = qkv_TGRH[:, :, : R + 1]
             if w.head_scale_RH is not None:
-                qk = unit(qk, H) * w.head_scale_RH
+                qk = (unit(qk, H) * w.head_scale_RH).to(x_TD.dtype)
             real, imaginary = qk.unflatten(-1, (-1, 2)).unbind(-1)
-            qk = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1).flatten(-2)
+            qk = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1).flatten(-2).to(x_TD.dtype)
             cache.index_copy_(0, index, torch.cat([qk[:, :, R], qkv_TGRH[:, :, R + 1]], -1).view(-1, 2 * H))
             seen = cache.view(-1, positions, 2 * H)[:rows, :span]
             q = qk[:, :, :R].view(B, L, G, R, H).transpose(1, 2).reshape(rows, width, H)

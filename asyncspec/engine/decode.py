@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_info
 
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
-from asyncspec.models.policy import PolicyShape
+from asyncspec.models.policy import PolicyShape, dtype_of
 
 PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
 LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
@@ -37,13 +37,20 @@ class Unit:
         self.eps = torch.tensor(size * eps, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not torch.float32:
+            return self(x.float()).to(x.dtype)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.eps, norm, norm).rsqrt_()
 
 
 def scale(norm) -> torch.Tensor:
-    """What `Unit` leaves out of an RMSNorm module."""
-    return norm.weight * norm.weight.shape[-1] ** 0.5
+    """What `Unit` leaves out of an RMSNorm module; float32."""
+    return norm.weight.float() * norm.weight.shape[-1] ** 0.5
+
+
+def scaled(weight: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """A matrix with what `scale` gives in it, rounded once to the matrix's dtype."""
+    return (weight.float() * by).to(weight.dtype)
 
 
 class RMSNorm:
@@ -68,7 +75,7 @@ class Matrix:
         # A transposed view: mm on it is half the price of linear where the matrix is small.
         self.weight = weight_OI.t()
         self._array = self._packed = None
-        if slowed_by_mkl(weight_OI.device.type):
+        if weight_OI.dtype is torch.float32 and slowed_by_mkl(weight_OI.device.type):
             if numpy_uses_avx512() and weight_OI.numel() < LARGE:
                 self._array = self.weight.contiguous().numpy()  # of a view numpy makes a copy each time
             else:
@@ -141,8 +148,18 @@ class RoPE:
 
 
 def paired(x: torch.Tensor) -> torch.Tensor:
-    """A view of interleaved heads as complex numbers."""
+    """A view of interleaved heads, float32, as complex numbers."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor) -> None:
+    """Turn interleaved heads, in float32 whatever their dtype; `out` may be `x`."""
+    if out.dtype is not torch.float32:
+        out.copy_(torch.view_as_real(paired(x.float()) * rotation).flatten(-2))
+    elif x is out:
+        paired(out).mul_(rotation)
+    else:
+        torch.mul(paired(x), rotation, out=paired(out))
 
 
 class MLP:
@@ -154,7 +171,7 @@ class MLP:
 
     def reload(self) -> None:
         norm, gate, up, down = self.modules
-        self.inward = Matrix(torch.cat([gate.weight, up.weight]) * scale(norm))
+        self.inward = Matrix(scaled(torch.cat([gate.weight, up.weight]), scale(norm)))
         self.outward = Matrix(down.weight)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -173,13 +190,13 @@ class Mixture:
 
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
-        self.router = Matrix(moe.router.gate.weight * scale(norm))
-        self.inward_EDF = (torch.cat([experts.w1_EFD, experts.w3_EFD], 1) * scale(norm)).transpose(1, 2)
+        self.router = Matrix(scaled(moe.router.gate.weight, scale(norm)))
+        self.inward_EDF = scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm)).transpose(1, 2)
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         normed_TD = self.unit(x_TD)
-        score_TK, expert_TK = self.router(normed_TD).softmax(-1).topk(self.per_token, sorted=False)
+        score_TK, expert_TK = self.router(normed_TD).float().softmax(-1).topk(self.per_token, sorted=False)
         if self.normed:
             score_TK = score_TK / score_TK.sum(-1, keepdim=True)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
@@ -188,7 +205,7 @@ class Mixture:
         gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(2, -1)
         out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
         out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
-        return torch.baddbmm(x_TD.unsqueeze(1), score_TK.unsqueeze(1), out_TKD).squeeze(1)
+        return torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1)
 
 
 class DecodeModel:
@@ -197,11 +214,12 @@ class DecodeModel:
     def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device) -> None:
         """
         Args:
-            model: torchtitan's, see `models.policy.build`. After its parameters change call `reload`, and before the first pass.
+            model: torchtitan's, see `models.policy.build`; computed in its parameters' dtype, float32 or bfloat16. After they change call
+                `reload`, and before the first pass.
             slots, positions: rows and length of the cache.
         """
         self.cache = cache = KVCache(
-            shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device)
+            shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device, dtype_of(model))
         self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
         self.norm = RMSNorm(model.norm)
@@ -284,7 +302,7 @@ class DecodeLayer:
         weight_GRHD = attention.qkv_linear.wqkv.weight.view(self.groups, R + 1, -1, self.layer.attention_norm.weight.shape[-1])
         if not attention.rope.cache.is_complex():
             weight_GRHD = torch.cat([interleaved(weight_GRHD[:, :R], 2), weight_GRHD[:, R:]], 1)
-        self.wqkv = Matrix(weight_GRHD.flatten(0, 2) * scale(self.layer.attention_norm))
+        self.wqkv = Matrix(scaled(weight_GRHD.flatten(0, 2), scale(self.layer.attention_norm)))
         self.wo = Matrix(attention.wo.weight)
         self.head_scale_RH = None
         if self.head_unit is not None:
@@ -301,8 +319,5 @@ class DecodeLayer:
         B, L = where.shape
         qkv_BLGRH = self.wqkv(self.unit(x_TD)).view(B, L, self.groups, self.queries + 2, -1)
         qk = qkv_BLGRH[..., : self.queries + 1, :]
-        if self.head_unit is None:
-            paired(qk).mul_(rotation)
-        else:
-            torch.mul(paired(self.head_unit(qk).mul_(self.head_scale_RH)), rotation, out=paired(qk))
+        rotate(qk if self.head_unit is None else self.head_unit(qk).mul_(self.head_scale_RH), rotation, qk)
         return self.mlp(self.wo.plus(x_TD, self.cache.attend(self.index, where, qkv_BLGRH)))

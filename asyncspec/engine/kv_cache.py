@@ -33,7 +33,7 @@ class Group(NamedTuple):
     rows: slice  # of rows times key-value groups
     keys: tuple[torch.Tensor, ...]  # of each layer, [rows, H, span]
     values: tuple[torch.Tensor, ...]  # of each layer, [rows, span, H]
-    mask: torch.Tensor  # float [rows, L * queries, span], 0 or -inf
+    mask: torch.Tensor  # of the cache's dtype [rows, L * queries, span], 0 or -inf
 
 
 class Place(NamedTuple):
@@ -71,19 +71,19 @@ def split(length_B: np.ndarray) -> tuple[int, int]:
 class KVCache:
     """Keys and values of all layers in one tensor, [layers, S, G, P, 2H]: a step writes both at once."""
 
-    def __init__(self, layers: int, slots: int, positions: int, kv_heads: int, queries: int, head_dim: int, device) -> None:
+    def __init__(self, layers: int, slots: int, positions: int, kv_heads: int, queries: int, head_dim: int, device, dtype: torch.dtype) -> None:
         """
         Args:
             queries: query heads that share one key-value head.
         """
-        self.kv = torch.zeros(layers, slots, kv_heads, positions, 2 * head_dim, device=device)
+        self.kv = torch.zeros(layers, slots, kv_heads, positions, 2 * head_dim, dtype=dtype, device=device)
         self.groups, self.queries, self.head_dim, self.scale = kv_heads, queries, head_dim, head_dim**-0.5
         self.positions = positions
         self.flat = [kv.view(-1, 2 * head_dim) for kv in self.kv]
         self._index_P = torch.arange(positions, device=device)
         self._start_SG = torch.arange(slots * kv_heads, device=device).view(slots, 1, kv_heads) * positions
         self._views = lru_cache(maxsize=256)(self._make_views)
-        self._mask = torch.tensor([float("-inf"), 0.0], device=device)
+        self._mask = torch.tensor([float("-inf"), 0.0], dtype=dtype, device=device)
 
     def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans) -> Place:
         """Rows from `first_row`, `position_BL` within them.

@@ -31,6 +31,8 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
         from asyncspec.engine.sglang_engine import SglangEngine
 
         return SglangEngine(config, index)
+    import torch
+
     from asyncspec.engine.torch_engine import TorchEngine
     from asyncspec.models import policy
     from asyncspec.speculation.make import drafter_maker
@@ -43,7 +45,8 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
         shape, drafter_maker(config.speculation.method, resolve_path(config.draft_directory), shape), slots=config.engine.slots,
         max_prompt_tokens=config.engine.max_prompt_tokens, max_response_tokens=config.sampling.max_response_tokens,
         draft_length=config.speculation.draft_length, temperature=config.sampling.temperature, top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k, kv_at_swap=config.engine.kv_at_swap, compile_layers=config.engine.compile, device=device)
+        top_k=config.sampling.top_k, kv_at_swap=config.engine.kv_at_swap, compile_layers=config.engine.compile, device=device,
+        dtype=getattr(torch, config.model.dtype))
     engine.load_policy(dict(model.named_parameters()), 0)
     engine.draft_version = 0
     return engine

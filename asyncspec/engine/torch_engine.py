@@ -22,7 +22,7 @@ from asyncspec.engine import kv_cache
 from asyncspec.engine.base import Completion, Request, at_least, check_request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
-from asyncspec.models.policy import PolicyShape, build
+from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.base import Drafter, Slots
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength
@@ -44,7 +44,7 @@ class TorchEngine:
     def __init__(
         self, shape: PolicyShape, make_drafter: Callable[..., Drafter] | None = None, *, slots: int, max_prompt_tokens: int,
         max_response_tokens: int, draft_length: int | str = "auto", temperature: float = 1.0, top_p: float = 1.0,
-        top_k: int = 0, kv_at_swap: str = "keep", compile_layers: bool = False, device: str = "cpu",
+        top_k: int = 0, kv_at_swap: str = "keep", compile_layers: bool = False, device: str = "cpu", dtype: torch.dtype = torch.float32,
     ) -> None:
         """
         Args:
@@ -52,6 +52,7 @@ class TorchEngine:
             draft_length: k, tokens proposed per verification, or "auto": chosen for each step, see speculation/draft_length.py.
             kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
                 "recompute" fills it again under the new weights.
+            dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in float32.
             compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights.
         """
         self.slots, self.shape = slots, shape
@@ -61,7 +62,7 @@ class TorchEngine:
         self.version = self.draft_version = -1
         longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
-        self.model = build(shape, positions).to(device).requires_grad_(False)
+        self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
         # One row more than slots, for exchanging two; behind it rows for prompts.
         rows = slots + 1 + PROMPT_ROWS
         self.decode = DecodeModel(self.model, shape, rows, positions, device)

@@ -105,7 +105,7 @@ class VllmEngine(QueueingEngine):
     def __init__(self, config: Config, device: str) -> None:
         """
         Args:
-            device: "cpu" (float32) or a GPU, "cuda:0" (bfloat16).
+            device: "cpu" or a GPU, "cuda:0".
 
         Raises:
             ConfigError: this vLLM was built for the other.
@@ -155,19 +155,19 @@ class VllmEngine(QueueingEngine):
                 speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         if self.device == "cpu":
             # Of a prompt read in parts vLLM 0.32 throws samples away, and takes back what they took of the seed; on CPUs it cannot.
-            special = {"dtype": "float32", "block_size": CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
+            special = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
                        "enable_chunked_prefill": False}
         else:
-            special = {"dtype": "bfloat16", "gpu_memory_utilization": config.engine.gpu_memory_utilization}
+            special = {"gpu_memory_utilization": config.engine.gpu_memory_utilization}
         return EngineArgs(
             model=str(paths["policy"]), skip_tokenizer_init=True, generation_config="vllm", max_model_len=positions, max_num_seqs=self.slots,
             max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)), enable_prefix_caching=True, async_scheduling=False,
             enforce_eager=not config.engine.compile, speculative_config=speculative,
             per_request_spec_decode_metrics="detailed" if config.drafting else "none", logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True, seed=config.seed, **special)
+            weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True, seed=config.seed, dtype=config.model.dtype, **special)
 
     def _kv_cache_bytes(self, positions: int) -> int:
-        """What `slots` sequences of `positions` take, in float32, with one block more each for proposals."""
+        """What `slots` sequences of `positions` take in float32, with one block more each for proposals; bfloat16 needs half of it."""
         def layer_bytes(shape, kind: str) -> int:
             return 2 * shape.n_kv_heads * shape.head_dim * self._factors[kind] * 4
 

@@ -10,7 +10,7 @@ from asyncspec.config import Config, ConfigError, load, value_of
 from asyncspec.timing.exporters import read_rows
 
 # What a run may be given anew when it goes on. Everything else decides what it has learned and what its records mean.
-CHANGEABLE = ("steps", "eval.", "engine.", "checkpoint.", "deployment.", "trainer.", "logprob.", "speculation.draft_length", "data.reward_timeout_s",
+CHANGEABLE = ("steps", "model.dtype", "eval.", "engine.", "checkpoint.", "deployment.", "trainer.", "logprob.", "speculation.draft_length", "data.reward_timeout_s",
               "data.reward_failures", "draft.lr", "draft.groups_per_step", "draft.bytes_per_step", "draft.publish_every")
 
 

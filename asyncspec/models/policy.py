@@ -249,7 +249,12 @@ def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
     return copy.requires_grad_(False)
 
 
-def cast(model: Decoder, dtype: torch.dtype) -> Decoder:
+def dtype_of(model: Decoder) -> torch.dtype:
+    """What a policy's parameters are, and what it is computed in."""
+    return model.tok_embeddings.weight.dtype
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give a model's parameters another dtype, in place. Its tables for RoPE stay as they are, as in a trainer that computes in `dtype`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -19,7 +19,7 @@ class Learner:
     def __init__(self, config: Config, run_dir: Path, device: str, rank: int = 0) -> None:
         self.config, self.run_dir, self.device = config, run_dir, device
         t = config.trainer
-        self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, t.dtype)
+        self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # what else belongs into a checkpoint
 

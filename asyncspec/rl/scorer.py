@@ -49,7 +49,7 @@ class Scorer:
 
         # Every rank reads all of it, into host memory, and keeps its share.
         model, shape = policy.load(resolve_path(path), "cpu" if self.ranks.sharded else self.device)
-        return policy.cast(model, getattr(torch, self.config.trainer.dtype)).requires_grad_(False), shape
+        return policy.cast(model, getattr(torch, self.config.model.dtype)).requires_grad_(False), shape
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         """Find the other ranks and share policy and reference with them. Collective."""

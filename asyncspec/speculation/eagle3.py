@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import MLP, Matrix, RoPE, Unit, interleaved, paired, scale
+from asyncspec.engine.decode import MLP, Matrix, RoPE, Unit, interleaved, rotate, scale, scaled
 from asyncspec.engine.kv_cache import KVCache
 from asyncspec.models.eagle3 import Eagle3
+from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
 from asyncspec.speculation.features import FeatureDrafter
 
@@ -16,7 +17,7 @@ class DecodeEagle3:
         self.draft, self.shape = draft, draft.shape
         shape, layer = draft.shape, draft.midlayer
         self.groups, self.queries = shape.n_kv_heads, shape.n_heads // shape.n_kv_heads
-        self.cache = KVCache(1, *slots.token_SP.shape, self.groups, self.queries, shape.head_dim, slots.device)
+        self.cache = KVCache(1, *slots.token_SP.shape, self.groups, self.queries, shape.head_dim, slots.device, draft.fc.weight.dtype)
         self.rope = RoPE(shape.angles(slots.positions).to(slots.device))
         self.unit = Unit(shape.dim, shape.norm_eps, slots.device)
         mlp = layer.mlp
@@ -28,9 +29,9 @@ class DecodeEagle3:
         a = layer.self_attn
         q, k, v = (w.weight.view(G, -1, H, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj))
         norms = torch.cat([scale(layer.input_layernorm), scale(layer.hidden_norm)])
-        self.wqkv = Matrix(torch.cat([interleaved(q, 2), interleaved(k, 2), v], 1).flatten(0, 2) * norms)
+        self.wqkv = Matrix(scaled(torch.cat([interleaved(q, 2), interleaved(k, 2), v], 1).flatten(0, 2), norms))
         self.wo, self.fc = Matrix(a.o_proj.weight), Matrix(self.draft.fc.weight)
-        self.lm_head = Matrix(self.draft.lm_head.weight * scale(self.draft.norm))
+        self.lm_head = Matrix(scaled(self.draft.lm_head.weight, scale(self.draft.norm)))
         self.mlp.reload()
 
     def fuse(self, features_TE: torch.Tensor) -> torch.Tensor:
@@ -47,9 +48,11 @@ class DecodeEagle3:
         B, L = place.shape
         x_TD2 = self.unit(torch.stack([embeds_TD, hidden_TD], 1)).flatten(1)
         qkv_BLGRH = self.wqkv(x_TD2).view(B, L, self.groups, self.queries + 2, -1)
-        paired(qkv_BLGRH[..., : self.queries + 1, :]).mul_(rotation)
+        qk = qkv_BLGRH[..., : self.queries + 1, :]
+        rotate(qk, rotation, qk)
         return self.mlp(self.wo.plus(hidden_TD, self.cache.attend(0, place, qkv_BLGRH)))
 
 
 def eagle3_drafter(draft: Eagle3, model, slots: Slots, settings) -> FeatureDrafter:
-    return FeatureDrafter(draft.to(slots.device).requires_grad_(False), DecodeEagle3(draft, slots), model.tok_embeddings, slots, settings)
+    draft = cast(draft.to(slots.device), dtype_of(model)).requires_grad_(False)
+    return FeatureDrafter(draft, DecodeEagle3(draft, slots), model.tok_embeddings, slots, settings)

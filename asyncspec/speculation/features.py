@@ -26,7 +26,7 @@ class FeatureDrafter:
     def __init__(self, draft, decode, embed, slots: Slots, settings: tuple[float, float, int]) -> None:
         """
         Args:
-            draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`.
+            draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
             decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`).
             embed: the target's embedding, int64 tokens [...] -> [..., D].
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
@@ -34,7 +34,7 @@ class FeatureDrafter:
         self.draft, self.decode, self.embed, self.slots, self.settings = draft, decode, embed, slots, settings
         self.aux_layers = draft.aux_layers
         size = (*slots.token_SP.shape, len(self.aux_layers) * draft.shape.dim)
-        self.feature_SPE = torch.zeros(size, device=slots.device)
+        self.feature_SPE = torch.zeros(size, dtype=draft.fc.weight.dtype, device=slots.device)
         self._feature_TE = self.feature_SPE.view(-1, size[-1])
         self._start_S1 = torch.arange(size[0], device=slots.device).unsqueeze(1) * slots.positions
         self._unstored: list[torch.Tensor] = []  # features of single positions, from row 0; layer by layer

@@ -42,4 +42,4 @@ def drafter_for(draft: Draft) -> Callable[..., Drafter]:
     from asyncspec.speculation.draft_model import DraftModelDrafter
 
     return lambda model, slots, settings: DraftModelDrafter(
-        policies.lengthened(draft.module, draft.shape, slots.positions), draft.shape, slots, settings)
+        policies.cast(policies.lengthened(draft.module, draft.shape, slots.positions), policies.dtype_of(model)), draft.shape, slots, settings)

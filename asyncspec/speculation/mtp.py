@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, Unit, scale
+from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, Unit, scale, scaled
 from asyncspec.engine.kv_cache import KVCache
 from asyncspec.models.mtp import MTP
+from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
 from asyncspec.speculation.features import FeatureDrafter
 
@@ -19,7 +20,7 @@ class DecodeMTP:
         """
         shape = draft.shape
         self.cache = KVCache(
-            1, *slots.token_SP.shape, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, slots.device)
+            1, *slots.token_SP.shape, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, slots.device, dtype_of(model))
         self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
         self.layer = DecodeLayer(draft.block, 0, self.cache)
         self.unit, self.norm = Unit(shape.dim, shape.norm_eps, slots.device), RMSNorm(draft.norm)
@@ -28,7 +29,7 @@ class DecodeMTP:
         """Derive from the parameters anew what is derived from them."""
         self.layer.reload()
         self.norm.reload()
-        self.fc = Matrix(self.draft.fc.weight * torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)]))
+        self.fc = Matrix(scaled(self.draft.fc.weight, torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)])))
         self.lm_head = Matrix(self.head.weight)
 
     def fuse(self, features_TE: torch.Tensor) -> torch.Tensor:
@@ -43,4 +44,5 @@ class DecodeMTP:
 
 
 def mtp_drafter(draft: MTP, model, slots: Slots, settings) -> FeatureDrafter:
-    return FeatureDrafter(draft.to(slots.device).requires_grad_(False), DecodeMTP(draft, model, slots), model.tok_embeddings, slots, settings)
+    draft = cast(draft.to(slots.device), dtype_of(model)).requires_grad_(False)
+    return FeatureDrafter(draft, DecodeMTP(draft, model, slots), model.tok_embeddings, slots, settings)

@@ -1,0 +1,58 @@
+"""On a GPU: the engine, the broadcast and the default job, held to what a CPU gives. Skipped where there is none."""
+
+import itertools
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import Running, rows
+from test_drafters import METHODS, check_distribution, engine_of, maker  # noqa: F401
+from test_engine import run
+from test_weights import SHAPES, tensors, wait_until_idle
+
+from asyncspec.audit import audit
+from asyncspec.messages import Membership, Publish
+from asyncspec.weights import Layout, Publisher, WholeSnapshot
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
+
+
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method):  # noqa: F811
+    expected, found = (run(engine_of(small_shape, small_policy, maker.get(method), top_k=1, device=device), PROMPTS) for device in ("cpu", "cuda:0"))
+    assert {key: c.tokens.tolist() for key, c in found.items()} == {key: c.tokens.tolist() for key, c in expected.items()}
+
+
+@pytest.mark.parametrize("k", [3, "auto"])
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, k):  # noqa: F811
+    check_distribution(engine_of(small_shape, small_policy, maker[method], 256, k, device="cuda:0"), small_policy, small_shape)
+
+
+def test_nccl_carries_versions_at_world_size_1():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    live, joined = {name: torch.full(shape, 1.0, device="cuda:0") for name, shape in SHAPES.items()}, threading.Event()
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cuda:0")
+    publisher.form(Membership("policy", 1, ["trainer"], "nccl"), 60, joined.set)
+    assert joined.wait(60)
+    for version in range(1, 4):
+        snapshot = WholeSnapshot(Layout.of(tensors(0)), live, "cuda:0")
+        publisher.publish(Publish("policy", version), snapshot, lambda message: None)
+        for tensor in live.values():
+            tensor += 1.0
+        wait_until_idle(publisher)
+        publisher.check()
+        assert (snapshot.flat == version).all()
+    publisher.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_default_job_runs_on_a_gpu_that_all_actors_share(tmp_path, dtype):
+    run_dir = tmp_path / "run"
+    Running.new(run_dir, "deployment.device=cuda", f"model.dtype={dtype}", "--steps", "4").end()
+    assert len(rows(run_dir)) == 4 and audit(str(run_dir)) == 0
+    trace = json.loads((run_dir / "trace.json").read_text())
+    assert any("cuda" in str(event.get("args", "")) for event in trace["traceEvents"])  # timed by the GPU's own events
