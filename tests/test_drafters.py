@@ -13,6 +13,7 @@ from test_engine import ALPHA, exact_sequences, run
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
+from asyncspec.speculation.base import Slots
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 from asyncspec.drafts import draft as drafts
 from asyncspec.speculation.draft_model import DraftModelDrafter
@@ -144,6 +145,40 @@ def test_suffix_stays_exact_when_a_seed_comes_again(small_shape, small_policy, m
     common = [s for s in exact if exact[s] * n >= 8]
     observed, expected = [counts[s] for s in common], [exact[s] * n for s in common]
     assert chisquare([*observed, n - sum(observed)], [*expected, n - sum(expected)]).pvalue > ALPHA
+
+
+@pytest.fixture
+def mock_gpu(monkeypatch):
+    """A device whose tensors have shapes and no values: the meta device. Mixing it with the host's is an error, as is any look at a value; what
+    is copied to the host in order is recorded, and made up."""
+    copied, to = [], torch.Tensor.to
+
+    def to_host(tensor):
+        copied.append(tensor.shape)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) + (tensor.dtype == torch.int64)
+
+    def refresh(slots, count):
+        copied.append((count,))
+        slots.length[:count] = np.maximum(slots.length[:count] + 1, 4)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: to_host(tensor) if tensor.is_meta else to(tensor, "cpu"))
+    monkeypatch.setattr(Slots, "refresh", refresh)
+    return copied
+
+
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_the_host_waits_for_a_gpu_at_the_end_of_a_step_only(small_shape, small_policy, maker, mock_gpu, method):
+    waits = {}
+    for k in (1, 5):
+        engine = engine_of(small_shape, small_policy, maker.get(method), 4, k, device="meta", kv_at_swap="recompute")
+        engine.submit(Request(0, [2, 3, 5, 4], [1, 2, 3], 16))
+        engine.poll()
+        engine.load_policy(dict(small_policy.named_parameters()), 1)
+        mock_gpu.clear()
+        engine.poll()
+        assert engine.live == 3
+        waits[k] = list(mock_gpu)
+    assert waits[1] == waits[5] and len(waits[1]) <= 4  # who is finished, lengths, proposals accepted and, by a lookup, found
 
 
 @pytest.mark.parametrize("method", METHODS)
