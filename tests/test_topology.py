@@ -69,6 +69,21 @@ def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
         load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8", "deployment.generators=3"])
 
 
+def test_one_gpu_holds_what_the_small_example_puts_on_it(tmp_path):
+    config = {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+              "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+              "eos_token_id": 151645, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"]})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+    loaded = load("qwen3_0.6b_1gpu", [f"model.path={tmp_path}/policy", f"speculation.draft_path={tmp_path}/draft"])
+    names = {"controller": "controller", **actor_names(loaded)}
+    for gigabytes, fits in ((80, True), (40, False)):
+        judged = judge(loaded, config, [list(names)], names, [Node("h", "a", [gigabytes * 1e9], 1e12, 64)])
+        assert all(f.ok for _, _, found in judged for f in found) == fits, judged
+
+
 @pytest.mark.parametrize("name, nodes, gpus", [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)])
 def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gpus, tmp_path):
     config = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,

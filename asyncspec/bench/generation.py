@@ -1,8 +1,10 @@
 """bench engine: the generation engine by itself, and beside vLLM and transformers.
 
 For 1 to 64 live sequences: tokens a second at each EAGLE-3 draft length, 0 (no speculation) to 7, and with the length chosen for each
-step; acceptance by position; and where a step's time goes. Then the same rollouts, from the first to the last token, through this
-engine, vLLM on the CPU and transformers' generate: same weights, prompts, temperature and threads, none of ours compiled.
+step; acceptance by position; where a step's time goes; and what share of a step without speculation it would take to read a dense policy's
+weights once, as fast as the device's memory gives a gigabyte: with few sequences the least that a large policy's step can take. Then the
+same rollouts, from the first to the last token, through this engine, vLLM on the CPU and transformers' generate: same weights, prompts,
+temperature and threads, none of ours compiled.
 
 The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the variables
 ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line says so.
@@ -13,12 +15,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Sequence
 
+import torch
 from rich.table import Table
 
 from asyncspec import config as configuration
+from asyncspec import estimate
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
 from asyncspec.bench.loads import Loads
 
@@ -56,6 +61,16 @@ class Other:
         return json.loads(line)
 
 
+def read_rate(device: str) -> float:
+    """Bytes a second that this device, or these threads of a CPU, read of a gigabyte."""
+    gigabyte, took = torch.ones(2**28, device=device), []
+    for _ in range(6):
+        start = time.perf_counter()
+        float(gigabyte.sum())
+        took.append(time.perf_counter() - start)
+    return 4 * len(gigabyte) / min(took[1:])
+
+
 class GenerationBenchmark(Benchmark):
     name = "engine"
     repeats = 5
@@ -64,7 +79,9 @@ class GenerationBenchmark(Benchmark):
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.loads = Loads(overrides)
         self.others: dict[str, Other] = {}
-        c = self.loads.config
+        c, shape, element = self.loads.config, self.loads.shape, getattr(torch, self.loads.config.model.dtype).itemsize
+        looked_up = 0 if shape.tied else shape.vocab_size * shape.dim  # of the embedding a step reads a few rows, unless it is the head too
+        self.floor_ms = 1e3 * element * (estimate.parameters(shape.to_hf()) - looked_up) / read_rate(self.loads.device)
         for name, (variable, program, arguments) in OTHERS.items():
             python = os.environ.get(variable)
             if python and SCRIPTS.is_dir():
@@ -98,6 +115,7 @@ class GenerationBenchmark(Benchmark):
     def headline(self, samples: Samples) -> dict[str, float]:
         result = {f"tokens_per_s_{live}_live": median(samples, f"{live} k=0", "tokens_per_s") for live in LIVE}
         result |= {f"tokens_per_s_{live}_live_auto": median(samples, f"{live} k=auto", "tokens_per_s") for live in LIVE}
+        result |= {f"memory_floor_share_{live}_live": self.floor_ms / median(samples, f"{live} k=0", "step_ms") for live in LIVE}
         for name in self.others:
             for ours in ("none", "eagle3"):
                 result |= {f"{ours}_over_{name.replace(' ', '_')}_{live}_live": ratio(samples, "tokens_per_s", f"{live} {ours}", f"{live} {name}")
