@@ -38,7 +38,7 @@ class ConfigError(ValueError):
 class ModelConfig:
     path: str = "asset:tiny/policy"  # Hugging Face directory of the policy (config.json, *.safetensors, tokenizer.json)
     reference_path: str = ""  # reference policy for the KL term; empty: the same as path
-    dtype: str = "float32"  # float32, bfloat16: what all compute in; the trainer's weights, sums of gradients and optimizer stay in float32
+    dtype: str = "float32"  # float32, bfloat16: what policy and draft are computed in; the trainer's weights, sums and optimizer, and a draft's training, stay in float32
 
 
 @dataclass

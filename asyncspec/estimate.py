@@ -78,10 +78,10 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         kept = 2 if trainer.recompute else 34
         return {"weights and gradients": 2 * FLOAT * share, "optimizer": ADAM * share, "snapshot": FLOAT * share,
                 "activations": kept * wide * tokens * policy["hidden_size"] * policy["num_hidden_layers"] / trainer.tensor_parallel,
-                "logits": 3 * FLOAT * tokens * V}
+                "logits": 4 * FLOAT * tokens * V}
     if role in ("logprob", "logprob_rank"):
         ranks = config.logprob.ranks
-        found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 2 * FLOAT * tokens * V}
+        found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 3 * FLOAT * tokens * V}
         if ranks == 1:
             return found | {"arriving weights": FLOAT * P}
         # Each keeps its share of a version that waits for the other ranks and of one that arrives, tensor by tensor; the embedding is the largest,
@@ -95,8 +95,13 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         positions = longest
         length = config.speculation.draft_length
         positions += 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))
+        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
+        if config.speculation.method == "eagle3":
+            cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())
+            features = 3 * cfg["hidden_size"] + 2 * cfg["num_key_value_heads"] * cfg["head_dim"]  # and its keys and values
+            draft = {"draft": (2 * element + FLOAT) * eagle3_parameters(cfg), "draft's features": element * features * cached}
         return {"weights": 2 * element * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
-                "KV cache": kv_bytes_per_token(policy, element) * (config.engine.slots + 1 + PROMPT_ROWS) * positions}
+                "KV cache": kv_bytes_per_token(policy, element) * cached, **draft}
     if role == "generator" and config.engine.kind == "vllm":
         # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
         return {"weights": element * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest}

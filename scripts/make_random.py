@@ -23,7 +23,7 @@ from asyncspec.models.shape import PolicyShape
 SHIPPED = resolve_path(Config().model.path)
 SMALL = {"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "hidden_dim": 768}
 LIKE = {
-    "50mb": SMALL,
+    "50mb": {**SMALL, "max_positions": 2048},
     # As the model's config.json has it. The shipped tokenizer names few of its tokens; those beyond decode to nothing.
     "qwen3-0.6b": {"dim": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 3072, "vocab_size": 151936,
                    "max_positions": 40960, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True},

@@ -4,7 +4,7 @@ For 1 to 64 live sequences: tokens a second at each EAGLE-3 draft length, 0 (no 
 step; acceptance by position; where a step's time goes; and what share of a step without speculation it would take to read a dense policy's
 weights once, as fast as the device's memory gives a gigabyte: with few sequences the least that a large policy's step can take. Then the
 same rollouts, from the first to the last token, through this engine, vLLM on the CPU and transformers' generate: same weights, prompts,
-temperature and threads, none of ours compiled.
+temperature and threads, all in float32 (on a GPU, and in bfloat16, this engine alone), none of ours compiled.
 
 The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the variables
 ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line says so.
@@ -82,7 +82,8 @@ class GenerationBenchmark(Benchmark):
         c, shape, element = self.loads.config, self.loads.shape, getattr(torch, self.loads.config.model.dtype).itemsize
         looked_up = 0 if shape.tied else shape.vocab_size * shape.dim  # of the embedding a step reads a few rows, unless it is the head too
         self.floor_ms = 1e3 * element * (estimate.parameters(shape.to_hf()) - looked_up) / read_rate(self.loads.device)
-        for name, (variable, program, arguments) in OTHERS.items():
+        alike = self.loads.device == "cpu" and c.model.dtype == "float32"  # as the others compute
+        for name, (variable, program, arguments) in OTHERS.items() if alike else ():
             python = os.environ.get(variable)
             if python and SCRIPTS.is_dir():
                 directory = str(configuration.resolve_path(c.model.path))
@@ -105,11 +106,15 @@ class GenerationBenchmark(Benchmark):
             return done | {"tokens_per_s": done["tokens"] / done["seconds"]}
         length = name.removeprefix("k=") if name.startswith("k=") else "auto" if name == "eagle3" else "0"
         engine = loads.engine("none" if length == "0" else "eagle3", live, length)
-        engine.laps = {}
+        # Timing the parts of a step stops a GPU at each, so it has a measurement of its own there.
+        engine.laps = {} if loads.device == "cpu" else None
         if not name.startswith("k="):
             return loads.batch(repetition, rollouts, 1, engine)[0]
-        measured = loads.steady(repetition, ROLLOUTS + live, engine)[0]
-        steps = round(1e3 * measured["seconds"] / measured["step_ms"])
+        measured = parted = loads.steady(repetition, ROLLOUTS + live, engine)[0]
+        if engine.laps is None:
+            engine.laps = {}
+            parted = loads.steady(repetition, live, engine)[0]
+        steps = round(1e3 * parted["seconds"] / parted["step_ms"])
         return measured | {f"{part}_ms": 1e3 * engine.laps.get(part, 0.0) / steps for part in PARTS}
 
     def headline(self, samples: Samples) -> dict[str, float]:

@@ -97,8 +97,12 @@ def _compiled_block(shape: PolicyShape, positions: int):
             cache.index_copy_(0, index, torch.cat([qk[:, :, R], qkv_TGRH[:, :, R + 1]], -1).view(-1, 2 * H))
             seen = cache.view(-1, positions, 2 * H)[:rows, :span]
             q = qk[:, :, :R].view(B, L, G, R, H).transpose(1, 2).reshape(rows, width, H)
-            weight = torch.baddbmm(mask, q, seen[..., :H].transpose(1, 2), alpha=scale).softmax(-1)
-            out = torch.bmm(weight, seen[..., H:]).view(B, G, L, R, H).transpose(1, 2).reshape(B * L, -1)
+            if q.dtype is torch.float32:
+                weight = torch.baddbmm(mask, q, seen[..., :H].transpose(1, 2), alpha=scale).softmax(-1)
+                out = torch.bmm(weight, seen[..., H:])
+            else:
+                out = F.scaled_dot_product_attention(q, seen[..., :H], seen[..., H:], attn_mask=mask, scale=scale)
+            out = out.view(B, G, L, R, H).transpose(1, 2).reshape(B * L, -1)
             x_TD = torch.addmm(x_TD, out, w.wo)
             gate_TF, up_TF = torch.mm(unit(x_TD, D), w.inward).chunk(2, -1)
             x_TD = torch.addmm(x_TD, F.silu(gate_TF) * up_TF, w.outward)

@@ -190,13 +190,13 @@ class Mixture:
 
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
-        self.router = Matrix(scaled(moe.router.gate.weight, scale(norm)))
+        self.router = Matrix(moe.router.gate.weight.float() * scale(norm))  # in float32, as torchtitan's on a GPU
         self.inward_EDF = scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm)).transpose(1, 2)
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         normed_TD = self.unit(x_TD)
-        score_TK, expert_TK = self.router(normed_TD).float().softmax(-1).topk(self.per_token, sorted=False)
+        score_TK, expert_TK = self.router(normed_TD.float()).softmax(-1).topk(self.per_token, sorted=False)
         if self.normed:
             score_TK = score_TK / score_TK.sum(-1, keepdim=True)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)

@@ -16,6 +16,7 @@ from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 
 Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
@@ -129,8 +130,11 @@ class KVCache:
         return out.view(B, -1) if L == 1 else out.view(B, G, L, self.queries, H).transpose(1, 2).reshape(B * L, -1)
 
     def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
-        weight = torch.baddbmm(group.mask, q, group.keys[layer], alpha=self.scale).softmax(-1)
-        return torch.bmm(weight, group.values[layer])
+        keys, values = group.keys[layer], group.values[layer]
+        if q.dtype is not torch.float32:  # whose scores are to be in float32 all the same
+            return F.scaled_dot_product_attention(q, keys.transpose(1, 2), values, attn_mask=group.mask, scale=self.scale)
+        weight = torch.baddbmm(group.mask, q, keys, alpha=self.scale).softmax(-1)
+        return torch.bmm(weight, values)
 
     def copy(self, sources: Sequence[int], first_row: int, length: int) -> None:
         """Fill rows first_row + b with the first `length` positions of rows sources[b]."""

@@ -43,7 +43,8 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [...]; never an index of weight zero.
     """
-    cumulative = weights.cumsum(-1)
+    # A GPU adds in an order of its own: in float32 a sum may pass the one before it by rounding alone.
+    cumulative = weights.cumsum(-1, dtype=torch.float64 if weights.is_cuda else None)
     threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
