@@ -115,8 +115,7 @@ def check(config: Config) -> None:
     need(0 < config.engine.gpu_memory_utilization <= 1, "engine.gpu_memory_utilization", "more than 0 and at most 1",
          default_of("engine.gpu_memory_utilization"))
     if config.engine.kind == "vllm":
-        need(config.speculation.method in ("eagle3", "draft_model", "ngram", "none"), "speculation.method",
-             "eagle3, draft_model, ngram or none with engine.kind=vllm", "ngram" if config.speculation.method == "suffix" else "eagle3")
+        need(config.speculation.method != "mtp", "speculation.method", "eagle3, draft_model, ngram, suffix or none with engine.kind=vllm", "eagle3")
         need(not config.drafting or config.speculation.draft_length != "auto", "speculation.draft_length",
              "a whole number with engine.kind=vllm: its k is fixed", 3)
         need(config.sampling.temperature >= 0.01, "sampling.temperature", "at least 0.01 with engine.kind=vllm", 0.01)

@@ -64,9 +64,8 @@ def test_wrong_overrides_are_one_clear_line(override, expected):
 
 
 @pytest.mark.parametrize("override,expected", [
-    ("speculation.method=mtp", "speculation.method='mtp': expected eagle3, draft_model, ngram or none with engine.kind=vllm; "
+    ("speculation.method=mtp", "speculation.method='mtp': expected eagle3, draft_model, ngram, suffix or none with engine.kind=vllm; "
      "nearest valid choice: speculation.method=eagle3"),
-    ("speculation.method=suffix", "nearest valid choice: speculation.method=ngram"),
     ("sampling.temperature=0.005", "sampling.temperature=0.005: expected at least 0.01 with engine.kind=vllm"),
     ("trainer.kind=mock", "trainer.kind='mock': expected torch with engine.kind=vllm"),
 ])

@@ -43,6 +43,13 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours():
 
 
 @needs_vllm
+def test_suffix_decoding_copies_from_earlier_samples_and_stays_exact():
+    if subprocess.run([PYTHON, "-c", "import arctic_inference"], capture_output=True).returncode:
+        pytest.skip("arctic-inference is not in that environment; scripts/compare/make_environments.sh builds it")
+    check("suffix")
+
+
+@needs_vllm
 def test_policies_of_other_families_compute_with_each_version_as_transformers_does():
     check("families")
 
@@ -61,10 +68,13 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
     assert 0 <= 1 + first * (1 + second * (1 + third)) - last["spec/acceptance_length"] < 0.5
 
 
-def test_without_vllm_a_run_ends_in_one_line_before_it_starts(monkeypatch):
+@pytest.mark.parametrize("package, there, said, instead", [
+    ("vllm", [], "engine.kind='vllm': vLLM is not installed; expected pip install", "engine.kind=torch"),
+    ("arctic_inference", ["vllm"], "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed", "speculation.method=ngram")])
+def test_without_what_vllm_needs_a_run_ends_in_one_line_before_it_starts(monkeypatch, package, there, said, instead):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
-    config = load("tiny", ["engine.kind=vllm", "speculation.draft_length=3"])
-    with pytest.raises(ConfigError, match="vLLM is not installed; expected pip install") as caught:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == package else name in there or find(name, *args))
+    config = load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", "speculation.method=suffix"])
+    with pytest.raises(ConfigError) as caught:
         check_inputs(config)
-    assert "\n" not in str(caught.value) and "nearest valid choice: engine.kind=torch" in str(caught.value)
+    assert str(caught.value).startswith(said) and str(caught.value).endswith(f"nearest valid choice: {instead}") and "\n" not in str(caught.value)

@@ -181,6 +181,40 @@ def seeds(*overrides):
     assert len(tokens[3]) == 40 and different > 20 and tokens[64] == tokens[3]
 
 
+def suffix(*overrides):
+    """Suffix decoding copies from samples that ended before, and the responses are as probable as the policy says. It fails once in 10,000 times."""
+    shape = PolicyShape(vocab_size=16, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=64, max_positions=256, rope_theta=1e4,
+                        norm_eps=1e-5, tied=False, eos_token_id=1, pad_token_id=0)
+    torch.manual_seed(0)
+    model, prompt, length, samples = policy.build(shape), [2, 3, 5, 2, 3, 4, 2, 3], 3, 8000
+    model.init_states()
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save(model, shape, Path(folder), POLICY)
+        engine = make_engine(load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=suffix", *overrides]), "cpu")
+    counts, proposed, accepted = {}, 0, 0
+    for round_ in range(2):  # with the same seeds
+        for c in run(engine, [prompt], samples // 2, length).values():
+            counts[tuple(c.tokens.tolist())] = counts.get(tuple(c.tokens.tolist()), 0) + 1
+            proposed, accepted = proposed + c.proposed, accepted + c.accepted
+    ended, open_ = {}, {(): 1.0}
+    with torch.no_grad():
+        for _ in range(length):
+            tokens = torch.tensor([prompt + list(prefix) for prefix in open_])
+            probs = model.lm_head(policy.hidden_states(model, tokens)[:, -1]).double().softmax(-1).tolist()
+            extended = [((*prefix, token), p * q) for (prefix, p), row in zip(open_.items(), probs) for token, q in enumerate(row)]
+            ended |= {tokens: p for tokens, p in extended if tokens[-1] == shape.eos_token_id}
+            open_ = {tokens: p for tokens, p in extended if tokens[-1] != shape.eos_token_id}
+    common = {tokens: p * samples for tokens, p in (ended | open_).items() if p * samples >= 8}
+    expected = [*common.values(), samples - sum(common.values())]
+    observed = [*(counts.get(tokens, 0) for tokens in common), samples - sum(counts.get(tokens, 0) for tokens in common)]
+    if expected[-1] < 8:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected))
+    pvalue = float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(chi2 / 2)))
+    print(f"suffix: {samples} samples, {len(expected)} kinds, chi-square {chi2:.0f}, p {pvalue:.3f}; accepted {accepted} of {proposed}")
+    assert pvalue > 1e-4 and 0 < accepted < proposed
+
+
 def families(*overrides):
     """Policies of other families than dense Qwen3, with the weights they start with and with later ones."""
     base = PolicyShape(vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=64, max_positions=256, rope_theta=1e4,
@@ -209,4 +243,4 @@ def families(*overrides):
 
 
 if __name__ == "__main__":
-    {"greedy": greedy, "swap": swap, "seeds": seeds, "families": families}[sys.argv[1]](*sys.argv[2:])
+    {"greedy": greedy, "swap": swap, "seeds": seeds, "suffix": suffix, "families": families}[sys.argv[1]](*sys.argv[2:])

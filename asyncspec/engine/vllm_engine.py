@@ -118,7 +118,7 @@ class VllmEngine(QueueingEngine):
         super().__init__(config, PolicyShape.from_hf(path))
         self.version = self.draft_version = 0
         self.device, self.kv_at_swap, self._sampling = device, config.engine.kv_at_swap, config.sampling
-        self._entered = 0
+        self._entered, self._remembers = 0, config.speculation.method == "suffix"
         self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; the weights are vLLM's
         if config.draft_directory:
             self.draft = drafts.skeleton(config.speculation.method, resolve_path(config.draft_directory), self.shape)
@@ -151,7 +151,7 @@ class VllmEngine(QueueingEngine):
             speculative = {"method": config.speculation.method, "num_speculative_tokens": k}
             if self.draft is not None:
                 speculative |= {"model": str(paths["draft"]), "draft_sample_method": "probabilistic"}
-            else:
+            elif config.speculation.method == "ngram":
                 speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         if self.device == "cpu":
             # Of a prompt read in parts vLLM 0.32 throws samples away, and takes back what they took of the seed; on CPUs it cannot.
@@ -219,10 +219,12 @@ class VllmEngine(QueueingEngine):
 
     def _enter(self, sample: _Sample) -> None:
         """Hand a sample to vLLM."""
-        request, settings = sample.request, self._sampling
+        request, settings, seed = sample.request, self._sampling, sample.request.seeds[sample.sample]
+        if self._remembers:  # what it proposes may have been sampled with the same seed: verifying it takes numbers that never were used
+            seed = hash((seed, self._entered))
         params = SamplingParams(
             # Below 0 one seed, -1, means none.
-            seed=request.seeds[sample.sample] % 2**63, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+            seed=seed % 2**63, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
             max_tokens=request.max_response_tokens, stop_token_ids=[*self.shape.eos_token_ids], logprobs=0, detokenize=False,
             output_kind=RequestOutputKind.DELTA)
         self._entered += 1

