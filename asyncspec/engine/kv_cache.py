@@ -132,7 +132,8 @@ class KVCache:
     def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]
         if q.dtype is not torch.float32:  # whose scores are to be in float32 all the same
-            return F.scaled_dot_product_attention(q, keys.transpose(1, 2), values, attn_mask=group.mask, scale=self.scale)
+            q, keys, values, mask = (t.unsqueeze(1) for t in (q, keys.transpose(1, 2), values, group.mask))  # a single head, as its fast kernels want it
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale).squeeze(1)
         weight = torch.baddbmm(group.mask, q, keys, alpha=self.scale).softmax(-1)
         return torch.bmm(weight, values)
 
