@@ -126,8 +126,8 @@ class LogprobConfig:
 class DraftConfig:
     adapt: bool = True  # train the draft on the policy's rollouts while it runs: mtp in the trainer, others in the draft adapter
     lr: float = 3e-4  # learning rate of the draft's AdamW
-    groups_per_step: int = 4  # at most this many groups a step are learned from, and wait for the draft adapter; others are not, then the oldest is dropped
-    bytes_per_step: int = 64_000_000  # and at most so much of them
+    groups_per_step: int = 4  # at most so many groups of a step go to the draft adapter, or wait for it; then the oldest is dropped
+    bytes_per_step: int = 64_000_000  # and at most so many bytes of groups
     top_tokens: int = 512  # tokens kept of each target distribution, the rest of its mass as one; a smaller vocabulary is kept whole
     window: int = 0  # positions of a rollout that are sent, a stretch at random, for long contexts; 0: all
     publish_every: int = 4  # optimizer steps of the draft between two published draft versions

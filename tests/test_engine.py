@@ -139,7 +139,7 @@ def test_other_families_in_16_bits(other):
 
 
 def check_16_bits(shape, policy, draft=None, compile_layers=False):
-    """Tolerance: as far apart, on average, as torchtitan's pass in bfloat16 and its own in float32 are (measured 0.006 to 0.02), twice."""
+    """Tolerance: as far apart, on average, as torchtitan's pass in bfloat16 and its own in float32 are (measured 0.005 to 0.02, the engine's too), twice."""
     prompts, rounded = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]], policies.cast(copy.deepcopy(policy), torch.bfloat16)
     apart = []
     for (index, _), completion in run(make(shape, policy, draft, slots=5, compile_layers=compile_layers, dtype=torch.bfloat16), prompts, samples=12).items():

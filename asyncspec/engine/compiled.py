@@ -15,6 +15,7 @@ from typing import NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
 
+from asyncspec.engine.kv_cache import narrow_attention
 from asyncspec.models.policy import PolicyShape
 
 LONGEST_BLOCK = 4  # layers of a graph
@@ -101,7 +102,7 @@ def _compiled_block(shape: PolicyShape, positions: int):
                 weight = torch.baddbmm(mask, q, seen[..., :H].transpose(1, 2), alpha=scale).softmax(-1)
                 out = torch.bmm(weight, seen[..., H:])
             else:
-                out = F.scaled_dot_product_attention(q, seen[..., :H], seen[..., H:], attn_mask=mask, scale=scale)
+                out = narrow_attention(q, seen[..., :H], seen[..., H:], mask, scale)
             out = out.view(B, G, L, R, H).transpose(1, 2).reshape(B * L, -1)
             x_TD = torch.addmm(x_TD, out, w.wo)
             gate_TF, up_TF = torch.mm(unit(x_TD, D), w.inward).chunk(2, -1)

@@ -131,9 +131,8 @@ class KVCache:
 
     def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]
-        if q.dtype is not torch.float32:  # whose scores are to be in float32 all the same
-            q, keys, values, mask = (t.unsqueeze(1) for t in (q, keys.transpose(1, 2), values, group.mask))  # a single head, as its fast kernels want it
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale).squeeze(1)
+        if q.dtype is not torch.float32:
+            return narrow_attention(q, keys.transpose(1, 2), values, group.mask, self.scale)
         weight = torch.baddbmm(group.mask, q, keys, alpha=self.scale).softmax(-1)
         return torch.bmm(weight, values)
 
@@ -141,6 +140,18 @@ class KVCache:
         """Fill rows first_row + b with the first `length` positions of rows sources[b]."""
         for source, rows in runs(sources, first_row):
             self.kv[:, rows, :, :length] = self.kv[:, source, None, :, :length]
+
+
+def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention in bfloat16 whose scores are in float32 all the same.
+
+    Args:
+        q, keys, values: [rows, queries or span, H].
+        mask: [rows, queries, span], 0 or -inf.
+    """
+    # As a single head each, which torch's fast kernels want.
+    q, keys, values, mask = (tensor.unsqueeze(1) for tensor in (q, keys, values, mask))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).squeeze(1)
 
 
 def runs(sources: Sequence[int], first_row: int) -> Iterator[tuple[int, slice]]:
