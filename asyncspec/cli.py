@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train`, `doctor`, `draft train`, `report`, `audit` and `bench`."""
+"""The command line: `asyncspec train`, `host`, `doctor`, `draft train`, `report`, `audit` and `bench`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
+    _add_host(commands)
     _add_draft(commands)
     _add_doctor(commands)
     _add_report(commands)
@@ -79,6 +80,8 @@ def _add_train(commands) -> None:
     train.add_argument("--resume", metavar="RUN", help="go on with the run in this directory from its newest checkpoint, with its configuration")
     train.add_argument("--node", type=int, metavar="K", help="play only what node K of deployment.nodes does: 0 begins a run, others --join it")
     train.add_argument("--join", metavar="RUN", help="with --node: join the run that node 0 has begun in this directory")
+    train.add_argument("--hosts", metavar="HOST[:PORT],...", help="where the nodes but the first are played, in order: hosts on which `asyncspec host` runs; "
+                                                                  "further ones stand in for those that are lost")
     train.add_argument("--seed", metavar="N", help="of the data, its order and every sample")
     train.add_argument("--launcher", choices=LAUNCHERS, default="auto",
                        help="what starts and watches the actors (default: torchrun if it has started several ranks, else monarch)")
@@ -90,7 +93,7 @@ def _train(args) -> int:
     if args.join is not None:
         from asyncspec.launch.join import join
 
-        given = [name for name in (*TRAIN_FLAGS, "config", "resume", "overrides") if getattr(args, name)]
+        given = [name for name in (*TRAIN_FLAGS, "config", "resume", "hosts", "overrides") if getattr(args, name)]
         if args.node is None or given:
             raise configuration.ConfigError(f"--join {args.join}: expected --node K beside it and nothing else" + (f", not {given[0]}" if given else ""))
         return join(args.join, args.node)
@@ -106,6 +109,9 @@ def _train(args) -> int:
     if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
         raise configuration.ConfigError(f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes themselves; "
                                         "nearest valid choice: no --node")
+    if args.hosts is not None and (args.node is not None or args.launcher not in ("auto", "monarch") or world_size > 1):
+        raise configuration.ConfigError(f"--hosts {args.hosts}: expected one process, no --node and no other launcher than monarch; "
+                                        "nearest valid choice: no --hosts")
     if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise configuration.ConfigError("--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 launch/async.py")
     if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:
@@ -121,11 +127,32 @@ def _train(args) -> int:
         return ray.launch(config, resume)
     from asyncspec.launch import monarch
 
-    code = monarch.launch(config, resume, args.node)
-    # All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy machine.
+    code = monarch.launch(config, resume, args.node, args.hosts.split(",") if args.hosts is not None else ())
+    _end_at_once(code)
+
+
+def _end_at_once(code: int) -> None:
+    """All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy machine."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _add_host(commands) -> None:
+    host = commands.add_parser(
+        "host", help="let launchers elsewhere start actors on this host",
+        description="Let `asyncspec train --hosts` of another host play nodes of its run here, through Monarch, one run after another, until Ctrl-C. Whoever\n"
+                    "reaches the port can run code as the account that started this: see docs/security.md.", formatter_class=argparse.RawDescriptionHelpFormatter)
+    host.add_argument("address", nargs="?", default="", metavar="[HOST][:PORT]",
+                      help="where to listen: an address of this host, or a name of it for all its addresses (default: its own name, port 26600)")
+    host.set_defaults(run=_host, parser=host)
+
+
+def _host(args) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from asyncspec.launch.hosts import serve
+
+    _end_at_once(serve(args.address))
 
 
 def _add_doctor(commands) -> None:

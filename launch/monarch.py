@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Train on this host under Monarch.
+"""Train under Monarch: on this host, and with --hosts on others on which `asyncspec host` runs.
 
     python launch/monarch.py --policy-lag 1
+    python launch/monarch.py --hosts HOST1,HOST2 deployment.nodes=trainer+logprob,2*generator
 
 The same as `asyncspec train --launcher monarch`; see --help and docs/launching.md.
 """

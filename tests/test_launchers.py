@@ -22,7 +22,7 @@ SBATCH = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
 
 @pytest.mark.parametrize("script", SBATCH, ids=lambda path: path.name)
 def test_slurm_scripts_are_shell(script):
-    checker = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
+    checker = ["shellcheck", "-x", "-P", "SCRIPTDIR"] if shutil.which("shellcheck") else ["bash", "-n"]
     done = subprocess.run([*checker, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -51,7 +51,7 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
         (tmp_path / "bin" / name).chmod(0o755)
     process = subprocess.Popen(["bash", script, "--steps", "3"], env={
         **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SEEN": str(tmp_path), "CODE": str(code), "SECONDS_OF_WORK": "30" if warned else "0.2",
-        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": "/repository"})
+        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": str(ROOT)})
     asked = tmp_path / "srun"
     deadline = time.monotonic() + 20
     while "launch/" not in (asked.read_text() if asked.exists() else "") and time.monotonic() < deadline:
@@ -61,14 +61,22 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == code
     launched = [line for line in asked.read_text().splitlines() if "launch/" in line]
-    assert len(launched) == 1 and launched[0].endswith(f"/repository/launch/{'ray' if 'ray' in script.name else 'async'}.py --steps 3")
-    assert "node1:20041" in asked.read_text()
+    command = {"ray": "ray.py", "torchrun": "async.py", "monarch": "monarch.py --hosts node2:20041"}[script.stem]
+    assert len(launched) == 1 and launched[0].endswith(f"{ROOT}/launch/{command} --steps 3")
+    meeting = "asyncspec.cli host :20041" if script.stem == "monarch" else "node1:20041"
+    assert meeting in asked.read_text()
 
 
 @pytest.mark.parametrize("arguments, environment, said", [
     (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to have started this"),
     (["--launcher", "monarch"], {"RANK": "0", "WORLD_SIZE": "2"}, "--launcher monarch: expected one process, torchrun has started 2; nearest valid choice: "),
-    (["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"], {}, "names 2 nodes, and this is one host; expected torchrun --nnodes 2"),
+    (["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"], {}, "names 2 nodes, and this is one host; expected --hosts with the other 1, torchrun --nnodes 2"),
+    (["--hosts", "a,b", "deployment.nodes=trainer+logprob,3*generator"], {}, "--hosts a,b: 2 beside this one, which plays the first node; expected one for each further node"),
+    (["--hosts", "a"], {}, "expected one for each further node of deployment.nodes='', at least 1 node in it"),
+    (["--hosts", "a:b", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a:b': expected HOST or HOST:PORT; nearest valid choice: a:26600"),
+    (["--hosts", "a:70000", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a:70000': expected HOST or HOST:PORT; nearest valid choice: a:26600"),
+    (["--hosts", "nowhere.invalid", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'nowhere.invalid': "),
+    (["--hosts", "a", "--launcher", "ray"], {}, "--hosts a: expected one process, no --node and no other launcher than monarch"),
     (["--launcher", "monarch", "deployment.host=203.0.113.7"], {}, "deployment.host='203.0.113.7': Cannot assign requested address"),
     (["--launcher", "torchrun", "deployment.host=203.0.113.7"], {"RANK": "1", "WORLD_SIZE": "2"}, "deployment.host='203.0.113.7': Cannot assign")])
 def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, monkeypatch, capsys):

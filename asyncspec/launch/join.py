@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,3 +143,18 @@ def _claimed(config: Config, node: int, address: str, names: list[str]) -> list[
         client.close(0)
     raise ConfigError(f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} s; "
                       "expected an address that this node reaches: deployment.host of node 0")
+
+
+def _main() -> int:
+    """Entry of a child process of hosts.py."""
+    parent, run_dir, node = sys.argv[1:]
+    processes.die_with(int(parent))
+    try:
+        return join(run_dir, int(node))
+    except ConfigError as error:
+        print(error, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

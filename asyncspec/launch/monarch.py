@@ -1,8 +1,7 @@
-"""One host, started and watched by Monarch: one process mesh of one process for each actor.
+"""One host, started and watched by Monarch: one process mesh of one process for each actor. Further hosts, if any, are in hosts.py.
 
 Monarch starts the processes and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
-own supervision may take half a minute). The actors do not know Monarch; `_Host` is the only Monarch actor and plays whatever
-role it is given.
+own supervision may take half a minute). The actors do not know Monarch; `_Host` plays whatever role it is given.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import select
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Sequence
 
 import msgspec
 
 from asyncspec import topology
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config, ConfigError
-from asyncspec.deadlines import MESH_STOP_S
 from asyncspec.launch import attempts, roles
 from asyncspec.launch.join import Rendezvous, check_first
 from asyncspec.launch.preflight import check_host
@@ -26,6 +25,8 @@ from asyncspec.launch.preflight import check_host
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import monarch.actor as monarch  # noqa: E402
+
+from asyncspec.launch.hosts import Address, Hosts, stop  # noqa: E402
 
 
 class _Host(monarch.Actor):
@@ -51,41 +52,59 @@ class _Host(monarch.Actor):
         return self.actor.run()
 
 
-def launch(config: Config, resume: bool = False, node: int | None = None) -> int:
-    """Run the job on this host; returns the exit code, see attempts.run.
+def launch(config: Config, resume: bool = False, node: int | None = None, hosts: Sequence[str] = ()) -> int:
+    """Run the job on this host, or with others; returns the exit code, see attempts.run.
 
     Args:
         resume: go on with the run that config.run_dir holds.
-        node: the first of several; the others join the run, see join.py. None: this host has all actors.
+        node: the first of several; the others join the run, see join.py. None: this host has all actors, or plays the first node beside `hosts`.
+        hosts: addresses of those that play the further nodes, see hosts.py.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
-    if node is not None:
+    addresses, here = [Address.parse(host, "--hosts:") for host in hosts], "127.0.0.1"
+    if addresses:
+        if not 0 < nodes - 1 <= len(addresses):
+            raise ConfigError(f"--hosts {','.join(hosts)}: {len(addresses)} beside this one, which plays the first node; expected one for each further node "
+                              f"of deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}" + ("" if nodes > 1 else " node in it"))
+        here = addresses[-1].from_here() if config.deployment.host == "auto" else check_host(config)
+        monarch.enable_transport(f"tcp://{here}:0")
+    elif node is not None:
         check_first(config, node)
     elif nodes > 1:
-        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
-                          f"torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py")
+        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected --hosts with the other "
+                          f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py")
     check_host(config)
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # the watch through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
-    return attempts.run(config, resume, lambda interrupt: _Pool(node), local=True)
+    if addresses:
+        return attempts.run(config, resume, lambda interrupt: _Pool(0, here, Hosts(config, addresses)), local=True)
+    return attempts.run(config, resume, lambda interrupt: _Pool(node, here), local=True)
 
 
 class _Pool(attempts.Pool):
     """Meshes with a `_Host` in each."""
 
-    def __init__(self, node: int | None) -> None:
+    def __init__(self, node: int | None, here: str, hosts: Hosts | None = None) -> None:
+        """
+        Args:
+            node: what of the run this host plays; None: all of it.
+            here: what "auto" in deployment.host stands for.
+            hosts: that play the further nodes.
+        """
         super().__init__()
-        self._node, self._host = node, monarch.this_host()
+        self._node, self._here, self._host, self._hosts = node, here, monarch.this_host(), hosts
         self._meshes: list = []
         self._deaths, self._watched = select.poll(), {}  # descriptor -> process
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
-        return roles.specs(config, version, self._node)
+        return roles.specs(config, version, self._node, self._here)
 
     def began(self, config: Config, address: str, version: int) -> None:
         if self._node is not None:
             Rendezvous(address, version, time.time_ns()).write(config.run_dir)
+        if self._hosts is not None:
+            self._hosts.play()
 
     def ended(self, config: Config, code: int) -> None:
         if self._node is not None:
@@ -104,11 +123,15 @@ class _Pool(attempts.Pool):
             self._deaths.unregister(descriptor)
             os.close(descriptor)
             self._watched.pop(descriptor).ended = True
+        if self._hosts is not None and self._hosts.wrong:
+            raise attempts.NotStarted(self._hosts.wrong)
 
     def stop(self) -> None:
         """End every process. A mesh takes a second to stop, so all at once."""
+        if self._hosts is not None:
+            self._hosts.close()
         with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
-            pool.map(_stop, self._meshes)
+            pool.map(stop, self._meshes)
 
 
 class _Process(attempts.Process):
@@ -177,13 +200,6 @@ def _pidfd(pid: int) -> int:
         read, write = os.pipe()
         os.close(write)
         return read
-
-
-def _stop(mesh) -> None:
-    try:
-        mesh.stop().get(timeout=MESH_STOP_S)
-    except Exception:  # it is gone already; nothing is left to stop
-        pass
 
 
 def _outcome(future):

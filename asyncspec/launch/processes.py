@@ -202,12 +202,17 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
     return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
 
 
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; call it first."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _main() -> int:
     """Entry of a child process: play the role of the spec in argv."""
     parent, write, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
+    die_with(parent)
     if text == _SPARE:
         roles.warm()
         text = sys.stdin.read()

@@ -1,0 +1,160 @@
+"""Nodes of a run that Monarch has played on hosts elsewhere: here all of one machine, at loopback addresses of their own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncspec.audit import violations
+from asyncspec.config import ConfigError, load
+from asyncspec.launch import hosts
+from runs import Running, descendants, events, gone_within, pid_of, rows
+
+NODES = "deployment.nodes=trainer+logprob,2*generator"
+
+
+class Served:
+    """`asyncspec host` on an address of this machine."""
+
+    def __init__(self, tmp_path, number):
+        self.address = f"127.0.1.{number}:{26600 + os.getpid() % 10000}"
+        self.output = tmp_path / f"host{number}.{time.monotonic_ns()}.out"
+        self.process = subprocess.Popen([sys.executable, "-m", "asyncspec.cli", "host", self.address], stdout=open(self.output, "w"), stderr=subprocess.STDOUT,
+                                        start_new_session=True)
+
+    def wait(self):
+        deadline = time.monotonic() + 60
+        while f"--hosts {self.address}" not in self.output.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+    def plays(self, run_dir, actor):
+        log = run_dir / "logs" / f"{actor}.log"
+        return log.exists() and pid_of(run_dir, actor) in descendants(self.process.pid)
+
+    def end(self):
+        everyone = [self.process.pid, *descendants(self.process.pid)]
+        self.process.kill()
+        self.process.wait()
+        assert not gone_within(everyone, 10)
+
+
+@pytest.fixture
+def served(tmp_path):
+    started = []
+
+    def serve(count):
+        started.extend(Served(tmp_path, number) for number in range(1, count + 1))
+        for host in started:
+            host.wait()
+        return started
+
+    yield serve
+    for host in started:
+        host.end()
+
+
+def joined(run_dir):
+    return {event["actor"] for event in events(run_dir) if event["event"] == "joined"}
+
+
+def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, served):
+    run_dir, (one, two, spare) = tmp_path / "run", served(3)
+    given = ("--hosts", ",".join(host.address for host in (one, two, spare)))
+    run = Running.new(run_dir, "--steps", "100000", NODES, *given, "deployment.silent_timeout_s=2", "checkpoint.every=5", seconds=240)
+    run.wait_for_steps(2)
+    assert one.plays(run_dir, "generator0") and two.plays(run_dir, "generator1") and not spare.plays(run_dir, "generator1")
+    # What plays a node there dies: it is started again on its host.
+    os.kill(descendants(one.process.pid)[0], signal.SIGKILL)
+    run.wait_for(lambda: any(name.startswith("generator0.") for name in joined(run_dir)), "node 1 to come back")
+    assert f"node 1 at {one.address}: its process ended" in run.output
+    # A host is lost: the one that played none takes its node.
+    two.end()
+    run.wait_for(lambda: any(name.startswith("generator1.") for name in joined(run_dir)), "node 2 to move")
+    assert spare.plays(run_dir, next(name for name in joined(run_dir) if name.startswith("generator1.")))
+    # The trainer dies: all start again, on the hosts too.
+    count = run.output.count("plays generator0")
+    run.signal("trainer", signal.SIGKILL)
+    run.wait_for(lambda: run.output.count("plays generator0") > count, "the nodes to join again")
+    run.wait_for_steps(len(rows(run_dir)) + 3)
+    os.kill(run.process.pid, signal.SIGINT)
+    output = run.end(130)
+    assert "all is started again from the last checkpoint" in output and "Traceback" not in output, output
+    assert not gone_within([*descendants(one.process.pid), *descendants(spare.process.pid)], 15)  # and the hosts serve on
+    trained = len(rows(run_dir))
+    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(events(run_dir), 1, 4, trained) == []
+    resumed = Running.resumed(run_dir, "--hosts", f"{spare.address},{one.address}", f"steps={trained + 4}")
+    resumed.end()
+    assert len(rows(run_dir)) == trained + 4 and violations(events(run_dir), 1, 4, trained + 4) == []
+
+
+ALONE = """
+import sys, time
+from asyncspec.launch import hosts
+hosts.HOST_ALONE_S = 1.0
+node = hosts._Node()
+hosts._Node.play._method(node, sys.argv[1], 1, sys.argv[1])
+print(node._child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_plays_a_node_ends_when_its_launcher_is_gone(tmp_path):
+    (tmp_path / "config.yaml").write_text("run_dir: .\n")
+    process = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    assert process.wait(20) == 1 and not gone_within([child], 5)
+
+
+def test_a_node_is_tried_again_a_few_times_and_elsewhere_if_its_host_is_gone(monkeypatch, capsys):
+    config, played = load("tiny", [NODES, "deployment.replacements=2"]), []
+    here, gone, other = (hosts.Address.parse(name, "") for name in ("here", "gone", "other"))
+    monkeypatch.setattr(hosts, "HOST_RETRY_S", 0.01)
+    monkeypatch.setattr(hosts.Address, "answers", lambda address: address != gone)
+    nodes = hosts.Hosts(config, [here, gone, other])
+    monkeypatch.setattr(nodes, "_play", lambda node, address: played.append((node, address)) or (1, "the reason"))
+    nodes.play()
+    for thread in nodes._threads:
+        thread.join(10)
+    assert sorted(played, key=str) == [(1, here)] * 3 + [(2, other)] * 3 and not nodes.wrong
+    printed = capsys.readouterr().out
+    assert printed.count("node 1 at here:26600: the reason; it is started again") == 2
+    assert printed.count("node 2 at other:26600: the reason; deployment.replacements of it are used up") == 1
+
+
+def test_what_is_wrong_on_a_host_ends_the_run_in_a_line(monkeypatch):
+    nodes = hosts.Hosts(load("tiny", ["deployment.nodes=trainer+logprob,generator"]), [hosts.Address.parse("a:1", "")])
+    monkeypatch.setattr(hosts, "HOST_RETRY_S", 0.01)
+    monkeypatch.setattr(hosts.Address, "answers", lambda address: True)
+    monkeypatch.setattr(nodes, "_play", lambda node, address: (2, "deployment.device='cuda': expected a GPU, torch sees none"))
+    nodes.play()
+    nodes._threads[0].join(10)
+    assert nodes.wrong == "node 1 at a:1: deployment.device='cuda': expected a GPU, torch sees none"
+
+
+@pytest.mark.parametrize("text, host, port, url", [
+    ("node3", "node3", 26600, "tcp://node3:26600"), ("10.0.0.3:4000", "10.0.0.3", 4000, "tcp://10.0.0.3:4000"),
+    ("service<2MuAHeDjLCEd>@tcp://a.b:4444", "a.b", 4444, "service<2MuAHeDjLCEd>@tcp://a.b:4444"),
+    ("tcp://a:4444@tcp://0.0.0.0:4444", "a", 4444, "tcp://a:4444@tcp://0.0.0.0:4444")])
+def test_addresses_are_ours_or_monarchs(text, host, port, url):
+    assert hosts.Address.parse(text, "") == hosts.Address(host, port, url)
+
+
+@pytest.mark.parametrize("text", ["", ":", "a:", "a:0", "a:1:2", "tcp://a", "a b", "[::1]:4"])
+def test_what_is_no_address_is_one_line(text):
+    with pytest.raises(ConfigError, match="expected HOST or HOST:PORT; nearest valid choice: ") as caught:
+        hosts.Address.parse(text, "--hosts:")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^asyncspec host 127.0.0.1:{port}: Address already in use; expected an address of this host and a free port$"):
+            hosts.serve(f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="^asyncspec host 203.0.113.7:26600: Cannot assign requested address; "):
+        hosts.serve("203.0.113.7")
