@@ -198,11 +198,11 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
 def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_path):
     """bench chaos, shorter."""
     storm = chaos.Storm(tmp_path / "storm", np.random.default_rng(5), 4)
-    chaos.run_job(tmp_path / "storm", "steps=24", *SMALL, *chaos.SETTINGS, beside=storm)
+    chaos.run_job(tmp_path / "storm", "steps=16", *SMALL, *chaos.SETTINGS, beside=storm)
     assert len(storm.faults) >= 2
     chaos.cut_and_resume(tmp_path / "cut", ("steps=6", *SMALL, "checkpoint.every=2"), cuts=1)
     assert sum(event["event"] == "resumed" for event in events(tmp_path / "cut")) == 1
-    check(tmp_path / "storm", 24)
+    check(tmp_path / "storm", 16)
     check(tmp_path / "cut", 6)
 
 
