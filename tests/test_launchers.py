@@ -76,6 +76,8 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
     (["--hosts", "a:b", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a:b': expected HOST or HOST:PORT; nearest valid choice: a:26600"),
     (["--hosts", "a:70000", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a:70000': expected HOST or HOST:PORT; nearest valid choice: a:26600"),
     (["--hosts", "nowhere.invalid", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'nowhere.invalid': "),
+    (["--hosts", "localhost,localhost", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts localhost,localhost: localhost:26600 is named twice"),
+    (["--hosts", "a..b", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a..b': "),
     (["--hosts", "a", "--launcher", "ray"], {}, "--hosts a: expected one process, no --node and no other launcher than monarch"),
     (["--launcher", "monarch", "deployment.host=203.0.113.7"], {}, "deployment.host='203.0.113.7': Cannot assign requested address"),
     (["--launcher", "torchrun", "deployment.host=203.0.113.7"], {"RANK": "1", "WORLD_SIZE": "2"}, "deployment.host='203.0.113.7': Cannot assign")])

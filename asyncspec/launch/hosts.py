@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Sequence
 
@@ -32,6 +33,7 @@ NEWS_BYTES = 1 << 16
 HOST_TRIES = 3  # before it is said that a host does not answer: it may be starting like the launcher
 _OWN = re.compile(r"(?:[^@:/]+@)?tcp://(?P<host>[^@:/]+):(?P<port>[0-9]+)(?:@.*)?")  # as Monarch writes it
 _SHORT = re.compile(r"(?P<host>[^@:/,\s]*)(?::(?P<port>[0-9]{1,5}))?")
+_ELSEWHERE = "192.0.2.1"  # an address of no host: the way to it is the way out
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Address:
 
     host: str
     port: int
-    url: str  # for Monarch
+    whole: str = ""  # as Monarch writes it, if it was given so
 
     @classmethod
     def parse(cls, text: str, field: str) -> "Address":
@@ -54,7 +56,17 @@ class Address:
         if not found or not found["host"] or not 0 < port < 65536:
             nearest = text.partition(":")[0] or "localhost"
             raise ConfigError(f"{field} {text!r}: expected HOST or HOST:PORT; nearest valid choice: {nearest}:{PORT}")
-        return cls(found["host"], port, text if "://" in text else f"tcp://{found['host']}:{port}")
+        return cls(found["host"], port, text if "://" in text else "")
+
+    def ip(self) -> str:
+        """Raises:
+            OSError, ValueError: nobody knows it.
+        """
+        return socket.gethostbyname(self.host)
+
+    def url(self) -> str:
+        """For Monarch, which takes what the host calls itself: `serve` does by its number."""
+        return self.whole or f"tcp://{self.ip()}:{self.port}"
 
     def answers(self) -> bool | None:
         """Whether somebody listens there; None if not even the host answers."""
@@ -62,46 +74,60 @@ class Address:
             socket.create_connection((self.host, self.port), HOST_REACHED_S).close()
         except ConnectionRefusedError:
             return False
-        except OSError:
+        except (OSError, ValueError):
             return None
         return True
-
-    def from_here(self) -> str:
-        """This host's address on the way there.
-
-        Raises:
-            ConfigError: nobody knows the way.
-        """
-        try:
-            return transport.own_address(self.host, self.port)
-        except OSError as error:
-            raise ConfigError(f"--hosts: {self.host!r}: {error.strerror}; expected a host that this one reaches") from None
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
+def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]:
+    """The hosts of `--hosts`, and this one's address on the way to them.
+
+    Raises:
+        ConfigError: they are too few, or twice the same, or nobody knows the way to one that plays a node.
+    """
+    found, field = [Address.parse(text, "--hosts:") for text in texts], f"--hosts {','.join(texts)}"
+    nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
+    if not 0 < nodes - 1 <= len(found):
+        raise ConfigError(f"{field}: {len(found)} beside this one, which plays the first node; expected one for each further node of "
+                          f"deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}" + ("" if nodes > 1 else " node in it"))
+    if twice := [str(address) for i, address in enumerate(found) if str(address) in map(str, found[:i])]:
+        raise ConfigError(f"{field}: {twice[0]} is named twice; expected another host for each node")
+    for address in found[: nodes - 1]:
+        try:
+            here = transport.own_address(address.ip(), address.port)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this one reaches") from None
+    return found, here
+
+
 def serve(text: str) -> int:
     """Let launchers elsewhere start processes on this host, until an interrupt; returns the exit code.
+
+    Args:
+        text: [HOST][:PORT]; without HOST this host's own name.
 
     Raises:
         ConfigError: nothing can listen there.
     """
     host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
     address = Address.parse(f"{host or socket.gethostname()}:{port or PORT}", "asyncspec host:")
+    if address.whole:
+        raise ConfigError(f"asyncspec host {text}: expected [HOST][:PORT]; nearest valid choice: {address}")
     try:
-        socket.inet_aton(address.host)
-        listens = address.host
-    except OSError:  # a name, which may stand for the loopback interface on the host whose name it is
-        listens = "0.0.0.0"
-    try:
-        socket.create_server((listens, address.port)).close()
-    except OSError as error:
-        raise ConfigError(f"asyncspec host {address}: {os.strerror(error.errno)}; expected an address of this host and a free port") from None
+        ip = address.ip()
+        if not host and ip.startswith("127."):  # as a host's own name often stands for there
+            ip = transport.own_address(_ELSEWHERE, address.port)
+        socket.create_server((ip, address.port)).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"asyncspec host {address}: {os.strerror(error.errno) if getattr(error, 'errno', 0) > 0 else getattr(error, 'strerror', None) or error}; "
+                          "expected an address of this host and a free port") from None
     interrupt = InterruptFlag()
-    served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"{address.url}@tcp://{listens}:{address.port}")
+    served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
     interrupt.arm()
-    print(f"launchers may start processes on this host: --hosts {address}; so may whoever else reaches that port. Ctrl-C ends it.", flush=True)
+    print(f"launchers may start processes on this host: --hosts {ip}:{address.port}; so may whoever else reaches that port. Ctrl-C ends it.", flush=True)
     while not interrupt.count:
         try:
             served.get(timeout=0.5)
@@ -120,15 +146,16 @@ class _Node(monarch.Actor):
         threading.Thread(target=self._end_alone, daemon=True).start()
 
     @monarch.endpoint
-    def play(self, run_dir: str, node: int, directory: str) -> str:
+    def play(self, run_dir: str, node: int, launch: int, directory: str) -> str:
         """Returns what is wrong, in a line, or "".
 
         Args:
+            launch: whose run that is, see `Rendezvous`.
             directory: what paths in the configuration are relative to.
         """
         if not os.path.isdir(directory):
             return f"{directory}: no such directory there; expected the file system that the nodes share"
-        command = [sys.executable, "-m", "asyncspec.launch.join", str(os.getpid()), run_dir, str(node)]
+        command = [sys.executable, "-m", "asyncspec.launch.join", str(os.getpid()), run_dir, str(node), str(launch)]
         self._child = subprocess.Popen(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT)
         return ""
 
@@ -150,35 +177,52 @@ class _Node(monarch.Actor):
 class Hosts:
     """The nodes of a run but the first."""
 
-    def __init__(self, config: Config, addresses: Sequence[Address]) -> None:
+    def __init__(self, config: Config, hosts: Sequence[Address]) -> None:
         """
         Args:
-            addresses: node k, counted from 1, plays at the k-th of them; what stands after those of the nodes takes the place of ones that do not answer.
+            hosts: node k, counted from 1, plays at the k-th of them; what stands after those of the nodes takes the place of ones that do not answer.
         """
         nodes = len(topology.parse(config.deployment.nodes)) - 1
-        self._config, self._at, self._free = config, dict(enumerate(addresses[:nodes], 1)), list(addresses[nodes:])
-        self._turn, self._over, self._threads = threading.Lock(), threading.Event(), []
-        self.wrong = ""  # why a node could not be played at all
+        self._config, self._at, self._free = config, dict(enumerate(hosts[:nodes], 1)), list(hosts[nodes:])
+        self._turn, self._over, self._launch = threading.Lock(), threading.Event(), 0
+        self._threads: dict[int, threading.Thread] = {}
+        self._meshes: dict[int, object] = {}
+        self._left: dict[int, int] = {}  # times that a node may still be started again
+        self._played: set[int] = set()
+        self.wrong = ""  # why a node cannot be played at all
 
-    def play(self) -> None:
-        """Have the nodes played until the run has ended; does not wait. Called again it does nothing."""
-        if not self._threads:
-            self._threads = [threading.Thread(target=self._keep, args=(node,), daemon=True) for node in self._at]
-            for thread in self._threads:
-                thread.start()
+    def play(self, launch: int) -> None:
+        """Have the nodes played until the run has ended; does not wait. To be called at each start of all actors.
 
-    def close(self) -> None:
-        """Wait for their end, after the run's directory says that the run has ended."""
+        Args:
+            launch: this launcher's, see `Rendezvous`.
+        """
+        self._launch = launch
+        for node in self._at:
+            self._left[node] = self._config.deployment.replacements
+            if node not in self._threads or not self._threads[node].is_alive():
+                self._threads[node] = threading.Thread(target=self._keep, args=(node,), daemon=True)
+                self._threads[node].start()
+
+    def close(self, now: bool = False) -> None:
+        """End them, after the run's directory says that the run has ended.
+
+        Args:
+            now: do not wait until they do so by themselves.
+        """
         self._over.set()
-        deadline = time.monotonic() + self._config.deployment.stop_timeout_s + MESH_STOP_S
-        for thread in self._threads:
+        deadline = time.monotonic() + (0 if now else self._config.deployment.stop_timeout_s + MESH_STOP_S)
+        for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
+        with ThreadPoolExecutor(len(self._at)) as pool:
+            pool.map(stop, list(self._meshes.values()))
 
     def _keep(self, node: int) -> None:
         """Have a node played, here or there, until the run has ended."""
-        for left in range(self._config.deployment.replacements, -1, -1):
+        unfit = False
+        while True:
             tries = 0
-            while (address := self._answering(node)) is None and not self._over.wait(HOST_RETRY_S):
+            while (address := self._answering(node, unfit)) is None and not self._over.wait(HOST_RETRY_S):
                 tries += 1
                 if tries == HOST_TRIES:
                     print(f"node {node}: {self._at[node]} does not answer, nor any of --hosts that plays no other node; it is waited for", flush=True)
@@ -187,15 +231,20 @@ class Hosts:
             code, how = self._play(node, address)
             if self._over.wait(HOST_RETRY_S):
                 return
-            if code == 2 and left == self._config.deployment.replacements:  # it would not have gone better elsewhere, or later
+            self._left[node] -= 1
+            unfit = code == 2  # what is wrong there will be wrong again
+            if node not in self._played and (unfit or self._left[node] < 0):
                 self.wrong = f"node {node} at {address}: {how}"
                 return
-            print(f"node {node} at {address}: {how}; " + ("it is started again" if left else "deployment.replacements of it are used up"), flush=True)
+            again = self._left[node] >= 0
+            print(f"node {node} at {address}: {how}; " + ("it is started again" if again else "deployment.replacements of it are used up"), flush=True)
+            if not again:
+                return
 
-    def _answering(self, node: int) -> Address | None:
-        """A host for a node: the one that it had if that answers, or one that plays none."""
+    def _answering(self, node: int, elsewhere: bool) -> Address | None:
+        """A host for a node: the one that it had if that answers, or one that plays none; these first if it is to be elsewhere."""
         with self._turn:
-            for address in [self._at[node], *self._free]:
+            for address in [*self._free, self._at[node]] if elsewhere else [self._at[node], *self._free]:
                 if address.answers():
                     if address != self._at[node]:
                         self._free.remove(address)
@@ -208,9 +257,10 @@ class Hosts:
         """Have a node played once; returns its exit code and how that came about, in a line."""
         mesh, said, lost = None, "", time.monotonic() + self._config.deployment.start_timeout_s
         try:
-            mesh = monarch.attach_to_workers(ca="trust_all_connections", workers=[address.url]).spawn_procs(name=f"node{node}")
+            mesh = monarch.attach_to_workers(ca="trust_all_connections", workers=[address.url()]).spawn_procs(name=f"node{node}")
+            self._meshes[node] = mesh
             remote = mesh.spawn("node", _Node)
-            asked = remote.play.call_one(self._config.run_dir, node, os.getcwd())
+            asked = remote.play.call_one(self._config.run_dir, node, self._launch, os.getcwd())
             while time.monotonic() < lost:
                 try:
                     answer = asked.get(timeout=HOST_ASKED_S)
@@ -225,6 +275,8 @@ class Hosts:
                 else:
                     code, new = answer
                     for said in new.splitlines():
+                        if said.startswith(f"node {node} plays "):
+                            self._played.add(node)
                         print(said if said.startswith(f"node {node} ") else f"node {node}: {said}", flush=True)
                     if code is not None:
                         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else said or f"ended with exit code {code}"
@@ -236,6 +288,7 @@ class Hosts:
         finally:
             if mesh is not None:
                 stop(mesh)
+                self._meshes.pop(node, None)
 
 
 def stop(mesh) -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Callable
 
 import msgspec
 
@@ -36,6 +37,7 @@ class Rendezvous:
     version: int  # that is gone on from; -1: a new run
     attempt: int  # which start of all actors this is; nanoseconds of the day's clock
     ended: int | None = None  # the exit code, once the run has ended
+    launch: int = 0  # a number of the launcher's own
 
     def write(self, run_dir: str) -> None:
         file = Path(run_dir) / FILE
@@ -73,8 +75,11 @@ def check_node(config: Config, node: int) -> None:
                           f"--node {node}: expected deployment.nodes to say what each node plays, for example deployment.nodes=trainer+logprob,generator")
 
 
-def join(run_dir: str, node: int) -> int:
+def join(run_dir: str, node: int, launch: int | None = None) -> int:
     """Play a node's part in a run until it ends; returns the run's exit code, or this node's if that is unknown.
+
+    Args:
+        launch: play for this launcher alone; None: for whichever goes on with the run.
 
     Raises:
         ConfigError: there is no such run or node, or what the node plays cannot be started alone.
@@ -90,6 +95,8 @@ def join(run_dir: str, node: int) -> int:
     deadline = time.monotonic() + config.deployment.start_timeout_s
     while not interrupt.count:
         found = Rendezvous.read(config.run_dir)
+        if found is not None and launch not in (None, found.launch):
+            return 1
         if found is not None and found.ended is not None:
             return found.ended
         if found is not None and found.attempt != attempt:
@@ -109,25 +116,27 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
     address, port = found.address.removeprefix("tcp://").rsplit(":", 1)
     host = transport.own_address(address, int(port))
     specs = roles.specs(config, found.version, node, host)
-    names = _claimed(config, node, found.address, [spec.name for spec in specs])
+
+    def ended(now: bool = False) -> bool:
+        newest = Rendezvous.read(config.run_dir)
+        return newest is None or newest.ended is not None or newest.attempt != found.attempt
+
+    names = _claimed(config, node, found.address, [spec.name for spec in specs], lambda: ended() or interrupt.count > 0)
+    if not names:
+        return
     specs = [msgspec.structs.replace(spec, name=name, control_address=found.address) for spec, name in zip(specs, names)]
     print(f"node {node} plays {', '.join(names)}", flush=True)
     children: dict[str, subprocess.Popen] = {spec.name: processes.start(spec) for spec in specs}
     supervisor = Supervisor(config, f"launcher{node}.{time.time_ns()}", found.address, specs, interrupt, True,
                             lambda name: processes.kill(children.get(name)), alone=True)
-
-    def ended(now: bool) -> bool:
-        newest = Rendezvous.read(config.run_dir)
-        return newest is None or newest.ended is not None or newest.attempt != found.attempt
-
     try:
         processes.watch(config, children, supervisor, found.address, ended)
     finally:
         supervisor.close()
 
 
-def _claimed(config: Config, node: int, address: str, names: list[str]) -> list[str]:
-    """As whom these actors may come; the controller knows who was there before."""
+def _claimed(config: Config, node: int, address: str, names: list[str], over: Callable[[], bool]) -> list[str]:
+    """As whom these actors may come; the controller knows who was there before. As nobody if it is `over` before that has answered."""
     client = transport.ControlClient(address, f"node{node}.{time.time_ns()}")
     try:
         client.send(m.Claim(names))
@@ -139,6 +148,8 @@ def _claimed(config: Config, node: int, address: str, names: list[str]) -> list[
                 raise ConfigError(f"--node {node}: {answer.refused}")
             if isinstance(answer, m.Claimed):
                 return answer.names
+            if over():
+                return []
     finally:
         client.close(0)
     raise ConfigError(f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} s; "
@@ -147,10 +158,10 @@ def _claimed(config: Config, node: int, address: str, names: list[str]) -> list[
 
 def _main() -> int:
     """Entry of a child process of hosts.py."""
-    parent, run_dir, node = sys.argv[1:]
+    parent, run_dir, node, launch = sys.argv[1:]
     processes.die_with(int(parent))
     try:
-        return join(run_dir, int(node))
+        return join(run_dir, int(node), int(launch))
     except ConfigError as error:
         print(error, flush=True)
         return 2

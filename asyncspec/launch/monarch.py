@@ -19,6 +19,7 @@ from asyncspec import topology
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config, ConfigError
 from asyncspec.launch import attempts, roles
+from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.join import Rendezvous, check_first
 from asyncspec.launch.preflight import check_host
 
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import monarch.actor as monarch  # noqa: E402
 
-from asyncspec.launch.hosts import Address, Hosts, stop  # noqa: E402
+from asyncspec.launch.hosts import Hosts, addresses, stop  # noqa: E402
 
 
 class _Host(monarch.Actor):
@@ -60,32 +61,28 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
         node: the first of several; the others join the run, see join.py. None: this host has all actors, or plays the first node beside `hosts`.
         hosts: addresses of those that play the further nodes, see hosts.py.
     """
-    nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
-    addresses, here = [Address.parse(host, "--hosts:") for host in hosts], "127.0.0.1"
-    if addresses:
-        if not 0 < nodes - 1 <= len(addresses):
-            raise ConfigError(f"--hosts {','.join(hosts)}: {len(addresses)} beside this one, which plays the first node; expected one for each further node "
-                              f"of deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}" + ("" if nodes > 1 else " node in it"))
-        here = addresses[-1].from_here() if config.deployment.host == "auto" else check_host(config)
+    nodes, here = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1, check_host(config)
+    if hosts:
+        elsewhere, way = addresses(config, hosts)
+        here = way if config.deployment.host == "auto" else here
         monarch.enable_transport(f"tcp://{here}:0")
     elif node is not None:
         check_first(config, node)
     elif nodes > 1:
         raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected --hosts with the other "
                           f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py")
-    check_host(config)
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # the watch through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
-    if addresses:
-        return attempts.run(config, resume, lambda interrupt: _Pool(0, here, Hosts(config, addresses)), local=True)
-    return attempts.run(config, resume, lambda interrupt: _Pool(node, here), local=True)
+    if hosts:
+        return attempts.run(config, resume, lambda interrupt: _Pool(interrupt, 0, here, Hosts(config, elsewhere)), local=True)
+    return attempts.run(config, resume, lambda interrupt: _Pool(interrupt, node, here), local=True)
 
 
 class _Pool(attempts.Pool):
     """Meshes with a `_Host` in each."""
 
-    def __init__(self, node: int | None, here: str, hosts: Hosts | None = None) -> None:
+    def __init__(self, interrupt: InterruptFlag, node: int | None, here: str, hosts: Hosts | None = None) -> None:
         """
         Args:
             node: what of the run this host plays; None: all of it.
@@ -93,7 +90,8 @@ class _Pool(attempts.Pool):
             hosts: that play the further nodes.
         """
         super().__init__()
-        self._node, self._here, self._host, self._hosts = node, here, monarch.this_host(), hosts
+        self._interrupt, self._node, self._here, self._host, self._hosts = interrupt, node, here, monarch.this_host(), hosts
+        self._launch = time.time_ns()
         self._meshes: list = []
         self._deaths, self._watched = select.poll(), {}  # descriptor -> process
 
@@ -102,13 +100,13 @@ class _Pool(attempts.Pool):
 
     def began(self, config: Config, address: str, version: int) -> None:
         if self._node is not None:
-            Rendezvous(address, version, time.time_ns()).write(config.run_dir)
+            Rendezvous(address, version, time.time_ns(), launch=self._launch).write(config.run_dir)
         if self._hosts is not None:
-            self._hosts.play()
+            self._hosts.play(self._launch)
 
     def ended(self, config: Config, code: int) -> None:
         if self._node is not None:
-            Rendezvous("", -1, 0, ended=code).write(config.run_dir)
+            Rendezvous("", -1, 0, code, self._launch).write(config.run_dir)
 
     def make(self, place: object, name: str = "") -> "_Process":
         self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}"))
@@ -123,13 +121,14 @@ class _Pool(attempts.Pool):
             self._deaths.unregister(descriptor)
             os.close(descriptor)
             self._watched.pop(descriptor).ended = True
-        if self._hosts is not None and self._hosts.wrong:
-            raise attempts.NotStarted(self._hosts.wrong)
+        if self._hosts is not None and (wrong := self._hosts.wrong):
+            self._hosts.wrong = ""  # to be said once
+            raise attempts.NotStarted(wrong)
 
     def stop(self) -> None:
         """End every process. A mesh takes a second to stop, so all at once."""
         if self._hosts is not None:
-            self._hosts.close()
+            self._hosts.close(now=self._interrupt.count > 1)
         with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
             pool.map(stop, self._meshes)
 
