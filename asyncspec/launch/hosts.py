@@ -33,6 +33,7 @@ NEWS_BYTES = 1 << 16
 HOST_TRIES = 3  # before it is said that a host does not answer: it may be starting like the launcher
 _OWN = re.compile(r"(?:[^@:/]+@)?tcp://(?P<host>[^@:/]+):(?P<port>[0-9]+)(?:@.*)?")  # as Monarch writes it
 _SHORT = re.compile(r"(?P<host>[^@:/,\s]*)(?::(?P<port>[0-9]{1,5}))?")
+_RAISED = re.compile(r"[\w.]+(Error|Exit|Exception): ")
 _ELSEWHERE = "192.0.2.1"  # an address of no host: the way to it is the way out
 
 
@@ -284,11 +285,17 @@ class Hosts:
                 asked = remote.news.call_one()
             return 1, "the host has not answered for long"
         except Exception as error:  # of Monarch: the process has ended, or the host with it
-            return 1, f"its process ended: {(str(error).strip() or type(error).__name__).splitlines()[0][:200]}"
+            return 1, f"its process ended: {_reason(error)}"
         finally:
             if mesh is not None:
                 stop(mesh)
                 self._meshes.pop(node, None)
+
+
+def _reason(error: Exception) -> str:
+    """Monarch's pages in a line: what was raised there, if anything."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return ([line for line in lines if _RAISED.match(line)] or lines[:1])[-1][:200]
 
 
 def stop(mesh) -> None:
