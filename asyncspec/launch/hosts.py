@@ -162,9 +162,11 @@ class _Node(monarch.Actor):
 
     @monarch.endpoint
     def news(self) -> tuple[int | None, str]:
-        """The child's exit code, None before its end, and what it has printed since this was last asked."""
+        """The child's exit code, None before its end, and the lines that it has printed since this was last asked."""
         self._asked, code = time.monotonic(), self._child.poll()
         new = os.pread(self._output.fileno(), NEWS_BYTES, self._told)
+        if code is None:
+            new = new[: new.rfind(b"\n") + 1]  # more of the last one may come
         self._told += len(new)
         return code, new.decode(errors="replace")
 
