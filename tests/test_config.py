@@ -153,7 +153,7 @@ def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path)
     (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
     (["train", "--stesp", "3"], "--stesp: no such flag; nearest: --steps"),
     (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
-    (["trian"], "'trian': expected one of train, draft, doctor, report, audit, bench, before any flag; nearest: train"),
+    (["trian"], "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: train"),
     (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
     (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
 ])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,7 +91,8 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     assert "Traceback" not in again.end(130)
     trained = len(rows(run_dir))
     assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and trained > steps and violations(events(run_dir), 1, 4, trained) == []
-    assert not gone_within([*descendants(one.process.pid), *descendants(spare.process.pid)], 40)  # and the hosts serve on
+    playing = [pid for host in (one, spare) for pid in descendants(host.process.pid) if b"asyncspec.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not gone_within(playing, 10) and one.process.poll() is None and spare.process.poll() is None  # the hosts serve on
 
 
 ALONE = """
