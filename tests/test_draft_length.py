@@ -102,6 +102,19 @@ def test_a_length_that_costs_more_than_can_be_saved_up_is_tried_all_the_same():
     assert np.mean(np.array(chosen[35000:]) >= 5) > 0.9
 
 
+@pytest.mark.parametrize("wrong", [{2: 1.2}, {2: 1.15, 1: 0.95}, {1: 0.85}, {3: 0.85}], ids=str)  # by what factor a calibration errs
+def test_a_calibration_that_was_wrong_is_found_out_within_hundreds_of_steps(wrong):
+    seconds = np.array([1.0, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6]) * 3e-3
+    acceptance, held = (0.66, 0.61, 0.42, 0.4, 0.4, 0.4, 0.4), []  # k=2 pays best: 8% more than k=1, 4% more than k=3
+    for seed in range(20):
+        lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
+        for _ in range(600):
+            chosen.append(k := lengths.choose(16))
+            lengths.observe(16, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, 7)) < acceptance).cumprod(1)[:, :k].sum(1))
+        held.append(np.mean(np.array(chosen[-200:]) == 2))
+    assert np.mean(held) > 0.85, held
+
+
 def test_lookups_are_made_while_they_pay():
     seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 1.1]] * 2) * 1e-3
     lengths, rng, chosen = LookupLength([1, 64], seconds), np.random.default_rng(0), []

@@ -36,6 +36,7 @@ HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside wha
 # samples itself.
 LEAST_CHARGE, LEAST_CHARGE_HELD = 0.2, 0.05
 STEADY = 1.1  # what is held may take so many times as long after a try as before it; else the try's time says nothing
+DOUBT = 0.15  # by what share a length may be better than expected before it has been tried; once it has been, by that over sqrt(1 + holds tried)
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
@@ -107,6 +108,7 @@ class AutoLength:
         self._holds: dict[int, int] = {}  # from which the drift was learned
         self._level = 1.0  # of the last hold: its time over the table's
         self._tried: list[tuple] = []  # entries whose times wait for the next hold: row, entry, seconds, weight
+        self._tries: dict[tuple[int, int], float] = {}  # holds, by bucket and draft length
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._most_s, self._turn, self._exploring = FIRST_BUDGET_S, BUDGET_S, 0, False
         self._best = self._choice = self._live = self._held = 0
@@ -129,16 +131,20 @@ class AutoLength:
         costs, rates = self._costs(live), self._rates(live)
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
-        # Neighbours of the best, in turn: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held.
-        others = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
-        other = others[self._turn % len(others)]
+        # Neighbours of the best: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held. First those that
+        # may yet be better, as little as they have been tried; then all in turn.
+        others, bucket = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST], self._bucket(live)
+        tries = {k: self._tries.get((bucket, k), 0.0) for k in others}
+        likely = [k for k in others if rates[k] * (1 + DOUBT / (1 + tries[k]) ** 0.5) > self._best_rate]
+        other = min(likely, key=tries.__getitem__) if likely else others[self._turn % len(others)]
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
-        settled = self._holds[self._bucket(live)] >= SETTLED
+        settled = self._holds[bucket] >= SETTLED
         self._exploring = affordable and settled and not self._exploring and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
         self._choice = other if self._exploring else best
         if self._exploring:
-            self._turn += 1
+            self._turn += not likely
+            self._tries[bucket, other] = tries[other] + steps / HOLD
             self._held = steps - 1
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
         elif not best and max(rates[1:]) < NEAR * self._best_rate:
