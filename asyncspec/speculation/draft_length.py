@@ -27,8 +27,9 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
-HINDSIGHT_PRIOR = 32.0  # proposals that what looking back promises counts for beside those that came
+HINDSIGHT_PRIOR = 32.0  # row verifications that what looking back promises counts for beside those that were made
 HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
+LOOKUP_WINDOW = 1536  # row verifications over which acceptance of lookups is remembered: it rises with the past, fast at first
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
@@ -266,8 +267,8 @@ class LookupLength(AutoLength):
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
         self._share_KM: dict[int, np.ndarray] = {}  # by bucket: of steps, by the most proposals that a row has
         self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
-        # Kept so many, and how many of those that kept one fewer were promised to; forgotten over a window.
-        self._came_J, self._promised_J = np.zeros(LONGEST), np.zeros(LONGEST)
+        # Rows that kept so many, of those that kept one fewer while so many were asked for; forgotten over a window.
+        self._kept_J, self._of_J = np.zeros(LONGEST), np.zeros(LONGEST)
 
     def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
         """Look back at a response.
@@ -293,12 +294,13 @@ class LookupLength(AutoLength):
         self._share_KM.clear()
 
     def _emitted(self) -> list[float]:
-        # Looking back promises too much where rollouts copy from others that ended while they ran, most of all of long copies.
-        kept_share, share_J = 1.0, []
-        for came, promised in zip(self._came_J.tolist(), self._promised_J.tolist()):
-            kept_share *= (HINDSIGHT_PRIOR + came) / (HINDSIGHT_PRIOR + promised)
-            share_J.append(kept_share)
-        return (1 + self._promise_KJ @ share_J).tolist()
+        # Looking back promises too much where rollouts copy from others that ended while they ran, most of all of long copies. So it counts
+        # for little where proposals were verified.
+        promise_KJ = self._promise_KJ
+        before_KJ = np.concatenate([np.ones((LONGEST + 1, 1)), promise_KJ[:, :-1]], 1)
+        expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
+        rate_KJ = (HINDSIGHT_PRIOR * expected_KJ + self._kept_J) / (HINDSIGHT_PRIOR + self._of_J)
+        return (1 + (rate_KJ.cumprod(1) * (promise_KJ > 0)).sum(1)).tolist()
 
     def _costs(self, live: int) -> list[float]:
         bucket, seconds = self._bucket(live), self._seconds(live)
@@ -311,13 +313,14 @@ class LookupLength(AutoLength):
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
-        tried = slice(k or LONGEST)  # while nothing is looked up all that came is forgotten
-        self._came_J[tried] *= (forget := max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / WINDOW))
-        self._promised_J[tried] *= forget
+        tried = slice(k or LONGEST)  # while nothing is looked up all that was kept is forgotten
+        forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / LOOKUP_WINDOW)
+        self._kept_J[tried] *= forget
+        self._of_J[tried] *= forget
         if k:
-            came_J, promise_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1)), self._promise_KJ[k]
-            self._came_J += came_J
-            self._promised_J += np.append(rows, came_J[:-1]) * promise_J / np.maximum(np.append(1.0, promise_J[:-1]), 1e-9)
+            kept_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1))
+            self._kept_J += kept_J
+            self._of_J[tried] += np.append(rows, kept_J[:-1])[tried]
         self._spent(k, seconds)
         by_entry: dict[int, list[float]] = {}
         for spent, found_B in zip(seconds, found_NB):
