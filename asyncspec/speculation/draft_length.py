@@ -29,7 +29,7 @@ WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
 HINDSIGHT_PRIOR = 32.0  # row verifications that what looking back promises counts for beside those that were made
 HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
-LOOKUP_WINDOW = 1536  # row verifications over which acceptance of lookups is remembered: it rises with the past, fast at first
+LOOKUP_WINDOW, LOOKUP_STEPS = 1536, 96  # row verifications, or steps, over which acceptance of lookups is remembered: it rises with the past
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
@@ -178,9 +178,13 @@ class AutoLength:
         return [e / s for e, s in zip(self._emitted(), self._costs(live))]
 
     def _emitted(self) -> list[float]:
-        """Expected tokens of a row for k = 0..LONGEST: as while each was held; the product of acceptances, learned at all k, stands in for it."""
+        """Expected tokens of a row for k = 0..LONGEST: as while each was held; what acceptance by position promises stands in for it."""
         prior = HELD_PRIOR_ROWS
-        return [(prior * e + tokens) / (prior + rows) for e, (tokens, rows) in zip(self.acceptance.emitted(), self._held_tokens)]
+        return [(prior * e + tokens) / (prior + rows) for e, (tokens, rows) in zip(self._promised(), self._held_tokens)]
+
+    def _promised(self) -> list[float]:
+        """The product of acceptances, learned at all k."""
+        return self.acceptance.emitted()
 
     def _costs(self, live: int) -> list[float]:
         """Expected seconds of a step for k = 0..LONGEST."""
@@ -193,14 +197,17 @@ class AutoLength:
             kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
             rows, window = len(kept_R), WINDOW if self._best else RESTING_WINDOW
             self.acceptance.add(kept_R, k, window)
-            forget = max(0.5, 1 - rows / window)
-            self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
-            if len(kept_NB) > 1:  # held, not for a single step
-                self._held_tokens[k][0] += rows + float(kept_R.sum())
-                self._held_tokens[k][1] += rows
+            self._learn_held(kept_NB, k, max(0.5, 1 - rows / window))
         self._spent(k, seconds)
         if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
             self._took(k, usual)
+
+    def _learn_held(self, kept_NB, k: int, forget: float) -> None:
+        self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
+        if k and len(kept_NB) > 1:  # held, not for a single step
+            rows = sum(len(kept_B) for kept_B in kept_NB)
+            self._held_tokens[k][0] += rows + float(sum(kept_B.sum() for kept_B in kept_NB))
+            self._held_tokens[k][1] += rows
 
     def _spent(self, k: int, seconds: Sequence[float]) -> None:
         """Keep the budget."""
@@ -293,7 +300,7 @@ class LookupLength(AutoLength):
         self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
         self._share_KM.clear()
 
-    def _emitted(self) -> list[float]:
+    def _promised(self) -> list[float]:
         # Looking back promises too much where rollouts copy from others that ended while they ran, most of all of long copies. So it counts
         # for little where proposals were verified.
         promise_KJ = self._promise_KJ
@@ -314,9 +321,11 @@ class LookupLength(AutoLength):
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
         tried = slice(k or LONGEST)  # while nothing is looked up all that was kept is forgotten
-        forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / LOOKUP_WINDOW)
+        window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
+        forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / window)
         self._kept_J[tried] *= forget
         self._of_J[tried] *= forget
+        self._learn_held(kept_NB, k, forget)
         if k:
             kept_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1))
             self._kept_J += kept_J
