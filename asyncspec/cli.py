@@ -144,7 +144,7 @@ def _add_host(commands) -> None:
         description="Let `asyncspec train --hosts` of another host play nodes of its run here, through Monarch, one run after another, until Ctrl-C. Whoever\n"
                     "reaches the port can run code as the account that started this: see docs/security.md.", formatter_class=argparse.RawDescriptionHelpFormatter)
     host.add_argument("address", nargs="?", default="", metavar="[HOST][:PORT]",
-                      help="where to listen: an address of this host, or a name of it for all its addresses (default: its own name, port 26600)")
+                      help="where to listen: an address of this host or a name for one (default: its own address, port 26600)")
     host.set_defaults(run=_host, parser=host)
 
 

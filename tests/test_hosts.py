@@ -60,6 +60,13 @@ def served(tmp_path):
         host.end()
 
 
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
 def joined(run_dir):
     return {event["actor"] for event in events(run_dir) if event["event"] == "joined"}
 
@@ -91,14 +98,13 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     assert "Traceback" not in again.end(130)
     trained = len(rows(run_dir))
     assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and trained > steps and violations(events(run_dir), 1, 4, trained) == []
-    playing = [pid for host in (one, spare) for pid in descendants(host.process.pid) if b"asyncspec.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    playing = [pid for host in (one, spare) for pid in descendants(host.process.pid) if b"asyncspec.launch" in command_of(pid)]
     assert not gone_within(playing, 10) and one.process.poll() is None and spare.process.poll() is None  # the hosts serve on
 
 
 ALONE = """
 import sys, time
 from asyncspec.launch import hosts
-from asyncspec.launch.join import Rendezvous
 hosts.HOST_ALONE_S = 1.0
 node = hosts._Node()
 hosts._Node.play._method(node, sys.argv[1], 1, 7, sys.argv[1])

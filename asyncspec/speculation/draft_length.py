@@ -204,6 +204,7 @@ class AutoLength:
             self._took(k, usual)
 
     def _learn_held(self, kept_NB, k: int, forget: float) -> None:
+        """What steps of one draft length emitted, where it was held for several."""
         self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
         if k and len(kept_NB) > 1:  # held, not for a single step
             rows = sum(len(kept_B) for kept_B in kept_NB)
@@ -263,7 +264,7 @@ class LookupLength(AutoLength):
     """For lookups, which may have found nothing.
 
     What a k would bring is known in hindsight, also while nothing is looked up: the drafter tells what it would have proposed in some of the
-    finished rollouts, and from that follows how many verifications each k would have taken. Only times have to be tried.
+    finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep counts.
     """
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
