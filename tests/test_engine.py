@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import decode
+from asyncspec.engine import decode, memory
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import summed
@@ -249,15 +249,30 @@ def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy,
     assert not engine.waiting
 
 
+def test_tensors_in_huge_pages_are_tensors_like_others():
+    zeros = memory.zeros(3, 400_000, dtype=torch.bfloat16, device="cpu")
+    assert zeros.data_ptr() % memory.HUGE == 0 and not zeros.any() and zeros.shape == (3, 400_000) and zeros.is_contiguous()
+    arena = memory.Arena()
+    tensors = [torch.randn(5, 7), torch.randn(300, 2).t(), torch.arange(memory.CHUNK // 8), torch.randn(3, dtype=torch.float64)]  # the third fills a chunk
+    for _ in range(2):
+        arena.clear()
+        kept = [arena.keep(tensor) for tensor in tensors]
+        assert all(torch.equal(k, t) and k.is_contiguous() and k.data_ptr() % memory.ALIGNED == 0 for k, t in zip(kept, tensors))
+        places = [k.data_ptr() for k in kept]
+    arena.clear()
+    assert [arena.keep(tensor).data_ptr() for tensor in tensors] == places  # the same memory
+
+
 PRODUCTS = """
 import torch
 from asyncspec.actors.base import held
 from asyncspec.config import load
 from asyncspec.engine.decode import Matrix
 from asyncspec.engine.make import make_engine
+from asyncspec.engine.memory import Arena
 
 make_engine(load("tiny"), "cpu")
-product, x = Matrix(torch.ones(128, 128)), torch.ones(500, 128)
+product, x = Matrix(torch.ones(128, 128), Arena()), torch.ones(500, 128)
 for rows in range(100, 500):
     product(x[:rows])
     if rows == 199:
@@ -280,6 +295,6 @@ def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
     for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (300, 64, 384), (3, 512, 768)):  # the last is large
         weight_OI, x_TI, rest_TO = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
         with torch.inference_mode():
-            matrix = decode.Matrix(weight_OI)
+            matrix = decode.Matrix(weight_OI, decode.Arena())
             torch.testing.assert_close(matrix(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(matrix.plus(rest_TO, x_TI), rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(matrix.add_to(rest_TO.clone(), x_TI), rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

@@ -22,6 +22,7 @@ from threadpoolctl import threadpool_info
 
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
+from asyncspec.engine.memory import Arena
 from asyncspec.models.policy import PolicyShape, dtype_of
 
 PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
@@ -70,14 +71,15 @@ class RMSNorm:
 class Matrix:
     """x @ weight.T."""
 
-    def __init__(self, weight_OI: torch.Tensor) -> None:
-        weight_OI = weight_OI.detach().contiguous()
+    def __init__(self, weight_OI: torch.Tensor, arena: Arena) -> None:
+        """The weights are copied into the arena."""
+        weight_OI = arena.keep(weight_OI.detach())
         # A transposed view: mm on it is half the price of linear where the matrix is small.
         self.weight = weight_OI.t()
         self._array = self._packed = None
         if weight_OI.dtype is torch.float32 and slowed_by_mkl(weight_OI.device.type):
             if numpy_uses_avx512() and weight_OI.numel() < LARGE:
-                self._array = self.weight.contiguous().numpy()  # of a view numpy makes a copy each time
+                self._array = arena.keep(self.weight).numpy()  # of a view numpy makes a copy each time
             else:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
@@ -85,10 +87,10 @@ class Matrix:
         product_TO = self._special(x_TI)
         return torch.mm(x_TI, self.weight) if product_TO is None else product_TO
 
-    def plus(self, rest_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """rest + x @ weight.T."""
+    def add_to(self, rest_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """rest += x @ weight.T."""
         product_TO = self._special(x_TI)
-        return torch.addmm(rest_TO, x_TI, self.weight) if product_TO is None else product_TO.add_(rest_TO)
+        return rest_TO.addmm_(x_TI, self.weight) if product_TO is None else rest_TO.add_(product_TO)
 
     def _special(self, x_TI: torch.Tensor) -> torch.Tensor | None:
         """The product, where torch's own would be slower."""
@@ -123,74 +125,89 @@ def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class RoPE:
-    """Rotary embedding of interleaved heads; the rotations of a step are gathered once for all layers."""
+    """Rotary embedding of joined heads (`DecodeLayer.wqkv`); the rotations of a step are gathered once for all layers."""
 
-    def __init__(self, angles_PH: torch.Tensor) -> None:
+    def __init__(self, angles_PH: torch.Tensor, groups: int, queries: int) -> None:
         """
         Args:
             angles_PH: radians, for half of a head's dimensions.
+            groups, queries: key-value heads, and query heads that share one.
         """
         self.rotation_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
+        # Values are turned by nothing: a product over whole rows takes a third of the time of one that leaves them out.
+        self._still_H, self.groups, self.queries = torch.ones_like(self.rotation_PH[0]), groups, queries
 
     @classmethod
     def of(cls, model) -> "RoPE":
         """That of a policy, whose table holds rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
-        table = next(iter(model.layers.values())).attention.rope.cache
+        attention = next(iter(model.layers.values())).attention
+        table, heads = attention.rope.cache, (attention.n_kv_heads, attention.n_heads // attention.n_kv_heads)
         if table.is_complex():
-            return cls(table.angle())
+            return cls(table.angle(), *heads)
         cos_PH, sin_PH = table.chunk(2, dim=-1)
         half = cos_PH.shape[-1] // 2
-        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]))
+        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), *heads)
 
     def at(self, position_BL: torch.Tensor) -> torch.Tensor:
-        """[B, L, 1, 1, H / 2], complex."""
-        return self.rotation_PH[position_BL][:, :, None, None]
+        """[B, L, W / 2], complex."""
+        turned = self.rotation_PH[position_BL][:, :, None, None]
+        size = (*position_BL.shape, self.groups)
+        return torch.cat([turned.expand(*size, self.queries + 1, -1), self._still_H.expand(*size, 1, -1)], 3).flatten(2)
 
 
-def paired(x: torch.Tensor) -> torch.Tensor:
-    """A view of interleaved heads, float32, as complex numbers."""
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+def rotate(qkv_TW: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turn joined heads, interleaved and in float32, by what `RoPE.at` gives; in place."""
+    torch.view_as_complex(qkv_TW.view(len(qkv_TW), -1, 2)).mul_(rotation.flatten(0, 1))
+    return qkv_TW
 
 
-def rotate(x: torch.Tensor, rotation: torch.Tensor, out: torch.Tensor) -> None:
-    """Turn interleaved heads, in float32 whatever their dtype; `out` may be `x`."""
-    if out.dtype is not torch.float32:
-        out.copy_(torch.view_as_real(paired(x.float()) * rotation).flatten(-2))
-    elif x is out:
-        paired(out).mul_(rotation)
-    else:
-        torch.mul(paired(x), rotation, out=paired(out))
+class HeadNorm:
+    """RMSNorm of the queries and the keys of joined heads, in place: as with rotations, values are multiplied by one."""
+
+    def __init__(self, q_norm, k_norm, queries: int) -> None:
+        """Takes modules."""
+        self.modules, self.queries, size, device = (q_norm, k_norm), queries, q_norm.weight.shape[-1], q_norm.weight.device
+        self.eps = torch.tensor(size * q_norm.eps, device=device)
+        self._is_value_R1 = (torch.arange(queries + 2, device=device) > queries).unsqueeze(1)
+
+    def reload(self) -> None:
+        queries, key = (interleaved(scale(norm), 0) for norm in self.modules)
+        self.scale_RH = torch.stack([*[queries] * self.queries, key, torch.ones_like(key)])
+
+    def __call__(self, heads_TGRH: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(heads_TGRH, dim=-1, keepdim=True)
+        heads_TGRH.mul_(torch.addcmul(self.eps, norm, norm).rsqrt_().masked_fill_(self._is_value_R1, 1.0)).mul_(self.scale_RH)
 
 
 class MLP:
-    """SwiGLU behind a norm: x + down(silu(gate(norm(x))) * up(norm(x)))."""
+    """SwiGLU behind a norm: x += down(silu(gate(norm(x))) * up(norm(x)))."""
 
-    def __init__(self, norm, gate, up, down) -> None:
+    def __init__(self, norm, gate, up, down, arena: Arena) -> None:
         """Takes modules: an RMSNorm and three Linears."""
-        self.modules, self.unit = (norm, gate, up, down), Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.modules, self.arena, self.unit = (norm, gate, up, down), arena, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
 
     def reload(self) -> None:
         norm, gate, up, down = self.modules
-        self.inward = Matrix(scaled(torch.cat([gate.weight, up.weight]), scale(norm)))
-        self.outward = Matrix(down.weight)
+        self.inward = Matrix(scaled(torch.cat([gate.weight, up.weight]), scale(norm)), self.arena)
+        self.outward = Matrix(down.weight, self.arena)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         gate_TF, up_TF = self.inward(self.unit(x_TD)).chunk(2, -1)
-        return self.outward.plus(x_TD, F.silu(gate_TF).mul_(up_TF))
+        return self.outward.add_to(x_TD, F.silu(gate_TF).mul_(up_TF))
 
 
 class Mixture:
     """A mixture of SwiGLU experts behind a norm: x + sum over the token's experts of weight * expert(norm(x))."""
 
-    def __init__(self, norm, moe) -> None:
+    def __init__(self, norm, moe, arena: Arena) -> None:
         """Takes modules: an RMSNorm and torchtitan's MoE."""
-        self.modules, self.unit = (norm, moe), Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.modules, self.arena, self.unit = (norm, moe), arena, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
         self.per_token, self.normed = moe.router.top_k, moe.router.route_norm
         self._expert_E = torch.arange(moe.router.num_experts, device=norm.weight.device)
 
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
-        self.router = Matrix(moe.router.gate.weight.float() * scale(norm))  # in float32, as torchtitan's on a GPU
+        self.router = Matrix(moe.router.gate.weight.float() * scale(norm), self.arena)  # in float32, as torchtitan's on a GPU
         self.inward_EDF = scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm)).transpose(1, 2)
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
@@ -223,13 +240,15 @@ class DecodeModel:
         self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
         self.norm = RMSNorm(model.norm)
-        self.layers = [DecodeLayer(layer, index, cache) for index, layer in enumerate(model.layers.values())]
+        self.arena = Arena()
+        self.layers = [DecodeLayer(layer, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
         self.compiled: CompiledLayers | None = None
         self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
         self.norm.reload()
+        self.arena.clear()
         for layer in self.layers:
             layer.reload()
         if self.compiled is not None:
@@ -260,14 +279,14 @@ class DecodeModel:
         x_TD = self.embedding(token_BL).flatten(0, 1)
         where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
         if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
-            pairs = torch.view_as_real(rotation).flatten(0, 1)
+            pairs = torch.view_as_real(rotation[:, :, None, None, : self.rope.rotation_PH.shape[-1]]).flatten(0, 1).contiguous()
             outputs = self.compiled(x_TD, self._weights, self.cache.flat, where.index, where.groups[0].mask, pairs)
             inputs = [x_TD, *outputs]
             kept, x_TD = [inputs[index] for index in aux_layers if index < len(self.layers)], outputs[-1]
         else:
             for index, layer in enumerate(self.layers):
                 if index in aux_layers:
-                    kept.append(x_TD)
+                    kept.append(x_TD.clone())  # layers add to it
                 x_TD = layer(x_TD, where, rotation)
         x_TD = self.norm(x_TD)
         if len(self.layers) in aux_layers:
@@ -278,23 +297,24 @@ class DecodeModel:
 class DecodeLayer:
     """One block of the policy."""
 
-    def __init__(self, layer, index: int, cache: KVCache) -> None:
+    def __init__(self, layer, index: int, cache: KVCache, arena: Arena) -> None:
         """
         Args:
             layer: torchtitan's TransformerBlock.
             index: the layer's number in the cache.
+            arena: where its matrices go.
         """
-        self.layer, self.index, self.cache = layer, index, cache
+        self.layer, self.index, self.cache, self.arena = layer, index, cache, arena
         attention = layer.attention
         self.groups, self.queries = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
-        norm, head_norm = layer.attention_norm, attention.q_norm
+        norm = layer.attention_norm
         self.unit = Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
-        self.head_unit = head_norm and Unit(head_norm.weight.shape[-1], head_norm.eps, norm.weight.device)  # Llama 3 has none
+        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, self.queries)  # Llama 3 has none
         if getattr(layer, "moe_enabled", False):
-            self.mlp = Mixture(layer.ffn_norm, layer.moe)
+            self.mlp = Mixture(layer.ffn_norm, layer.moe, arena)
         else:
             mlp = layer.feed_forward
-            self.mlp = MLP(layer.ffn_norm, mlp.w1, mlp.w3, mlp.w2)
+            self.mlp = MLP(layer.ffn_norm, mlp.w1, mlp.w3, mlp.w2, arena)
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
@@ -302,22 +322,23 @@ class DecodeLayer:
         weight_GRHD = attention.qkv_linear.wqkv.weight.view(self.groups, R + 1, -1, self.layer.attention_norm.weight.shape[-1])
         if not attention.rope.cache.is_complex():
             weight_GRHD = torch.cat([interleaved(weight_GRHD[:, :R], 2), weight_GRHD[:, R:]], 1)
-        self.wqkv = Matrix(scaled(weight_GRHD.flatten(0, 2), scale(self.layer.attention_norm)))
-        self.wo = Matrix(attention.wo.weight)
-        self.head_scale_RH = None
-        if self.head_unit is not None:
-            heads_RH = torch.cat([scale(attention.q_norm).expand(self.queries, -1), scale(attention.k_norm)[None]])
-            self.head_scale_RH = interleaved(heads_RH, 1)
+        self.wqkv = Matrix(scaled(weight_GRHD.flatten(0, 2), scale(self.layer.attention_norm)), self.arena)
+        self.wo = Matrix(attention.wo.weight, self.arena)
+        if self.head_norm is not None:
+            self.head_norm.reload()
         self.mlp.reload()
 
     @property
     def weights(self) -> LayerWeights:
         """Of a dense layer."""
-        return LayerWeights(self.wqkv.weight, self.head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
+        head_scale_RH = self.head_norm and self.head_norm.scale_RH[:-1]
+        return LayerWeights(self.wqkv.weight, head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
 
     def __call__(self, x_TD: torch.Tensor, where: Place, rotation: torch.Tensor) -> torch.Tensor:
-        B, L = where.shape
-        qkv_BLGRH = self.wqkv(self.unit(x_TD)).view(B, L, self.groups, self.queries + 2, -1)
-        qk = qkv_BLGRH[..., : self.queries + 1, :]
-        rotate(qk if self.head_unit is None else self.head_unit(qk).mul_(self.head_scale_RH), rotation, qk)
-        return self.mlp(self.wo.plus(x_TD, self.cache.attend(self.index, where, qkv_BLGRH)))
+        """Adds to x_TD."""
+        qkv_TW = self.wqkv(self.unit(x_TD))
+        wide_TW = qkv_TW.float()
+        if self.head_norm is not None:
+            self.head_norm(wide_TW.view(len(x_TD), self.groups, self.queries + 2, -1))
+        qkv_TW = rotate(wide_TW, rotation).to(qkv_TW.dtype)
+        return self.mlp(self.wo.add_to(x_TD, self.cache.attend(self.index, where, qkv_TW)))

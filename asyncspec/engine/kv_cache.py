@@ -5,7 +5,7 @@ values at its own positions and attends to all positions up to each query's own.
 padding) is overwritten before any query can see it.
 
 Shape suffixes: S slots, P positions, B batch rows, L query positions, G key-value groups, R = queries of a group, then its
-key, then its value; H head size.
+key, then its value; H head size; W = G * R * H, a token's joined heads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from asyncspec.engine import memory
 
 Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
 
@@ -77,7 +78,7 @@ class KVCache:
         Args:
             queries: query heads that share one key-value head.
         """
-        self.kv = torch.zeros(layers, slots, kv_heads, positions, 2 * head_dim, dtype=dtype, device=device)
+        self.kv = memory.zeros(layers, slots, kv_heads, positions, 2 * head_dim, dtype=dtype, device=device)
         self.groups, self.queries, self.head_dim, self.scale = kv_heads, queries, head_dim, head_dim**-0.5
         self.positions = positions
         self.flat = [kv.view(-1, 2 * head_dim) for kv in self.kv]
@@ -97,10 +98,8 @@ class KVCache:
         index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()
         groups, start = [], 0
         for end, span in spans:
-            count = end - start
-            if count < GROUP_ROWS:
-                # So that the same views serve many steps.
-                span = min(-(-span // SPAN_STEP) * SPAN_STEP, self.positions)
+            # Whole vectors: a softmax over 57 takes longer than one over 64. And the same views serve many steps.
+            count, span = end - start, min(-(-span // SPAN_STEP) * SPAN_STEP, self.positions)
             seen = (self._index_P[:span] <= position_BL[start:end].unsqueeze(-1)).view(count, 1, L, 1, span)
             mask = torch.where(seen.expand(-1, G, -1, self.queries, -1), self._mask[1], self._mask[0])
             keys, values = self._views(first_row + start, first_row + end, span)
@@ -113,16 +112,20 @@ class KVCache:
         kv = self.kv[:, start:end].flatten(1, 2)[:, :, :span]
         return kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
 
-    def attend(self, layer: int, place: Place, qkv_BLGRH: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, place: Place, qkv_TW: torch.Tensor) -> torch.Tensor:
         """Write this pass's keys and values, then attend over all positions up to each query's own.
+
+        Args:
+            qkv_TW: [B * L, W].
 
         Returns:
             [B * L, G * queries * H]
         """
         (B, L), G, H = place.shape, self.groups, self.head_dim
-        self.flat[layer].index_copy_(0, place.index, qkv_BLGRH[..., self.queries :, :].reshape(-1, 2 * H))
-        q = qkv_BLGRH[..., : self.queries, :]
-        q = (q if L == 1 else q.transpose(1, 2)).reshape(B * G, L * self.queries, H)
+        q, kv = qkv_TW.view(B * L * G, self.queries + 2, H).split_with_sizes([self.queries, 2], 1)
+        self.flat[layer].index_copy_(0, place.index, kv.flatten(1))
+        if L > 1:
+            q = q.view(B, L, G, self.queries, H).transpose(1, 2).reshape(B * G, L * self.queries, H)
         if len(place.groups) == 1:
             out = self._attended(layer, q, place.groups[0])
         else:

@@ -13,6 +13,7 @@ from typing import Sequence
 import numpy as np
 import torch
 
+from asyncspec.engine import memory
 from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
@@ -34,7 +35,7 @@ class FeatureDrafter:
         self.draft, self.decode, self.embed, self.slots, self.settings = draft, decode, embed, slots, settings
         self.aux_layers = draft.aux_layers
         size = (*slots.token_SP.shape, len(self.aux_layers) * draft.shape.dim)
-        self.feature_SPE = torch.zeros(size, dtype=draft.fc.weight.dtype, device=slots.device)
+        self.feature_SPE = memory.zeros(*size, dtype=draft.fc.weight.dtype, device=slots.device)
         self._feature_TE = self.feature_SPE.view(-1, size[-1])
         self._start_S1 = torch.arange(size[0], device=slots.device).unsqueeze(1) * slots.positions
         self._unstored: list[torch.Tensor] = []  # features of single positions, from row 0; layer by layer

@@ -6,6 +6,7 @@ import torch
 
 from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, Unit, scale, scaled
 from asyncspec.engine.kv_cache import KVCache
+from asyncspec.engine.memory import Arena
 from asyncspec.models.mtp import MTP
 from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
@@ -22,15 +23,17 @@ class DecodeMTP:
         self.cache = KVCache(
             1, *slots.token_SP.shape, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, slots.device, dtype_of(model))
         self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
-        self.layer = DecodeLayer(draft.block, 0, self.cache)
+        self.arena = Arena()
+        self.layer = DecodeLayer(draft.block, 0, self.cache, self.arena)
         self.unit, self.norm = Unit(shape.dim, shape.norm_eps, slots.device), RMSNorm(draft.norm)
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
+        self.arena.clear()
         self.layer.reload()
         self.norm.reload()
-        self.fc = Matrix(scaled(self.draft.fc.weight, torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)])))
-        self.lm_head = Matrix(self.head.weight)
+        self.fc = Matrix(scaled(self.draft.fc.weight, torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)])), self.arena)
+        self.lm_head = Matrix(self.head.weight, self.arena)
 
     def fuse(self, features_TE: torch.Tensor) -> torch.Tensor:
         return features_TE

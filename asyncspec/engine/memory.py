@@ -1,0 +1,56 @@
+"""Memory in huge pages, for what each engine step reads: weights and KV cache.
+
+A step over a few tokens reads all weights and a piece of each row of the cache, in every layer. In pages of 4 KiB these are more than
+a processor keeps the addresses of (its TLB), and where such pages lie makes one engine slower than the next.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+HUGE = 1 << 21
+CHUNK = 4 * HUGE
+ALIGNED = 64  # bytes, a cache line
+
+
+def zeros(*size: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """As torch.zeros; on a CPU in huge pages, if it fills one and the system has any."""
+    count = math.prod(size) * dtype.itemsize
+    if torch.device(device).type != "cpu" or count < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(*size, dtype=dtype, device=device)
+    block = mmap.mmap(-1, count + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        block.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without
+        pass
+    memory = torch.frombuffer(block, dtype=torch.uint8)  # holds the block
+    start = -memory.data_ptr() % HUGE
+    return memory[start : start + count].view(dtype).view(size)
+
+
+class Arena:
+    """Tensors one after the other."""
+
+    def __init__(self) -> None:
+        self._chunks: list[torch.Tensor] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """What is kept from now on overwrites what was kept before."""
+        self._chunk = self._used = 0
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy; of one that is not on a CPU somewhere else."""
+        count = tensor.numel() * tensor.dtype.itemsize
+        if tensor.device.type != "cpu":
+            return tensor.contiguous()
+        while self._chunk < len(self._chunks) and self._used + count > len(self._chunks[self._chunk]):
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            self._chunks.append(zeros(max(CHUNK, count), dtype=torch.uint8, device="cpu"))
+        start = self._used
+        self._used = -(-(start + count) // ALIGNED) * ALIGNED
+        return self._chunks[self._chunk][start : start + count].view(tensor.dtype).view(tensor.shape).copy_(tensor)
