@@ -295,6 +295,6 @@ def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
     for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (300, 64, 384), (3, 512, 768)):  # the last is large
         weight_OI, x_TI, rest_TO = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
         with torch.inference_mode():
-            matrix = decode.Matrix(weight_OI, decode.Arena())
+            matrix = decode.Matrix(weight_OI, memory.Arena())
             torch.testing.assert_close(matrix(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(matrix.add_to(rest_TO.clone(), x_TI), rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

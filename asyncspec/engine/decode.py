@@ -7,7 +7,8 @@ are interleaved, as Llama 3's are already, so that rotating is one complex multi
 tests/test_engine.py holds both forward passes to the same logits.
 
 Shape suffixes: B batch rows, L query positions, T = B * L, P cache positions, D model dimension, G key-value groups, R = queries of
-a group, then its key, then its value; H head size; E experts, K of a token, N = T * K sorted by expert, F hidden dimension.
+a group, then its key, then its value; H head size; W = G * R * H, a token's joined heads; E experts, K of a token, N = T * K sorted by
+expert, F hidden dimension.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Matrix:
     """x @ weight.T."""
 
     def __init__(self, weight_OI: torch.Tensor, arena: Arena) -> None:
-        """The weights are copied into the arena."""
+        """
+        Args:
+            arena: where a CPU's copy of the weights goes.
+        """
         weight_OI = arena.keep(weight_OI.detach())
         # A transposed view: mm on it is half the price of linear where the matrix is small.
         self.weight = weight_OI.t()
@@ -335,7 +339,7 @@ class DecodeLayer:
         return LayerWeights(self.wqkv.weight, head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
 
     def __call__(self, x_TD: torch.Tensor, where: Place, rotation: torch.Tensor) -> torch.Tensor:
-        """Adds to x_TD."""
+        """Overwrites x_TD."""
         qkv_TW = self.wqkv(self.unit(x_TD))
         wide_TW = qkv_TW.float()
         if self.head_norm is not None:

@@ -21,14 +21,14 @@ def zeros(*size: int, dtype: torch.dtype, device) -> torch.Tensor:
     count = math.prod(size) * dtype.itemsize
     if torch.device(device).type != "cpu" or count < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*size, dtype=dtype, device=device)
-    block = mmap.mmap(-1, count + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
+        block = mmap.mmap(-1, count + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         block.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without
-        pass
+    except OSError:  # a kernel without; or not enough memory, of which torch will say how much
+        return torch.zeros(*size, dtype=dtype, device=device)
     memory = torch.frombuffer(block, dtype=torch.uint8)  # holds the block
     start = -memory.data_ptr() % HUGE
-    return memory[start : start + count].view(dtype).view(size)
+    return memory[start : start + count].view(dtype).view(size).zero_()  # touched now: what does not fit fails here
 
 
 class Arena:
@@ -43,7 +43,7 @@ class Arena:
         self._chunk = self._used = 0
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy; of one that is not on a CPU somewhere else."""
+        """On a CPU a contiguous copy in here; elsewhere the tensor itself, made contiguous."""
         count = tensor.numel() * tensor.dtype.itemsize
         if tensor.device.type != "cpu":
             return tensor.contiguous()

@@ -47,7 +47,7 @@ class DecodeEagle3:
         return logits_BV.index_copy_(1, self.draft.d2t_U, logits_BU)
 
     def __call__(self, hidden_TD, embeds_TD, place, rotation) -> torch.Tensor:
-        """Adds to hidden_TD."""
+        """Overwrites hidden_TD."""
         qkv_TW = self.wqkv(self.unit(torch.stack([embeds_TD, hidden_TD], 1)).flatten(1))
         qkv_TW = rotate(qkv_TW.float(), rotation).to(qkv_TW.dtype)
         return self.mlp(self.wo.add_to(hidden_TD, self.cache.attend(0, place, qkv_TW)))
