@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -23,16 +24,17 @@ def zeros(*size: int, dtype: torch.dtype, device) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype, device=device)
     try:
         block = mmap.mmap(-1, count + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without; or not enough memory, of which torch will say how much
+    except OSError:  # torch will say how much is wanted
         return torch.zeros(*size, dtype=dtype, device=device)
+    with suppress(OSError):  # a kernel without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(block, dtype=torch.uint8)  # holds the block
     start = -memory.data_ptr() % HUGE
     return memory[start : start + count].view(dtype).view(size).zero_()  # touched now: what does not fit fails here
 
 
 class Arena:
-    """Tensors one after the other."""
+    """Tensors one after the other, in such memory: what is derived from new weights goes where that from the old ones was."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
