@@ -30,7 +30,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
-CALIBRATION_S, CALIBRATION_ROUNDS = 2.0, 4
+CALIBRATION_S, CALIBRATION_ROUNDS = 4.0, 6
 
 
 @dataclass(frozen=True)
@@ -367,14 +367,16 @@ class TorchEngine:
     def _calibrated(self) -> AutoLength | LookupLength:
         """Time steps of several sizes on rows without sequences, before there are any.
 
-        Slow engines are measured less: what is beyond CALIBRATION_S is extrapolated, and every real step corrects it.
+        Each number of live rows gets a share of what is left of CALIBRATION_S. Slow engines are measured less, and where nothing is left,
+        extrapolated; every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         lengths, table, ends = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter() + CALIBRATION_S
         measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
-        for live in lives:
+        for i, live in enumerate(lives):
             rounds: list[list[float]] = []
-            while len(rounds) < CALIBRATION_ROUNDS and time.perf_counter() < ends or not table and not rounds:
+            until = (now := time.perf_counter()) + (ends - now) / (len(lives) - i)
+            while len(rounds) < CALIBRATION_ROUNDS and time.perf_counter() < until or not table and not rounds:
                 order = measured if len(rounds) % 2 else measured[::-1]
                 took = {of: self._time_step(live, *of) for of in order}
                 rounds.append([took[of] for of in measured])

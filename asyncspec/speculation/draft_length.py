@@ -37,7 +37,8 @@ HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside wha
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
 # samples itself.
 LEAST_CHARGE, LEAST_CHARGE_HELD = 0.2, 0.05
-STEADY = 1.1  # what is held may take so many times as long after a try as before it; else the try's time says nothing
+CALIBRATED_STEPS, KNOWN_STEPS = 4.0, 20.0  # that a calibration counts for in what an entry takes; the window over which that is learned
+STEADY = 1.1  # where what is held takes so many times as long after a try as before it, the try's time counts half; the less steady, the less
 DOUBT = 0.15  # by what share a length may be better than expected before it has been tried; once it has been, by that over sqrt(1 + holds tried)
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
@@ -109,7 +110,8 @@ class AutoLength:
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
         self._level = 1.0  # of the last hold: its time over the table's
-        self._tried: list[tuple] = []  # entries whose times wait for the next hold: row, entry, seconds, weight
+        self._known: dict[tuple[int, int], float] = {}  # steps that tell of an entry's time, by bucket and entry
+        self._tried: list[tuple] = []  # entries whose times wait for the next hold: bucket, entry, seconds, steps
         self._tries: dict[tuple[int, int], float] = {}  # holds, by bucket and draft length
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._most_s, self._turn, self._exploring = FIRST_BUDGET_S, BUDGET_S, 0, False
@@ -232,17 +234,23 @@ class AutoLength:
         row = self._table[bucket]
         if entry == self._best:
             level = median / row[entry]
-            if 1 / STEADY < level / self._level < STEADY:
-                for tried_row, tried, tried_median, weight in self._tried:
-                    _move(tried_row, tried, tried_median / (self._level * level) ** 0.5, weight)
+            unsteady = (math.log(level / self._level) / math.log(STEADY)) ** 2
+            for *tried, steps in self._tried:
+                self._correct(*tried, steps / (1 + unsteady), (self._level * level) ** 0.5)
             self._tried.clear()
             self._level = level
             self._holds[bucket] += 1
             _move(self._drift, bucket, level, 1 - 0.9 ** len(seconds))
         elif self._exploring:
-            self._tried.append((row, entry, median, 1 - 0.95 ** len(seconds)))
+            self._tried.append((bucket, entry, median, len(seconds)))
         else:
-            _move(row, entry, median / self._drift[bucket], 1 - 0.97 ** len(seconds))
+            self._correct(bucket, entry, median, len(seconds), self._drift[bucket])
+
+    def _correct(self, bucket: int, entry: int, median: float, steps: float, level: float) -> None:
+        """Learn from so many steps what an entry takes at the level of the others: a mean over all there were, later over a window."""
+        known = self._known.get((bucket, entry), CALIBRATED_STEPS)
+        self._known[bucket, entry] = min(known + steps, KNOWN_STEPS)
+        _move(self._table[bucket], entry, median / level, steps / (known + steps))
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
