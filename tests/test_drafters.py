@@ -9,8 +9,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from test_engine import ALPHA, exact_sequences, run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from asyncspec.engine.base import Request
+from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.speculation.base import Slots
@@ -309,3 +312,66 @@ def test_shipped_drafts_are_accepted(method):
     loads = Loads([])
     [measured] = loads.steady(0, 100, loads.engine(method, 16, 3))
     assert measured["acceptance_length"] > 3.2  # of at most 4; measured 3.6 to 3.8, so far off that chance does not reach it
+
+
+class NowAndThen(FixedLength):
+    """Two steps without a draft, whose features wait, then one with."""
+
+    def __init__(self):
+        super().__init__(LONGEST)
+        self.step = 0
+
+    def choose(self, live, missed_B=None):
+        self.step += 1
+        return 0 if self.step % 3 else 3
+
+
+class MockCudaGraph:
+    """Records the operations of a call and repeats them on the same tensors, as a CUDA graph does; a look at a value is an error."""
+
+    def __init__(self, call, pool=None):
+        self.operations = operations = []
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, arguments=(), options=None):
+                assert function is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+                result = function(*arguments, **(options or {}))
+                operations.append((function, arguments, options or {}, result))
+                return result
+
+        with Recorder():
+            self.outputs = call()
+
+    def replay(self):
+        for function, arguments, options, result in self.operations:
+            again = function(*arguments, **options)
+            for to, tensor in zip(tree_leaves(result), tree_leaves(again)):
+                if isinstance(to, torch.Tensor) and to.data_ptr() != tensor.data_ptr():
+                    to.copy_(tensor)
+
+
+@pytest.mark.parametrize("method,k", [(None, 3), *((method, 3) for method in METHODS), ("eagle3", "now and then")])
+def test_graphs_give_what_the_passes_give(small_shape, small_policy, maker, method, k):
+    prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
+    torch.manual_seed(9)
+    new = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}
+    engines = [engine_of(small_shape, small_policy, maker.get(method), 5, k, top_k=1) for _ in range(2)]
+    if k == "now and then":
+        for engine in engines:
+            engine.lengths = NowAndThen()
+    engines[1].launch_by(graphs := Graphs(5, MockCudaGraph))
+    results, proposed = [], [[], []]
+    for engine, drafts_ in zip(engines, proposed):
+        if method:
+            def propose(*given, propose=engine.drafter.propose, drafts_=drafts_):
+                proposal = propose(*given)
+                drafts_.append(proposal.draft_BK.tolist())
+                return proposal
+
+            engine.drafter.propose = propose
+        old = {key: (c.tokens.tolist(), c.accepted) for key, c in run(engine, prompts).items()}
+        engine.load_policy(new, 1)  # what was captured before reads the new ones
+        results.append((old, {key: (c.tokens.tolist(), c.accepted) for key, c in run(engine, prompts).items()}))
+    assert results[0] == results[1] and results[0][0] != results[0][1]
+    assert proposed[0] == proposed[1]
+    assert len(graphs._captured) > 2

@@ -9,10 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import decode, memory
+from asyncspec.engine import decode, graphs, memory
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import summed
@@ -261,6 +263,45 @@ def test_tensors_in_huge_pages_are_tensors_like_others():
         places = [k.data_ptr() for k in kept]
     arena.clear()
     assert [arena.keep(tensor).data_ptr() for tensor in tensors] == places  # the same memory
+
+
+def test_what_is_derived_from_weights_stays_where_it_is_also_where_there_are_no_such_pages():
+    arena, parameter = memory.Arena(), torch.randn(4, 4)
+    first = [arena._keep_elsewhere(tensor) for tensor in (parameter, parameter * 2)]
+    parameter.mul_(3)
+    arena.clear()
+    second = [arena._keep_elsewhere(tensor) for tensor in (parameter, parameter * 2)]
+    assert first[0] is second[0] is parameter and first[1] is second[1]  # no copy of what is a weight itself
+    assert torch.equal(second[1], parameter * 2)
+
+
+@given(st.integers(1, 10**6))
+def test_padding_costs_a_quarter_at_most_and_gives_four_numbers_in_an_octave(count):
+    more = graphs.padded(count)
+    assert count <= more < 1.25 * count + 1 and graphs.padded(more) == more
+    assert len({graphs.padded(n) for n in range(count, 2 * count)}) <= 5 if count < 2000 else True
+
+
+class Wrong:
+    """A graph that gives something else."""
+
+    def __init__(self, call, pool):
+        self.outputs = [output + 1 for output in call()]
+
+    def replay(self):
+        pass
+
+
+def test_a_graph_that_gives_something_else_is_not_used():
+    class Twice:
+        def of(self, x_B, spans):
+            return [2 * x_B]
+
+    twice, launcher, x_B = Twice(), graphs.Graphs(8, Wrong), torch.rand(3, 1)
+    launcher(twice.of, (x_B,), [(3, 1)])
+    with pytest.warns(UserWarning, match="differs by .*%; going on without graphs"):
+        assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
+    assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
 
 
 PRODUCTS = """

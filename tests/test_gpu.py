@@ -13,6 +13,7 @@ from test_engine import run
 from test_weights import SHAPES, tensors, wait_until_idle
 
 from asyncspec.audit import audit
+from asyncspec.engine.graphs import Graphs
 from asyncspec.messages import Membership, Publish
 from asyncspec.speculation.verify import sample
 from asyncspec.weights import Layout, Publisher, WholeSnapshot
@@ -21,18 +22,31 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
 
 
+@pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", [None, *METHODS])
-def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method):  # noqa: F811
-    expected, found = (run(engine_of(small_shape, small_policy, maker.get(method), top_k=1, device=device), PROMPTS) for device in ("cpu", "cuda:0"))
-    assert {key: c.tokens.tolist() for key, c in found.items()} == {key: c.tokens.tolist() for key, c in expected.items()}
+def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method, launched):  # noqa: F811
+    torch.manual_seed(9)
+    new, results = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}, []
+    for device in ("cpu", "cuda:0"):
+        engine = engine_of(small_shape, small_policy, maker.get(method), top_k=1, device=device)
+        if launched == "graphs" and device != "cpu":
+            engine.launch_by(graphs := Graphs.of(engine.slots, device))
+        tokens = [{key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()}]
+        engine.load_policy(new, 1)
+        results.append([*tokens, {key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()}])
+    assert results[0] == results[1]
+    assert launched == "kernels" or graphs._captured
 
 
 @pytest.mark.parametrize("settings", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
 @pytest.mark.parametrize("k", [3, "auto"])
+@pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", METHODS)
-def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, k, settings):  # noqa: F811
-    named = dict(zip(("temperature", "top_p", "top_k"), settings))
-    check_distribution(engine_of(small_shape, small_policy, maker[method], 256, k, device="cuda:0", **named), small_policy, small_shape, *settings)
+def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, settings):  # noqa: F811
+    engine = engine_of(small_shape, small_policy, maker[method], 256, k, device="cuda:0", **dict(zip(("temperature", "top_p", "top_k"), settings)))
+    if launched == "graphs":
+        engine.launch_by(Graphs.of(engine.slots, "cuda:0"))
+    check_distribution(engine, small_policy, small_shape, *settings)
 
 
 def test_no_token_of_probability_zero_is_ever_drawn():

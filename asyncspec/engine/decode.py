@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from threadpoolctl import threadpool_info
 
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
+from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.engine.memory import Arena
 from asyncspec.models.policy import PolicyShape, dtype_of
@@ -58,12 +59,11 @@ def scaled(weight: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 class RMSNorm:
     """A whole RMSNorm."""
 
-    def __init__(self, norm) -> None:
-        self.norm, self.unit = norm, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
-        self.reload()
+    def __init__(self, norm, arena: Arena) -> None:
+        self.norm, self.arena, self.unit = norm, arena, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
 
     def reload(self) -> None:
-        self.weight = scale(self.norm)
+        self.weight = self.arena.keep(scale(self.norm))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.unit(x).mul_(self.weight)
@@ -168,15 +168,15 @@ def rotate(qkv_TW: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 class HeadNorm:
     """RMSNorm of the queries and the keys of joined heads, in place: as with rotations, values are multiplied by one."""
 
-    def __init__(self, q_norm, k_norm, queries: int) -> None:
+    def __init__(self, q_norm, k_norm, queries: int, arena: Arena) -> None:
         """Takes modules."""
-        self.modules, self.queries, size, device = (q_norm, k_norm), queries, q_norm.weight.shape[-1], q_norm.weight.device
+        self.modules, self.queries, self.arena, size, device = (q_norm, k_norm), queries, arena, q_norm.weight.shape[-1], q_norm.weight.device
         self.eps = torch.tensor(size * q_norm.eps, device=device)
         self._is_value_R1 = (torch.arange(queries + 2, device=device) > queries).unsqueeze(1)
 
     def reload(self) -> None:
         queries, key = (interleaved(scale(norm), 0) for norm in self.modules)
-        self.scale_RH = torch.stack([*[queries] * self.queries, key, torch.ones_like(key)])
+        self.scale_RH = self.arena.keep(torch.stack([*[queries] * self.queries, key, torch.ones_like(key)]))
 
     def __call__(self, heads_TGRH: torch.Tensor) -> None:
         norm = torch.linalg.vector_norm(heads_TGRH, dim=-1, keepdim=True)
@@ -212,7 +212,7 @@ class Mixture:
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
         self.router = Matrix(moe.router.gate.weight.float() * scale(norm), self.arena)  # in float32, as torchtitan's on a GPU
-        self.inward_EDF = scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm)).transpose(1, 2)
+        self.inward_EDF = self.arena.keep(scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm))).transpose(1, 2)
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -243,16 +243,17 @@ class DecodeModel:
             shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device, dtype_of(model))
         self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
-        self.norm = RMSNorm(model.norm)
         self.arena = Arena()
+        self.norm = RMSNorm(model.norm, self.arena)
         self.layers = [DecodeLayer(layer, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
         self.compiled: CompiledLayers | None = None
+        self.graphs: Graphs | None = None
         self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
-        self.norm.reload()
         self.arena.clear()
+        self.norm.reload()
         for layer in self.layers:
             layer.reload()
         if self.compiled is not None:
@@ -279,6 +280,13 @@ class DecodeModel:
         Returns:
             hidden_BLD after the final norm, and the inputs of `aux_layers`, each [B, L, D].
         """
+        if self.graphs is None or first_row:
+            hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row)
+        else:
+            hidden_BLD, *kept_BLD = self.graphs(self._pass, (token_BL, position_BL), spans, aux_layers)
+        return hidden_BLD, kept_BLD
+
+    def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0) -> list[torch.Tensor]:
         B, L = token_BL.shape
         x_TD = self.embedding(token_BL).flatten(0, 1)
         where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
@@ -295,7 +303,7 @@ class DecodeModel:
         x_TD = self.norm(x_TD)
         if len(self.layers) in aux_layers:
             kept.append(x_TD)
-        return x_TD.view(B, L, -1), [kept_TD.view(B, L, -1) for kept_TD in kept]
+        return [kept_TD.view(B, L, -1) for kept_TD in (x_TD, *kept)]
 
 
 class DecodeLayer:
@@ -313,7 +321,7 @@ class DecodeLayer:
         self.groups, self.queries = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
         norm = layer.attention_norm
         self.unit = Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
-        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, self.queries)  # Llama 3 has none
+        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, self.queries, arena)  # Llama 3 has none
         if getattr(layer, "moe_enabled", False):
             self.mlp = Mixture(layer.ffn_norm, layer.moe, arena)
         else:

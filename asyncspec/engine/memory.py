@@ -34,21 +34,22 @@ def zeros(*size: int, dtype: torch.dtype, device) -> torch.Tensor:
 
 
 class Arena:
-    """Tensors one after the other, in such memory: what is derived from new weights goes where that from the old ones was."""
+    """Tensors one after the other, on a CPU in such memory: what is derived from new weights goes where that from the old ones was."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
+        self._elsewhere: list[torch.Tensor] = []  # not on a CPU
         self.clear()
 
     def clear(self) -> None:
-        """What is kept from now on overwrites what was kept before."""
-        self._chunk = self._used = 0
+        """What is kept from now on overwrites what was kept before, in the same order."""
+        self._chunk = self._used = self._next = 0
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On a CPU a contiguous copy in here; elsewhere the tensor itself, made contiguous."""
-        count = tensor.numel() * tensor.dtype.itemsize
+        """On a CPU a contiguous copy in here; elsewhere the tensor itself, made contiguous, or one that was kept in its place before and is now like it."""
         if tensor.device.type != "cpu":
-            return tensor.contiguous()
+            return self._keep_elsewhere(tensor.contiguous())
+        count = tensor.numel() * tensor.dtype.itemsize
         while self._chunk < len(self._chunks) and self._used + count > len(self._chunks[self._chunk]):
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
@@ -56,3 +57,10 @@ class Arena:
         start = self._used
         self._used = -(-(start + count) // ALIGNED) * ALIGNED
         return self._chunks[self._chunk][start : start + count].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _keep_elsewhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._next == len(self._elsewhere):
+            self._elsewhere.append(tensor)
+        kept = self._elsewhere[self._next]
+        self._next += 1
+        return kept if kept.data_ptr() == tensor.data_ptr() else kept.copy_(tensor)

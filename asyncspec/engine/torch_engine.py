@@ -21,6 +21,7 @@ import torch
 from asyncspec.engine import kv_cache
 from asyncspec.engine.base import Completion, Request, at_least, check_request
 from asyncspec.engine.decode import DecodeModel
+from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
@@ -53,7 +54,8 @@ class TorchEngine:
             kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
                 "recompute" fills it again under the new weights.
             dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in float32.
-            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights.
+            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights. On a GPU they are
+                launched as CUDA graphs besides, see engine/graphs.py.
         """
         self.slots, self.shape = slots, shape
         self.settings = (temperature, top_p, top_k)
@@ -143,6 +145,8 @@ class TorchEngine:
         self.decode.reload()
         if self._compile and self.decode.compiled is None:
             self.decode.compile(self.shape)
+            if graphs := Graphs.of(self.slots, self.device):
+                self.launch_by(graphs)
         if self.drafter is not None:
             self.drafter.reload()
         self.version = version
@@ -163,6 +167,12 @@ class TorchEngine:
             parameter.copy_(tensors[name])
         self.drafter.reload()
         self.draft_version = version
+
+    def launch_by(self, graphs: Graphs) -> None:
+        """Launch passes over few tokens, the policy's and the draft's, by these from now on."""
+        self.decode.graphs = graphs
+        if self.drafter is not None:
+            self.drafter.launch_by(graphs)
 
     def _lap(self, part: str) -> None:
         """What was done since the last lap was this part."""

@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol, Sequence
 import numpy as np
 import torch
 
+from asyncspec.engine.graphs import Graphs
+
 
 class Slots:
     """The tokens of all slots. Live sequences occupy rows 0..live-1."""
@@ -85,3 +87,6 @@ class Drafter(Protocol):
 
     def reload(self) -> None:
         """Weights have changed, the draft's or the target's."""
+
+    def launch_by(self, graphs: Graphs) -> None:
+        """Launch passes by these from now on."""

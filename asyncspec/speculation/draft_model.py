@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncspec.engine.decode import DecodeModel
+from asyncspec.engine.graphs import Graphs
 from asyncspec.models.policy import PolicyShape
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
@@ -30,6 +31,9 @@ class DraftModelDrafter:
 
     def reload(self) -> None:
         self.decode.reload()
+
+    def launch_by(self, graphs: Graphs) -> None:
+        self.decode.graphs = graphs
 
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from asyncspec.engine import memory
-from asyncspec.engine.kv_cache import runs
+from asyncspec.engine.graphs import Graphs
+from asyncspec.engine.kv_cache import Spans, runs
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
 
@@ -41,10 +42,14 @@ class FeatureDrafter:
         self._unstored: list[torch.Tensor] = []  # features of single positions, from row 0; layer by layer
         self._unstored_at: list[torch.Tensor] = []  # and the positions
         self.read = np.zeros(size[0], dtype=np.int64)  # positions below are in the KV cache
+        self.graphs: Graphs | None = None
         self.reload()
 
     def reload(self) -> None:
         self.decode.reload()
+
+    def launch_by(self, graphs: Graphs) -> None:
+        self.graphs = graphs
 
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0
@@ -85,23 +90,33 @@ class FeatureDrafter:
         rows = slice(first_row, first_row + count)
         width = int((self.slots.length[rows] - 1 - self.read[rows]).max())
         if width > 0:
-            self._read(first_row, count, width)
+            self._store()
+            self._read(first_row, self.slots.length_S[rows], width, self.slots.spans(first_row, count, -1))
+            self.read[rows] = self.slots.length[rows] - 1
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        hidden_BD, logits_BV = self._read(0, count, self.unread(count))
+        self._store()
+        inputs, width, spans = (self.slots.length_S[:count], uniform_BK), self.unread(count), self.slots.spans(0, count, draft_length - 2)
+        q_BKV, draft_BK = self._proposal(*inputs, spans, width) if self.graphs is None else self.graphs(self._proposal, inputs, spans, width)
+        self.read[:count] = self.slots.length[:count] - 1
+        return Proposal(draft_BK, q_BKV)
+
+    def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distributions and tokens, once the `width` positions before each row's last token are read."""
+        hidden_BD, logits_BV = self._read(0, length_B, width, spans)
         q_BV = sampling_distribution(logits_BV, *self.settings)
         uniforms = uniform_BK.unbind(1)
         tokens, distributions = [sample(q_BV, uniforms[0])], [q_BV]
-        if draft_length > 1:
-            position_BK = self.slots.length_S[:count].unsqueeze(1) + self.slots.index_P[: draft_length - 1] - 1
-            place = self.decode.cache.at(0, position_BK, self.slots.spans(0, count, draft_length - 2))
+        if len(uniforms) > 1:
+            position_BK = length_B.unsqueeze(1) + self.slots.index_P[: len(uniforms) - 1] - 1
+            place = self.decode.cache.at(0, position_BK, spans)
             rotations = self.decode.rope.at(position_BK).split(1, 1)
             for uniform_B, step, rotation in zip(uniforms[1:], place.each(), rotations):
                 hidden_BD = self.decode(hidden_BD, self.embed(tokens[-1]), step, rotation)
                 q_BV = sampling_distribution(self.decode.logits(hidden_BD), *self.settings)
                 tokens.append(sample(q_BV, uniform_B))
                 distributions.append(q_BV)
-        return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
+        return torch.stack(distributions, 1), torch.stack(tokens, 1)
 
     def copy(self, sources: Sequence[int], first_row: int) -> None:
         self._store()
@@ -115,15 +130,14 @@ class FeatureDrafter:
     def leave(self, row: int) -> None:
         pass
 
-    def _read(self, first_row: int, count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, first_row: int, length_B, width: int, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the `width` positions before each row's last token; what was read before is read again alike."""
-        self._store()
-        rows, slots = slice(first_row, first_row + count), self.slots
-        position_BW = (slots.length_S[rows].unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
+        count, slots = len(length_B), self.slots
+        rows = slice(first_row, first_row + count)
+        position_BW = (length_B.unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
         features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
         token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
-        place = self.decode.cache.at(first_row, position_BW, slots.spans(first_row, count, -1))
+        place = self.decode.cache.at(first_row, position_BW, spans)
         hidden_TD = self.decode(self.decode.fuse(features_TE), self.embed(token_BW.flatten()), place, self.decode.rope.at(position_BW))
-        self.read[rows] = slots.length[rows] - 1
         hidden_BD = hidden_TD.view(count, width, -1)[:, -1]
         return hidden_BD, self.decode.logits(hidden_BD)

@@ -56,6 +56,9 @@ class _Lookup:
     def reload(self) -> None:
         pass
 
+    def launch_by(self, graphs) -> None:
+        pass
+
     def _due(self) -> bool:
         """Whether to look back at the next of the finished rollouts."""
         self._left += 1

@@ -25,7 +25,7 @@ class DecodeMTP:
         self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
         self.arena = Arena()
         self.layer = DecodeLayer(draft.block, 0, self.cache, self.arena)
-        self.unit, self.norm = Unit(shape.dim, shape.norm_eps, slots.device), RMSNorm(draft.norm)
+        self.unit, self.norm = Unit(shape.dim, shape.norm_eps, slots.device), RMSNorm(draft.norm, self.arena)
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
