@@ -22,9 +22,9 @@ TOLERANCE = 0.01  # of its norm, by which what a graph gives first may differ fr
 
 
 class CudaGraph:
-    """The kernels of a call, captured, which `replay` launches; `outputs` then hold what they give."""
+    """The kernels of a call, captured, which `replay` launches."""
 
-    def __init__(self, call: Callable[[], Sequence[torch.Tensor]], pool) -> None:
+    def __init__(self, call: Callable[[], object], pool) -> None:
         """
         Args:
             pool: memory shared with other graphs, which leave nothing in it when the next is launched.
@@ -32,7 +32,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, which receive weights, may allocate meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.outputs = call()
+            call()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -45,11 +45,12 @@ class Graphs:
         """
         Args:
             slots: rows that there are; those that are not live may be overwritten.
-            capture: (call, pool) -> what has `replay` and `outputs`.
+            capture: (call, pool) -> what has `replay`.
         """
         self.slots, self._capture, self._pool = slots, capture, pool
         self._seen: set[tuple] = set()
-        self._captured: dict[tuple, tuple[list[torch.Tensor], CudaGraph]] = {}
+        self._captured: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor], CudaGraph]] = {}  # where its inputs and its results lie
+        self._results: dict[tuple, torch.Tensor] = {}  # memory for those of all graphs, by number and dtype: distributions are large
 
     @classmethod
     def of(cls, slots: int, device) -> "Graphs | None":
@@ -75,10 +76,10 @@ class Graphs:
             return function(*inputs, spans, *settings)
         if key not in self._captured and not self._add(key, lambda own: function(*own, [(rows, span)], *settings), inputs, rows):
             return function(*inputs, spans, *settings)
-        own, graph = self._captured[key]
+        own, results, graph = self._captured[key]
         _fill(own, inputs)
         graph.replay()
-        return [output[:B].clone() for output in graph.outputs]  # in memory that is no graph's
+        return [result[:B].clone() for result in results]
 
     def _came(self, key: tuple) -> bool:
         """Whether it has come before."""
@@ -92,18 +93,27 @@ class Graphs:
             self._captured.clear()
         own = [tensor.new_full((rows, *tensor.shape[1:]), 0 if tensor.is_floating_point() else 1) for tensor in inputs]
         _fill(own, inputs)
-        expected = call(own)[0].clone()
-        graph = self._capture(lambda: call(own), self._pool)
+        expected = call(own)
+        results = [self._place(number, tensor) for number, tensor in enumerate(expected)]
+        graph = self._capture(lambda: [to.copy_(tensor) for to, tensor in zip(results, call(own))], self._pool)
         _fill(own, inputs)  # which it may have overwritten
         graph.replay()
-        off, size = (float(torch.linalg.vector_norm(t.double())) for t in ((graph.outputs[0] - expected)[: len(inputs[0])], expected[: len(inputs[0])]))
+        difference, live = results[0].double() - expected[0], slice(len(inputs[0]))
+        off, size = float(difference[live].norm()), float(expected[0][live].double().norm())
         if not off <= TOLERANCE * size:
             warnings.warn(f"a CUDA graph's result differs by {off / size:.1%}; going on without graphs. Please report this, with the policy's config.json")
             self._capture = None
             self._captured.clear()
             return False
-        self._captured[key] = own, graph
+        self._captured[key] = own, results, graph
         return True
+
+    def _place(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Where graphs leave a result like this one."""
+        place = self._results.get((number, tensor.dtype))
+        if place is None or len(place) < tensor.numel():  # those that were captured before keep theirs
+            place = self._results[number, tensor.dtype] = tensor.new_empty(1 << (tensor.numel() - 1).bit_length())
+        return place[: tensor.numel()].view(tensor.shape)
 
 
 def padded(count: int) -> int:
