@@ -2,7 +2,7 @@
 
 On a GPU a pass over few tokens costs what launching its kernels one by one costs. A graph launches them all at once, on the memory on which it
 was captured. So inputs are copied to where it reads them, rows and attended positions are padded to one of a few numbers, and weights stay
-where they are when new ones come (`memory.Arena`). What comes for the second time is captured, and compared with the pass itself before it is used.
+where they are when new ones come (`memory.Arena`). What comes for the third time is captured, and compared with the pass itself before it is used.
 
 Shape suffixes: B live rows.
 """
@@ -10,6 +10,7 @@ Shape suffixes: B live rows.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Callable, Sequence
 
 import torch
@@ -17,45 +18,49 @@ import torch
 from asyncspec.engine.kv_cache import SPAN_STEP, Spans
 
 TOKENS = 512  # rows times positions up to which a pass is captured: beyond, kernels take longer than their launches
-MOST = 256  # graphs that are kept; one more, and all are forgotten
+TIMES = 3  # that a pass comes until it is captured
+MOST = 512  # graphs that are kept; one more, and all are forgotten
 TOLERANCE = 0.01  # of its norm, by which what a graph gives first may differ from what the pass gives
 
 
-class CudaGraph:
-    """The kernels of a call, captured, which `replay` launches."""
+class CudaGraphs:
+    """Captures kernels of calls, to be launched by `replay` of what `capture` gives."""
 
-    def __init__(self, call: Callable[[], object], pool) -> None:
-        """
-        Args:
-            pool: memory shared with other graphs, which leave nothing in it when the next is launched.
-        """
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device) -> None:
+        # One stream for each engine: captures on a shared one share libraries' workspaces, which go with the first graph that does.
+        self._stream = torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """All that was captured is gone."""
+        self._pool = torch.cuda.graph_pool_handle()  # of all graphs: they leave nothing in it when the next is launched
+
+    def capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         # Other threads, which receive weights, may allocate meanwhile.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             call()
-
-    def replay(self) -> None:
-        self._graph.replay()
+        return graph
 
 
 class Graphs:
     """Calls functions over rows from 0, by graphs where they are small."""
 
-    def __init__(self, slots: int, capture=CudaGraph, pool=None) -> None:
+    def __init__(self, slots: int, backend) -> None:
         """
         Args:
             slots: rows that there are; those that are not live may be overwritten.
-            capture: (call, pool) -> what has `replay`.
+            backend: as `CudaGraphs`.
         """
-        self.slots, self._capture, self._pool = slots, capture, pool
-        self._seen: set[tuple] = set()
-        self._captured: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor], CudaGraph]] = {}  # where its inputs and its results lie
+        self.slots, self._backend, self._on = slots, backend, True
+        self._times: Counter[tuple] = Counter()
+        self._captured: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.CUDAGraph]] = {}  # where inputs and results lie
         self._results: dict[tuple, torch.Tensor] = {}  # memory for those of all graphs, by number and dtype: distributions are large
 
     @classmethod
     def of(cls, slots: int, device) -> "Graphs | None":
         """None where the device has none."""
-        return cls(slots, pool=torch.cuda.graph_pool_handle()) if torch.device(device).type == "cuda" else None
+        return cls(slots, CudaGraphs(device)) if torch.device(device).type == "cuda" else None
 
     def __call__(self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], spans: Spans, *settings) -> Sequence[torch.Tensor]:
         """function(*inputs, spans, *settings), by a graph where it is worth it.
@@ -71,42 +76,52 @@ class Graphs:
         B = len(inputs[0])
         rows, span = min(padded(B), self.slots), SPAN_STEP * padded(-(-max(span for _, span in spans) // SPAN_STEP))
         sizes = tuple(tuple(tensor.shape[1:]) for tensor in inputs)
-        key = (function, rows, span, sizes, settings)
-        if self._capture is None or rows * max(size[0] for size in sizes if size) > TOKENS or key not in self._captured and not self._came(key):
-            return function(*inputs, spans, *settings)
-        if key not in self._captured and not self._add(key, lambda own: function(*own, [(rows, span)], *settings), inputs, rows):
-            return function(*inputs, spans, *settings)
-        own, results, graph = self._captured[key]
-        _fill(own, inputs)
-        graph.replay()
-        return [result[:B].clone() for result in results]
+        small = rows * max(size[0] for size in sizes if size) <= TOKENS
+        # Outside the engine's steps (a cache that is filled anew) tensors of the steps must not be written to.
+        if self._on and small and torch.is_inference_mode_enabled():
+            key = (function, rows, span, sizes, settings)
+            if key not in self._captured:
+                self._times[key] += 1
+                if self._times[key] >= TIMES:
+                    self._add(key, lambda own: function(*own, [(rows, span)], *settings), inputs, rows)
+            if key in self._captured:
+                own, results, graph = self._captured[key]
+                _fill(own, inputs)
+                graph.replay()
+                return [result[:B].clone() for result in results]
+        return function(*inputs, spans, *settings)
 
-    def _came(self, key: tuple) -> bool:
-        """Whether it has come before."""
-        came = key in self._seen
-        self._seen.add(key)
-        return came
-
-    def _add(self, key: tuple, call: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], rows: int) -> bool:
-        """Capture it; False, and no more graphs, if it then gives something else."""
+    def _add(self, key: tuple, call: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], rows: int) -> None:
+        """Capture it; no more graphs, if that fails or it then gives something else."""
         if len(self._captured) == MOST:
-            self._captured.clear()
+            self._forget()
         own = [tensor.new_full((rows, *tensor.shape[1:]), 0 if tensor.is_floating_point() else 1) for tensor in inputs]
         _fill(own, inputs)
         expected = call(own)
         results = [self._place(number, tensor) for number, tensor in enumerate(expected)]
-        graph = self._capture(lambda: [to.copy_(tensor) for to, tensor in zip(results, call(own))], self._pool)
-        _fill(own, inputs)  # which it may have overwritten
-        graph.replay()
+        try:
+            graph = self._backend.capture(lambda: [to.copy_(tensor) for to, tensor in zip(results, call(own))])
+            _fill(own, inputs)  # which it may have overwritten
+            for result in results:
+                result.zero_()
+            graph.replay()
+        except RuntimeError as error:
+            return self._give_up(f"a CUDA graph could not be captured ({str(error).splitlines()[0]})")
         difference, live = results[0].double() - expected[0], slice(len(inputs[0]))
         off, size = float(difference[live].norm()), float(expected[0][live].double().norm())
         if not off <= TOLERANCE * size:
-            warnings.warn(f"a CUDA graph's result differs by {off / size:.1%}; going on without graphs. Please report this, with the policy's config.json")
-            self._capture = None
-            self._captured.clear()
-            return False
+            return self._give_up(f"a CUDA graph's result differs by {off / size:.1%}")
         self._captured[key] = own, results, graph
-        return True
+
+    def _give_up(self, why: str) -> None:
+        warnings.warn(f"{why}; going on without graphs. Please report this, with the policy's config.json")
+        self._on = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._captured.clear()
+        self._times.clear()
+        self._backend.forget()
 
     def _place(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Where graphs leave a result like this one."""

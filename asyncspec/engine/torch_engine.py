@@ -21,7 +21,7 @@ import torch
 from asyncspec.engine import kv_cache
 from asyncspec.engine.base import Completion, Request, at_least, check_request
 from asyncspec.engine.decode import DecodeModel
-from asyncspec.engine.graphs import Graphs
+from asyncspec.engine.graphs import TIMES, Graphs
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
@@ -385,6 +385,11 @@ class TorchEngine:
         measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
         for i, live in enumerate(lives):
             rounds: list[list[float]] = []
+            if self.decode.graphs is not None:
+                began = time.perf_counter()
+                for of in measured * TIMES:  # they are captured before they are measured
+                    self._time_step(live, *of)
+                ends += time.perf_counter() - began
             until = (now := time.perf_counter()) + (ends - now) / (len(lives) - i)
             while len(rounds) < CALIBRATION_ROUNDS and time.perf_counter() < until or not table and not rounds:
                 order = measured if len(rounds) % 2 else measured[::-1]

@@ -235,8 +235,9 @@ class AutoLength:
         if entry == self._best:
             level = median / row[entry]
             unsteady = (math.log(level / self._level) / math.log(STEADY)) ** 2
-            for *tried, steps in self._tried:
-                self._correct(*tried, steps / (1 + unsteady), (self._level * level) ** 0.5)
+            for of, tried, took, steps in self._tried:
+                if of == bucket:  # levels are of each bucket's own
+                    self._correct(bucket, tried, took, steps / (1 + unsteady), (self._level * level) ** 0.5)
             self._tried.clear()
             self._level = level
             self._holds[bucket] += 1
@@ -248,9 +249,10 @@ class AutoLength:
 
     def _correct(self, bucket: int, entry: int, median: float, steps: float, level: float) -> None:
         """Learn from so many steps what an entry takes at the level of the others: a mean over all there were, later over a window."""
-        known = self._known.get((bucket, entry), CALIBRATED_STEPS)
-        self._known[bucket, entry] = min(known + steps, KNOWN_STEPS)
-        _move(self._table[bucket], entry, median / level, steps / (known + steps))
+        known, row = self._known.get((bucket, entry), CALIBRATED_STEPS), self._table[bucket]
+        if 0.5 < median / level / row[entry] < 2.0:  # it goes all the way
+            self._known[bucket, entry] = min(known + steps, KNOWN_STEPS)
+        _move(row, entry, median / level, steps / (known + steps))
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)

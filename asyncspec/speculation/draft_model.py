@@ -24,7 +24,7 @@ class DraftModelDrafter:
             model: a policy with a RoPE table for all positions of `slots`.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
-        self.draft, self.slots, self.settings = model.to(slots.device), slots, settings
+        self.draft, self.shape, self.slots, self.settings = model.to(slots.device), shape, slots, settings
         self.decode = DecodeModel(model, shape, *slots.token_SP.shape, slots.device)
         self.read = np.zeros(len(slots.length), dtype=np.int64)  # positions below are in the KV cache, if still the row's own
         self.reload()
@@ -33,7 +33,8 @@ class DraftModelDrafter:
         self.decode.reload()
 
     def launch_by(self, graphs: Graphs) -> None:
-        self.decode.graphs = graphs
+        if self.shape.experts is None:  # as the policy's
+            self.decode.graphs = graphs
 
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0

@@ -97,7 +97,10 @@ class FeatureDrafter:
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         self._store()
         inputs, width, spans = (self.slots.length_S[:count], uniform_BK), self.unread(count), self.slots.spans(0, count, draft_length - 2)
-        q_BKV, draft_BK = self._proposal(*inputs, spans, width) if self.graphs is None else self.graphs(self._proposal, inputs, spans, width)
+        if self.graphs is None or width > draft_length + 1:  # which a draft has to read after it has rested
+            q_BKV, draft_BK = self._proposal(*inputs, spans, width)
+        else:
+            q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, width)
         self.read[:count] = self.slots.length[:count] - 1
         return Proposal(draft_BK, q_BKV)
 
