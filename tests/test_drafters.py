@@ -382,7 +382,8 @@ def test_graphs_give_what_the_passes_give(small_shape, small_policy, maker, meth
         done = run(engine, prompts)
         engine.submit(Request(100, prompts[-1], [5, 6, 7], 24))
         engine.poll()
-        engine.load_policy(new, 1)  # with live rows; what was captured before reads the new weights
+        for version in range(1, 5):  # with live rows; what was captured before reads the new weights
+            engine.load_policy(new, version)
         results.append([{key: (c.tokens.tolist(), c.accepted) for key, c in some.items()} for some in (done, run(engine, prompts))])
     assert results[0] == results[1] and results[0][0] != results[0][1]
     assert proposed[0] == proposed[1]
