@@ -230,7 +230,7 @@ class AutoLength:
         So what is held tells of all entries, and what is tried of itself beside what was held just before and just after. Were what is held to
         tell of itself, too, it would get the better of those that are measured seldom.
         """
-        bucket, median = self._bucket(self._live), sorted(seconds)[(len(seconds) - 1) // 2]
+        bucket, median = self._bucket(self._live), max(sorted(seconds)[(len(seconds) - 1) // 2], 1e-9)  # a coarse clock may say 0
         row = self._table[bucket]
         if entry == self._best:
             level = median / row[entry]
