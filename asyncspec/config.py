@@ -174,7 +174,7 @@ class DeploymentConfig:
     host: str = "auto"  # address the actors of this host bind to; auto: loopback, or where torchrun joins several hosts the address they are reached at
     replacements: int = 8  # generators, logprob actors (of one rank) and draft adapters started in place of ones that died, at most, between two starts of all
     restarts: int = 3  # times all may be started again from the last checkpoint because the trainer, the controller or one of several ranks died
-    standby: int = 1  # spare processes, which have loaded all libraries, kept for the next replacements
+    standby: int = 1  # with Ray: spare processes on each node, which have loaded all libraries, for the next replacements; other launchers fork theirs
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
     start_timeout_s: float = 120.0  # of an actor to come up, and then to join the broadcasts; its first sign of life is due within it
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for

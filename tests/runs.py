@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "launch" / "async.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
-         "sampling.max_response_tokens=64", "engine.slots=16", "deployment.standby=0"]  # a spare process would take longer to load than most last
+         "sampling.max_response_tokens=64", "engine.slots=16", "speculation.draft_length=3"]  # auto calibrates for seconds
 
 
 def rows(run_dir):

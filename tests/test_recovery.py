@@ -46,7 +46,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
         for of in places.values():
             of.pop("start")
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "100000", *QUICK, "deployment.replacements=60", "deployment.standby=1", "draft.publish_every=1",
+    run = Running.new(run_dir, "--steps", "100000", *QUICK, "deployment.replacements=60", "draft.publish_every=1",
                       "deployment.faults=" + ",".join(faults(actor, kind, **of) for actor, of in places.items()), seconds=280)
 
     def named(what):

@@ -193,7 +193,7 @@ def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_name
 def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_trained_once(tmp_path):
     """Under Monarch: tests/test_recovery.py."""
     run_dir, steps = tmp_path / "run", 16
-    command = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--run-dir", str(run_dir), *SMALL, "deployment.standby=1", "--steps", str(steps),
+    command = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--run-dir", str(run_dir), *SMALL, "--steps", str(steps),
                "deployment.generators=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 180

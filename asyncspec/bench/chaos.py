@@ -31,7 +31,7 @@ BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly
 FREEZES = 0.25  # share of faults that are not deaths
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
 CUTS = 10
-SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5", "deployment.standby=2")
+SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5")
 
 
 class ChaosBenchmark(Benchmark):

@@ -1,7 +1,7 @@
 """A run under a launcher that starts all its actors: from one start of all of them to the next, until it has ended.
 
 What starts the processes and carries their results is a `Pool`: Monarch's is in monarch.py, Ray's in ray.py. A process whose actor has ended in
-order can play another of the same kind: its libraries are loaded. Spare processes, with all libraries loaded, wait for whichever actors die next.
+order can play another of the same kind.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ class Process(ABC):
     """A process that plays one actor, and others after it."""
 
     @abstractmethod
-    def warm(self) -> None:
-        """Load what every role needs, before there is one to play; does not wait."""
-
-    @abstractmethod
     def play(self, spec: ActorSpec) -> None:
         """Make the actor and run it; does not wait."""
 
@@ -62,23 +58,21 @@ class Process(ABC):
 
 
 class Pool(ABC):
-    """The processes of a run. Those of one place (a host) can stand in for each other."""
+    """The processes of a run."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[Process]] = {}  # by first name of the actor it has played
-        self._spares: dict[object, list[Process]] = {}  # by place
 
     @abstractmethod
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
         """The actors of the run, the controller first, all but the controller without its address."""
 
     @abstractmethod
-    def make(self, place: object, name: str = "") -> Process:
-        """A new process.
+    def make(self, name: str) -> Process:
+        """A new process for the actor of this first name."""
 
-        Args:
-            name: the first name of the actor it is for; "": of a spare.
-        """
+    def keep_spares(self, names: list[str], count: int) -> None:
+        """Have so many processes ready wherever one of these actors plays, if starting one takes long; called often."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -94,34 +88,16 @@ class Pool(ABC):
     def ended(self, config: Config, code: int) -> None:
         """The run has ended with an exit code."""
 
-    def place(self, name: str) -> object:
-        """Where the actor of this first name plays."""
-        return None
-
-    def spares_at(self, place: object) -> bool:
-        """Whether a spare can stand in for what plays there."""
-        return True
-
     def take(self, name: str) -> Process:
-        """A process for an actor, as warm as there is."""
-        name = first_name(name)
-        place = self.place(name)
-        for waiting in (self._idle.get(name, []), self._spares.get(place, [])):
-            while waiting:
-                if (process := waiting.pop(0)).alive():
-                    return process
-        return self.make(place, name)
+        """A process for an actor: one that has played it, if there is one."""
+        waiting = self._idle.get(first_name(name), [])
+        while waiting:
+            if (process := waiting.pop(0)).alive():
+                return process
+        return self.make(first_name(name))
 
     def give_back(self, name: str, process: Process) -> None:
         self._idle.setdefault(first_name(name), []).append(process)
-
-    def keep_spares(self, names: list[str], count: int) -> None:
-        """So many at each place of these actors; starts one at a time there."""
-        for place in {self.place(first_name(name)) for name in names}:
-            spares = self._spares.setdefault(place, [])
-            if len(spares) < count and self.spares_at(place):
-                spares.append(self.make(place))
-                spares[-1].warm()
 
 
 def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], local: bool) -> int:

@@ -23,6 +23,7 @@ from asyncspec import messages as m
 from asyncspec import topology, transport
 from asyncspec.config import Config, ConfigError
 from asyncspec.launch import processes, roles
+from asyncspec.launch.forkserver import ForkServer, die_with
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
 
@@ -126,13 +127,15 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
         return
     specs = [msgspec.structs.replace(spec, name=name, control_address=found.address) for spec, name in zip(specs, names)]
     print(f"node {node} plays {', '.join(names)}", flush=True)
-    children: dict[str, subprocess.Popen] = {spec.name: processes.start(spec) for spec in specs}
+    forks = ForkServer(roles.libraries(specs))
+    children: dict[str, subprocess.Popen] = {spec.name: processes.start(forks, spec) for spec in specs}
     supervisor = Supervisor(config, f"launcher{node}.{time.time_ns()}", found.address, specs, interrupt, True,
                             lambda name: processes.kill(children.get(name)), alone=True)
     try:
-        processes.watch(config, children, supervisor, found.address, ended)
+        processes.watch(config, forks, children, supervisor, found.address, ended)
     finally:
         supervisor.close()
+        forks.close()
 
 
 def _claimed(config: Config, node: int, address: str, names: list[str], over: Callable[[], bool]) -> list[str]:
@@ -159,7 +162,7 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
 def _main() -> int:
     """Entry of a child process of hosts.py."""
     parent, run_dir, node, launch = sys.argv[1:]
-    processes.die_with(int(parent))
+    die_with(int(parent))
     try:
         return join(run_dir, int(node), int(launch))
     except ConfigError as error:

@@ -1,6 +1,6 @@
 """One host, started and watched by Monarch: one process mesh of one process for each actor. Further hosts, if any, are in hosts.py.
 
-Monarch starts the processes and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
+Monarch starts the processes, which a fork server makes, and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
 own supervision may take half a minute). The actors do not know Monarch; `_Host` plays whatever role it is given.
 """
 
@@ -19,6 +19,7 @@ from asyncspec import topology
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config, ConfigError
 from asyncspec.launch import attempts, roles
+from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.join import Rendezvous, check_first
 from asyncspec.launch.preflight import check_host
@@ -36,11 +37,6 @@ class _Host(monarch.Actor):
     @monarch.endpoint
     def pid(self) -> int:
         return os.getpid()
-
-    @monarch.endpoint
-    def warm(self) -> None:
-        """Load what every role needs, before there is one to play."""
-        roles.warm()
 
     @monarch.endpoint
     def prepare(self, spec: dict) -> str:
@@ -92,11 +88,14 @@ class _Pool(attempts.Pool):
         super().__init__()
         self._interrupt, self._node, self._here, self._host, self._hosts = interrupt, node, here, monarch.this_host(), hosts
         self._launch = time.time_ns()
+        self._forks: ForkServer | None = None
         self._meshes: list = []
         self._deaths, self._watched = select.poll(), {}  # descriptor -> process
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
-        return roles.specs(config, version, self._node, self._here)
+        found = roles.specs(config, version, self._node, self._here)
+        self._forks = self._forks or ForkServer(roles.libraries(found))
+        return found
 
     def began(self, config: Config, address: str, version: int) -> None:
         if self._node is not None:
@@ -108,8 +107,10 @@ class _Pool(attempts.Pool):
         if self._node is not None:
             Rendezvous("", -1, 0, code, self._launch).write(config.run_dir)
 
-    def make(self, place: object, name: str = "") -> "_Process":
-        self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}"))
+    def make(self, name: str) -> "_Process":
+        command = monarch.default_bootstrap_cmd()
+        command.program, *command.args = self._forks.command(*command.args[1:])  # the first is -m
+        self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}", bootstrap_command=command))
         return _Process(self._meshes[-1].spawn("host", _Host), self._watch)
 
     def _watch(self, process: "_Process") -> None:
@@ -131,6 +132,8 @@ class _Pool(attempts.Pool):
             self._hosts.close(now=self._interrupt.count > 1)
         with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
             pool.map(stop, self._meshes)
+        if self._forks is not None:
+            self._forks.close()
 
 
 class _Process(attempts.Process):
@@ -142,9 +145,6 @@ class _Process(attempts.Process):
         self._host, self._watch, self.pid, self.ended = host, watch, 0, False
         self._asked = host.pid.call_one()
         self._outcome: str | Exception | None = None  # of preparing
-
-    def warm(self) -> None:
-        self._host.warm.call_one()
 
     def play(self, spec: ActorSpec) -> None:
         self._outcome, self._prepared = None, self._host.prepare.call_one(msgspec.structs.asdict(spec))

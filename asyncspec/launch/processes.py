@@ -1,15 +1,14 @@
-"""Actors as plain child processes, for torchrun with several ranks: each rank starts its share of the actors.
+"""Actors as plain child processes, for torchrun with several ranks: each rank has its share of the actors forked.
 
 Under torchrun rank r plays what node r of `deployment.nodes` does; without that the roles r, r + W, r + 2W, ... of the list controller,
 trainer, logprob, generators, draft adapter, and with more ranks than roles the further ranks are generators. Each actor is a process of
 its own. Rank 0 passes the controller's address to the others through torchrun's own store.
 
-A child dies with its parent, also when that is killed: it asks the kernel for SIGKILL at its parent's death.
+A child dies with its parent, also when that is killed, see forkserver.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -27,16 +26,15 @@ from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
 from asyncspec.actors.controller import RESTART
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, ConfigError
-from asyncspec.deadlines import LATE_WORD_S, STANDBY_AFTER_S
+from asyncspec.deadlines import LATE_WORD_S
 from asyncspec.launch import roles
+from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.preflight import check_host
 from asyncspec.launch.watch import Supervisor
 from asyncspec.transport import own_address
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_PR_SET_PDEATHSIG = 1
-_SPARE = "-"  # in place of a spec: it comes on standard input, when there is a role to play
 
 
 def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> int:
@@ -78,13 +76,13 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 else "127.0.0.1"
     mine = roles.specs(config, version, None if nodes is None else rank, host)
     mine = mine[rank::world_size] if nodes is None else mine
-    children: dict[str, subprocess.Popen] = {}
+    forks, children = ForkServer(roles.libraries(mine)), {}
     if rank == 0:
-        children["controller"] = start(mine[0], stdout_address=True)
+        children["controller"] = start(forks, mine[0], tells_address=True)
         store.set(key("control"), _address(children["controller"], config))
     address = store.get(key("control")).decode()
     for spec in mine[1:] if rank == 0 else mine:
-        children[spec.name] = start(msgspec.structs.replace(spec, control_address=address))
+        children[spec.name] = start(forks, msgspec.structs.replace(spec, control_address=address))
 
     def ended(now: bool) -> bool:
         if now and rank == 0:
@@ -93,23 +91,22 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
 
     supervisor = Supervisor(config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: kill(children.get(name)))
     try:
-        return watch(config, children, supervisor, address, ended)
+        return watch(config, forks, children, supervisor, address, ended)
     finally:
         supervisor.close()
+        forks.close()
         if rank == 0:
             os.close(lock)
 
 
-def start(spec: ActorSpec | None, stdout_address: bool = False) -> subprocess.Popen:
-    """A process that plays a role; without a spec one that waits for it, see `_play`."""
+def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> subprocess.Popen:
+    """A process that plays a role."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
-    environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
-    read, write = os.pipe() if stdout_address else (-1, -1)
-    text = _SPARE if spec is None else msgspec.json.encode(spec).decode()
-    command = [sys.executable, "-m", "asyncspec.launch.processes", str(os.getpid()), str(write), text]
-    child = subprocess.Popen(command, env=environment, pass_fds=[write] if stdout_address else [], start_new_session=True,
-                             stdin=subprocess.PIPE if spec is None else subprocess.DEVNULL)
-    if stdout_address:
+    read, write = os.pipe() if tells_address else (-1, -1)
+    keep = [write] if tells_address else []
+    command = forks.command(__name__, str(write), msgspec.json.encode(spec).decode(), parent=os.getpid(), keep=keep)
+    child = subprocess.Popen(command, env=environment, pass_fds=[forks.descriptor, *keep], start_new_session=True, stdin=subprocess.DEVNULL)
+    if tells_address:
         os.close(write)
         child.address_fd = read
     return child
@@ -130,25 +127,18 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
     return address
 
 
-def _play(spare: subprocess.Popen, spec: ActorSpec) -> subprocess.Popen:
-    spare.stdin.write(msgspec.json.encode(spec))
-    spare.stdin.close()
-    return spare
-
-
 def kill(child: subprocess.Popen | None) -> None:
     if child is not None:
         child.kill()
 
 
-def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str, ended: Callable[[bool], bool]) -> int:
+def watch(config: Config, forks: ForkServer, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str, ended: Callable[[bool], bool]) -> int:
     """Until all children have ended.
 
     Args:
         ended: callable(whether the controller has ended, as far as this rank knows) -> whether it has.
     """
-    codes, run_ended, killed, started = {}, 0.0, set(), time.monotonic()
-    spares: list[subprocess.Popen] = []
+    codes, run_ended, killed = {}, 0.0, set()
     silent: dict[str, tuple[float, bool]] = {}  # children that have ended by themselves: when, and whether the controller was out of reach then
     while len(codes) < len(children):
         time.sleep(0.05)
@@ -181,18 +171,10 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
                 supervisor.failed(name, code)
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
-                new, started = msgspec.structs.replace(new, control_address=address), time.monotonic()
-                spares = [spare for spare in spares if spare.poll() is None]
-                children[new.name] = _play(spares.pop(0), new) if spares else start(new)
-        wanted = min(config.deployment.standby, supervisor.replacements) if supervisor.replaceable and not run_ended else 0
-        if len(spares) < wanted and time.monotonic() - started > STANDBY_AFTER_S:
-            spares.append(start(None))
+                children[new.name] = start(forks, msgspec.structs.replace(new, control_address=address))
         if supervisor.overdue:
             for child in children.values():
                 child.kill()
-    for spare in spares:
-        spare.kill()
-        spare.wait()
     ended("controller" in codes)
     if supervisor.resuming:
         return 1
@@ -202,22 +184,9 @@ def watch(config: Config, children: dict[str, subprocess.Popen], supervisor: Sup
     return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; call it first."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _main() -> int:
     """Entry of a child process: play the role of the spec in argv."""
-    parent, write, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    die_with(parent)
-    if text == _SPARE:
-        roles.warm()
-        text = sys.stdin.read()
-        if not text:
-            return 0
+    write, text = int(sys.argv[1]), sys.argv[2]
     spec = msgspec.json.decode(text, type=ActorSpec)
     actor = roles.make(spec)
     if write >= 0:

@@ -20,7 +20,7 @@ from typing import Callable, Sequence
 import msgspec
 
 from asyncspec import topology
-from asyncspec.actors.base import ActorSpec, redirect_output
+from asyncspec.actors.base import ActorSpec, first_name, redirect_output
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import ANSWER_S, PLACED_S
@@ -113,6 +113,7 @@ class _Pool(attempts.Pool):
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
         self._host = "127.0.0.1" if alone else "auto"  # which each process replaces by its node's address
         self._processes: list[_Process] = []
+        self._spares: list[list[_Process]] = [[] for _ in bundles]  # by node
         self._asked: dict[int, list] = {}  # by node: what says of each process that it is there
         self._interrupt = interrupt
         self._console = _Console(Path(config.run_dir) / "logs" / f"{CONSOLE}.log")
@@ -124,13 +125,27 @@ class _Pool(attempts.Pool):
             found += roles.specs(config, version, node if config.deployment.nodes else None, self._host, lambda wanted, played: [device] * len(played))
         return found
 
-    def place(self, name: str) -> int:
-        return self._node[name]
+    def make(self, name: str) -> "_Process":
+        place = self._node[name]
+        waiting = self._spares[place]
+        while waiting:
+            if (process := waiting.pop(0)).alive():
+                return process
+        return self._make(place, name)
 
-    def spares_at(self, place: int) -> bool:
-        return not self._gpus[place]  # a spare would need a share of a GPU that it does not use
+    def keep_spares(self, names: list[str], count: int) -> None:
+        """Spares have all libraries loaded; starts one at a time on each node."""
+        for place in {self._node[first_name(name)] for name in names}:
+            # With GPUs a spare would need a share of one that it does not use.
+            if len(self._spares[place]) < count and not self._gpus[place]:
+                self._spares[place].append(self._make(place))
+                self._spares[place][-1].warm()
 
-    def make(self, place: int, name: str = "") -> "_Process":
+    def _make(self, place: int, name: str = "") -> "_Process":
+        """
+        Args:
+            name: the first name of the actor it is for; "": of a spare.
+        """
         host = _ask(_Host, self._group, place, self._share.get(name, 0), self._asked.setdefault(place, []), lambda: bool(self._interrupt.count))
         self._processes.append(_Process(host, self._here))
         return self._processes[-1]
@@ -159,6 +174,7 @@ class _Process(attempts.Process):
         self._ended = False  # and its process id may be another's
 
     def warm(self) -> None:
+        """Load what every role needs, before there is one to play; does not wait."""
         self._host.warm.remote()
 
     def play(self, spec: ActorSpec) -> None:

@@ -34,10 +34,17 @@ MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": (
           "logprob": ("asyncspec.mock.actors", "MockLogprob"), "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank")}
 
 
+_MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.drafts.training", "asyncspec.engine.torch_engine",
+           "asyncspec.models.policy", "asyncspec.speculation.make", "asyncspec.weights")  # what most of those load that compute
+
+
+def _mocked(spec: ActorSpec) -> bool:
+    return spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
+
+
 def make(spec: ActorSpec):
     """The actor object; modules are imported only for the role that is played."""
-    mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
-    module, name = (MOCKED if mocked else CLASSES)[spec.role]
+    module, name = (MOCKED if _mocked(spec) else CLASSES)[spec.role]
     with uncollected():
         return getattr(importlib.import_module(module), name)(spec)
 
@@ -182,10 +189,19 @@ def room_needed(config: configuration.Config) -> int:
     return (3 * (config.checkpoint.keep + 1) + 1) * sum(file.stat().st_size for file in files)
 
 
+def libraries(specs: Sequence[ActorSpec]) -> list[str]:
+    """The modules that actors load, for who loads them once for all."""
+    found = {"torch": None}
+    for spec in specs:
+        config, mocked = configuration.from_yaml(spec.config_yaml), _mocked(spec)
+        found[(MOCKED if mocked else CLASSES)[spec.role][0]] = None
+        if not mocked and spec.role != "controller" and (spec.role != "generator" or config.engine.kind == "torch"):
+            found |= dict.fromkeys(_MODELS)
+    return list(found)
+
+
 def warm() -> None:
     """Load the libraries that actors need, in a process that waits for a role."""
-    roles = [module for module, _ in CLASSES.values()]
     with uncollected():
-        for module in ("torch.distributed.checkpoint", *roles, "asyncspec.drafts.draft", "asyncspec.engine.torch_engine",
-                       "asyncspec.models.policy", "asyncspec.speculation.make"):
+        for module in (*(module for module, _ in CLASSES.values()), *_MODELS):
             importlib.import_module(module)

@@ -1,0 +1,64 @@
+"""Stands for a process that a fork server forks, see forkserver.py. Run by its path, with nothing loaded but a few modules of Python's own.
+
+    python -I -S fork_client.py DESCRIPTOR PARENT KEEP MODULE ARGUMENT...
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+
+def _ask(server: int, keep: list, module: str, args: list) -> socket.socket | None:
+    """Have a module run; returns the connection on which its end will be told. None if nobody has answered."""
+    kept = [0, 1, 2, *keep]
+    asked = {"module": module, "args": args, "descriptors": kept, "directory": os.getcwd(), "environment": dict(os.environ)}
+    mine, theirs = socket.socketpair()
+    try:
+        with socket.socket(fileno=server) as requests:
+            socket.send_fds(requests, [b"?"], [theirs.fileno(), *kept])
+        theirs.close()
+        mine.sendall(json.dumps(asked).encode() + b"\n")
+        if not mine.recv(1):
+            return None
+    except OSError:
+        return None
+    for descriptor in kept:  # they are the other process's now; whoever waits for their end must not wait for this one
+        os.close(descriptor)
+    return mine
+
+
+def _end(connection: socket.socket) -> int:
+    """Of the process that was forked: its exit code, negative for a signal."""
+    told = b""
+    try:
+        while more := connection.recv(64):
+            told += more
+    except OSError:
+        pass
+    return int(told or -signal.SIGKILL)  # nothing: the server has died, and with it the process
+
+
+def main() -> None:
+    descriptor, parent, keep, module, *args = sys.argv[1:]
+    connection = _ask(int(descriptor), [int(number) for number in keep.split(",") if number], module, args)
+    if connection is None:
+        if int(parent):  # what `die_with` does, which holds across exec
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            if os.getppid() != int(parent):
+                os._exit(1)
+        os.execv(sys.executable, [sys.executable, "-m", module, *args])
+    if (code := _end(connection)) < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:  # which cannot be set
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
