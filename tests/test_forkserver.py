@@ -39,7 +39,7 @@ def started(tmp_path, monkeypatch):
     server, processes = ForkServer(["fractions"]), []
 
     def start(*args, keep=(), **how):
-        command = server.command("played", *args, parent=os.getpid(), keep=keep)
+        command = server.command("played", *args, keep=keep)
         processes.append(subprocess.Popen(command, pass_fds=[server.descriptor, *keep], text=True,
                                           **dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | how))
         return processes[-1]
@@ -102,14 +102,14 @@ def test_it_ends_with_the_server_and_another_server_is_begun(started):
 
 
 def test_without_a_server_the_module_is_run_as_python_would_and_ends_with_who_asked(started):
-    command = started.server.command("played", "sleep", parent=os.getpid())
+    command = started.server.command("played", "sleep")
     started.server._process.kill()
     started.server._process.wait()
     process = subprocess.Popen(command, pass_fds=[started.server.descriptor], stdout=subprocess.PIPE, text=True)
     assert int(process.stdout.readline()) == process.pid
     process.kill()
     process.communicate()
-    text = f"import subprocess, sys, time; subprocess.Popen({command!r}[:5] + [str(__import__('os').getpid())] + {command!r}[6:]); time.sleep(60)"
+    text = f"import os, subprocess, time; subprocess.Popen({command[:5]!r} + [str(os.getpid())] + {command[6:]!r}); time.sleep(60)"
     asking = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
     pid = int(asking.stdout.readline())
     asking.kill()

@@ -45,12 +45,11 @@ def main() -> None:
     descriptor, parent, keep, module, *args = sys.argv[1:]
     connection = _ask(int(descriptor), [int(number) for number in keep.split(",") if number], module, args)
     if connection is None:
-        if int(parent):  # what `die_with` does, which holds across exec
-            import ctypes
+        import ctypes
 
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-            if os.getppid() != int(parent):
-                os._exit(1)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as forkserver.die_with; it holds across exec
+        if os.getppid() != int(parent):
+            os._exit(1)
         os.execv(sys.executable, [sys.executable, "-m", module, *args])
     if (code := _end(connection)) < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

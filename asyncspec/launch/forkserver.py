@@ -8,7 +8,7 @@ hosts among them, and the process that asked (fork_client.py) stands for the for
     subprocess.Popen(server.command("package.module", "argument"), pass_fds=[server.descriptor])    # python -m package.module argument
 
 The server has one thread and touches no GPU. When whoever began it ends, so do the server and all it forked. Where there is none, the client
-runs the module as Python would.
+runs the module as Python would, and that too ends with who began it.
 """
 
 from __future__ import annotations
@@ -65,17 +65,16 @@ class ForkServer:
         """What a process that runs `command` must inherit."""
         return self._requests.fileno()
 
-    def command(self, module: str, *args: str, parent: int = 0, keep: Sequence[int] = ()) -> list[str]:
-        """A command that does what `python -m module args...` does; begins another server if this one has died.
+    def command(self, module: str, *args: str, keep: Sequence[int] = ()) -> list[str]:
+        """A command, for a child of this process, that does what `python -m module args...` does; begins another server if this one has died.
 
         Args:
-            parent: a process with which the command ends, should it have to do without the server.
             keep: further descriptors that the module inherits.
         """
         if self._process.poll() is not None:
             self._begin()
         kept = ",".join(map(str, keep))
-        return [sys.executable, "-I", "-S", _CLIENT, str(self.descriptor), str(parent), kept, module, *args]
+        return [sys.executable, "-I", "-S", _CLIENT, str(self.descriptor), str(os.getpid()), kept, module, *args]
 
     def close(self) -> None:
         """End the server and all that it has forked."""
@@ -105,6 +104,8 @@ def _serve(requests: socket.socket) -> dict:
     alive: list[_Forked] = []
     while True:
         for key, _ in selector.select():
+            if selector.get_map().get(key.fd) != key:  # taken out just now, with the other of a process's two
+                continue
             one: _Forked | None = key.data
             if one is not None and key.fileobj is one.client:  # nobody stands for it any more
                 selector.unregister(one.client)
@@ -121,7 +122,12 @@ def _serve(requests: socket.socket) -> dict:
                 if found is None:
                     continue
                 asked, client, given = found
-                if (pid := os.fork()) == 0:
+                try:
+                    pid = os.fork()
+                except OSError as error:  # who asked runs it by itself, then
+                    print(f"fork server: {error.strerror}", file=sys.stderr)
+                    pid = -1
+                if pid == 0:
                     die_with(server)
                     selector.close()
                     for other in alive:
@@ -132,6 +138,9 @@ def _serve(requests: socket.socket) -> dict:
                     return asked
                 for descriptor in given:
                     os.close(descriptor)
+                if pid < 0:
+                    client.close()
+                    continue
                 _tell(client, b"!")
                 alive.append(one := _Forked(pid, os.pidfd_open(pid), client))
                 for fileobj in (one.descriptor, client):
@@ -140,7 +149,10 @@ def _serve(requests: socket.socket) -> dict:
 
 def _next(requests: socket.socket) -> tuple[dict, socket.socket, list[int]] | None:
     """(what is asked for, the connection to who asks, the descriptors that came with it); None if who asked has ended."""
-    message, (descriptor, *given), _, _ = socket.recv_fds(requests, 1, _MOST)
+    message, descriptors, _, _ = socket.recv_fds(requests, 1, _MOST)
+    if not message:  # nobody is left who could ask
+        os._exit(0)
+    descriptor, *given = descriptors
     client = socket.socket(fileno=descriptor)
     try:
         with client.makefile("rb") as file:
@@ -164,8 +176,9 @@ def _become(asked: dict, given: Sequence[int]) -> None:
     os.setsid()
     free = max(asked["descriptors"]) + 1
     out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in given]
-    for descriptor, moved, wanted in zip(given, out_of_the_way, asked["descriptors"]):
+    for descriptor in given:
         os.close(descriptor)
+    for moved, wanted in zip(out_of_the_way, asked["descriptors"]):
         os.dup2(moved, wanted)
         os.close(moved)
     os.chdir(asked["directory"])

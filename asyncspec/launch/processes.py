@@ -104,7 +104,7 @@ def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> su
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
     read, write = os.pipe() if tells_address else (-1, -1)
     keep = [write] if tells_address else []
-    command = forks.command(__name__, str(write), msgspec.json.encode(spec).decode(), parent=os.getpid(), keep=keep)
+    command = forks.command(__name__, str(write), msgspec.json.encode(spec).decode(), keep=keep)
     child = subprocess.Popen(command, env=environment, pass_fds=[forks.descriptor, *keep], start_new_session=True, stdin=subprocess.DEVNULL)
     if tells_address:
         os.close(write)
