@@ -10,6 +10,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import torch.multiprocessing as mp
+
 from asyncspec.ledger import read
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,13 @@ def gone_within(pids, seconds):
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive(pids)
+
+
+def forking():
+    """A multiprocessing context whose processes need not load the libraries."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["asyncspec.rl.accumulate", "asyncspec.rl.scorer", "asyncspec.models.policy", "asyncspec.drafts.draft", "asyncspec.weights"])
+    return context
 
 
 class Running:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import decode, graphs, memory
+from asyncspec.engine import compiled, decode, graphs, memory
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import summed
@@ -154,12 +154,14 @@ def check_16_bits(shape, policy, draft=None, compile_layers=False):
 
 @needs_compiler
 @pytest.mark.parametrize("other", ["llama"], indirect=True)
-def test_compiled_layers_of_llama_in_16_bits(other, contrary_draft):
+def test_compiled_layers_of_llama_in_16_bits(other, contrary_draft, monkeypatch):
+    monkeypatch.setattr(compiled, "LONGEST_BLOCK", 1)  # compiling takes as long as a block
     check_16_bits(*other, contrary_draft, compile_layers=True)
 
 
 @needs_compiler
-def test_compiled_layers_give_the_same_logprobs(small_shape, small_policy, contrary_draft):
+def test_compiled_layers_give_the_same_logprobs(small_shape, small_policy, contrary_draft, monkeypatch):
+    monkeypatch.setattr(compiled, "LONGEST_BLOCK", 2)
     engine = make(small_shape, small_policy, contrary_draft, slots=5, compile_layers=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]

@@ -15,7 +15,7 @@ import os, sys, time
 what, *rest = sys.argv[1:]
 if what == "say":
     loaded = "fractions" in sys.modules
-    print(os.getcwd(), repr(os.environ.get("WHAT")), loaded, __name__, rest, sys.stdin.read(), len(os.listdir("/proc/self/fd")))
+    print(os.getcwd(), repr(os.environ.get("WHAT")), loaded, __name__, rest, sys.stdin.read(), len(os.listdir("/proc/self/fd")), flush=True)
     print("and more", file=sys.stderr)
 elif what == "tell":
     os.write(int(rest[0]), b"told")

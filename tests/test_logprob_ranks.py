@@ -6,7 +6,6 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from asyncspec import messages as m
 from asyncspec import weights
@@ -15,7 +14,7 @@ from asyncspec.config import load
 from asyncspec.parallel import local
 from asyncspec.rl.scorer import Scorer
 from asyncspec.weights import Layout, Publisher, Receiver, WholeSnapshot
-from runs import Running, events, rows
+from runs import Running, events, forking, rows
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
 # Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to the same four processes.
@@ -88,8 +87,7 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
     """Tolerance: sums of float32 in another order, 1e-4 in a logprob; weights are those of the second of two broadcast versions."""
     monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 4000)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["asyncspec.rl.scorer", "asyncspec.models.policy", "asyncspec.drafts.draft"])
+    context = forking()
     results = context.Queue()
     children = [context.Process(target=work, args=(process, store.port, results)) for process in range(4)]
     for child in children:

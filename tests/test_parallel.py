@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ from asyncspec.parallel import Ranks
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.learner import Learner
 from asyncspec.weights import Layout
-from runs import Running, events, rows
+from runs import Running, events, forking, rows
 
 GROUPS = 5
 
@@ -115,7 +114,7 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
 def worked(config, tied, kind, steps=2, dtype="float32"):
     """What `work` in each rank came to, by rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
+    context = forking()
     results = context.Queue()
     children = [context.Process(target=work, args=(rank, config, tied, kind, steps, dtype, store.port, results)) for rank in range(config.ranks)]
     for child in children:

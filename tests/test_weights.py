@@ -1,6 +1,5 @@
 """Versioned broadcast between real processes: every version arrives whole, in order, while receivers keep working."""
 
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from asyncspec import weights
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.messages import Membership, Publish
 from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver, WholeSnapshot
+from runs import forking
 
 MEMBERS = ["trainer", "generator0", "logprob"]
 MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")
@@ -53,7 +53,7 @@ def wait_until_idle(publisher):
 
 def test_each_version_arrives_whole_and_in_order():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
+    context = forking()
     results, announced = context.Queue(), {name: context.Queue() for name in MEMBERS[1:]}
     children = [context.Process(target=receive, args=(store.port, name, announced[name], results)) for name in MEMBERS[1:]]
     for child in children:
@@ -119,7 +119,7 @@ def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_a
     monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 1 << 20)
     layout, store = Layout.of(LARGE), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert len(layout.buckets) == 12
-    child = mp.get_context("spawn").Process(target=short_lived, args=(store.port, dies, MEMBERSHIP), daemon=True)
+    child = forking().Process(target=short_lived, args=(store.port, dies, MEMBERSHIP), daemon=True)
     child.start()
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
     publisher.begin_with(Publish("policy", 1), WholeSnapshot(layout, LARGE, "cpu"))
