@@ -130,10 +130,10 @@ class _Pool(attempts.Pool):
         """End every process. A mesh takes a second to stop, so all at once."""
         if self._hosts is not None:
             self._hosts.close(now=self._interrupt.count > 1)
-        with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
-            pool.map(stop, self._meshes)
         if self._forks is not None:
             self._forks.close()
+        with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
+            pool.map(stop, self._meshes)
 
 
 class _Process(attempts.Process):
