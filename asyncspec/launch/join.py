@@ -127,7 +127,7 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
         return
     specs = [msgspec.structs.replace(spec, name=name, control_address=found.address) for spec, name in zip(specs, names)]
     print(f"node {node} plays {', '.join(names)}", flush=True)
-    forks = ForkServer(roles.libraries(specs))
+    forks = ForkServer(roles.libraries(config, specs))
     children: dict[str, subprocess.Popen] = {spec.name: processes.start(forks, spec) for spec in specs}
     supervisor = Supervisor(config, f"launcher{node}.{time.time_ns()}", found.address, specs, interrupt, True,
                             lambda name: processes.kill(children.get(name)), alone=True)

@@ -94,7 +94,7 @@ class _Pool(attempts.Pool):
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
         found = roles.specs(config, version, self._node, self._here)
-        self._forks = self._forks or ForkServer(roles.libraries(found))
+        self._forks = self._forks or ForkServer(roles.libraries(config, found))
         return found
 
     def began(self, config: Config, address: str, version: int) -> None:

@@ -76,7 +76,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 else "127.0.0.1"
     mine = roles.specs(config, version, None if nodes is None else rank, host)
     mine = mine[rank::world_size] if nodes is None else mine
-    forks, children = ForkServer(roles.libraries(mine)), {}
+    forks, children = ForkServer(roles.libraries(config, mine)), {}
     if rank == 0:
         children["controller"] = start(forks, mine[0], tells_address=True)
         store.set(key("control"), _address(children["controller"], config))

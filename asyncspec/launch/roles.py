@@ -38,13 +38,10 @@ _MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.
            "asyncspec.models.policy", "asyncspec.speculation.make", "asyncspec.weights")  # what most of those load that compute
 
 
-def _mocked(spec: ActorSpec) -> bool:
-    return spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
-
-
 def make(spec: ActorSpec):
     """The actor object; modules are imported only for the role that is played."""
-    module, name = (MOCKED if _mocked(spec) else CLASSES)[spec.role]
+    mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
+    module, name = (MOCKED if mocked else CLASSES)[spec.role]
     with uncollected():
         return getattr(importlib.import_module(module), name)(spec)
 
@@ -189,11 +186,11 @@ def room_needed(config: configuration.Config) -> int:
     return (3 * (config.checkpoint.keep + 1) + 1) * sum(file.stat().st_size for file in files)
 
 
-def libraries(specs: Sequence[ActorSpec]) -> list[str]:
-    """The modules that actors load, for who loads them once for all."""
+def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[str]:
+    """The modules that these actors of a run load, for who loads them once for all."""
     found = {"torch": None}
     for spec in specs:
-        config, mocked = configuration.from_yaml(spec.config_yaml), _mocked(spec)
+        mocked = spec.role in MOCKED and config.trainer.kind == "mock"
         found[(MOCKED if mocked else CLASSES)[spec.role][0]] = None
         if not mocked and spec.role != "controller" and (spec.role != "generator" or config.engine.kind == "torch"):
             found |= dict.fromkeys(_MODELS)
