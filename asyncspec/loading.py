@@ -22,6 +22,23 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
+def without_gpus() -> Iterator[None]:
+    """Who asks torch for GPUs within it hears that there are none: to ask is to begin CUDA, which nothing survives that is forked later.
+
+    torchtitan asks as it is imported; what it hears is set again for each actor, see parallel.py.
+    """
+    import torch
+
+    asked = {name: getattr(torch.cuda, name) for name in ("is_available", "device_count")}
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
+    try:
+        yield
+    finally:
+        for name, function in asked.items():
+            setattr(torch.cuda, name, function)
+
+
+@contextmanager
 def compiling_later() -> Iterator[None]:
     """Within it `torch.compile(function, ...)` does nothing until what it returns is called; other uses of it are as ever.
 

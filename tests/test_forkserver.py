@@ -1,7 +1,9 @@
 """Processes that a fork server makes are to whoever starts them like any others."""
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 
@@ -11,7 +13,9 @@ from asyncspec.launch.forkserver import ForkServer
 from runs import alive, descendants, gone_within
 
 PLAYED = """
-import os, sys, time
+import os, random, sys, threading, time
+if sys.argv[1] == "chance":
+    import numpy
 what, *rest = sys.argv[1:]
 if what == "say":
     loaded = "fractions" in sys.modules
@@ -25,6 +29,11 @@ elif what == "raise":
     raise RuntimeError("a trouble")
 elif what == "kill":
     os.kill(os.getpid(), int(rest[0]))
+elif what == "thread":
+    threading.Timer(0.2, lambda: print("finished")).start()
+    print("begun")
+elif what == "chance":
+    print(random.random(), numpy.random.random())
 elif what == "sleep":
     print(os.getpid(), flush=True)
     time.sleep(60)
@@ -36,7 +45,9 @@ def started(tmp_path, monkeypatch):
     """callable(what, ...) -> the process; and the server."""
     (tmp_path / "played.py").write_text(PLAYED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    server, processes = ForkServer(["fractions"]), []
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    (tmp_path / "noisy.py").write_text("print('loaded', end='')")
+    server, processes = ForkServer(["fractions", "noisy", "numpy.random"]), []
 
     def start(*args, keep=(), **how):
         command = server.command("played", *args, keep=keep)
@@ -48,6 +59,7 @@ def started(tmp_path, monkeypatch):
     yield start
     server.close()
     for process in processes:
+        process.kill()  # one without the server
         process.communicate(timeout=10)
 
 
@@ -71,6 +83,60 @@ def test_it_may_inherit_more(started):
     assert os.read(read, 100) == b"told" and os.read(read, 100) == b""  # nobody holds the other end any more
     os.close(read)
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_one_that_nothing_comes_from(started, closed):
+    command = started.server.command("played", "end", "5")
+    assert subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], pass_fds=[started.server.descriptor], timeout=20).returncode == 5
+
+
+def test_threads_are_waited_for_and_chance_is_each_ones_own(started):
+    assert started("thread").communicate(timeout=20)[0].split() == ["begun", "finished"]
+    said = [started("chance").communicate(timeout=20)[0].split() for _ in range(3)]
+    assert all(len(set(of)) == 3 for of in zip(*said)), said
+
+
+def test_who_asks_and_is_stopped_holds_nobody_up(started):
+    """In the middle of asking."""
+    mine, theirs = socket.socketpair()
+    with socket.socket(fileno=os.dup(started.server.descriptor)) as requests:
+        socket.send_fds(requests, [b"?"], [theirs.fileno()])
+    assert started("end", "6").wait(10) == 6
+    mine.close()
+    theirs.close()
+
+
+def test_where_no_descriptor_is_left_who_asks_runs_it_by_itself_and_nobody_dies(started):
+    first = started("sleep")
+    pid = int(first.stdout.readline())
+    resource.prlimit(started.server._process.pid, resource.RLIMIT_NOFILE, (16, 16))
+    others = [started("sleep") for _ in range(6)]
+    pids = [int(process.stdout.readline()) for process in others]
+    assert 0 < sum(pid == process.pid for pid, process in zip(pids, others)) < 6 and alive([pid, *pids]) == [pid, *pids]
+
+
+def test_libraries_are_loaded_without_asking_for_gpus(tmp_path):
+    """Which would begin CUDA, and no forked process could."""
+    text = """
+import sys, torch
+asked, real = [], torch.cuda.is_available
+torch.cuda.is_available = lambda: asked.append("is_available") or real()
+torch.cuda.device_count = lambda: asked.append("device_count") or 0
+from asyncspec.config import load
+from asyncspec.launch import forkserver, roles
+config = load("tiny", ["run_dir=/none"])
+modules = roles.libraries(config, roles.specs(config))
+def serve(requests):
+    assert "torchtitan" in sys.modules and torch.cuda.is_available() is False
+    print(asked)
+    sys.exit(0)
+forkserver._serve, sys.argv[1:] = serve, [str(__import__("os").getppid()), "0", *modules]
+asked.clear()
+forkserver._main()
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, stdin=socket.socketpair()[0], timeout=60)
+    assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # this test's own
 
 
 @pytest.mark.parametrize("what,code", [(("end", "0"), 0), (("end", "7"), 7), (("end", "a reason"), 1), (("raise",), 1), (("kill", "9"), -9), (("kill", "11"), -11)])

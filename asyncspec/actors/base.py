@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -109,7 +110,8 @@ class Actor(ABC):
         """Live until told to stop; returns 0 if all went well, 1, or LEFT_BEHIND."""
         redirect_output(self.spec)
         self.log(f"{self.name} starts, pid {os.getpid()}")
-        Path("/proc/self/comm").write_text(self.name)  # in `top`; forked processes have one command line
+        with suppress(OSError):
+            Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes have one command line
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
         self.fault("start")
         self.control = transport.ControlClient(self.spec.control_address, self.name)

@@ -13,14 +13,18 @@ import sys
 
 def _ask(server: int, keep: list, module: str, args: list) -> socket.socket | None:
     """Have a module run; returns the connection on which its end will be told. None if nobody has answered."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # where a stream is closed, nothing else must get its number
+        pass
+    os.close(descriptor)
     kept = [0, 1, 2, *keep]
-    asked = {"module": module, "args": args, "descriptors": kept, "directory": os.getcwd(), "environment": dict(os.environ)}
-    mine, theirs = socket.socketpair()
     try:
-        with socket.socket(fileno=server) as requests:
-            socket.send_fds(requests, [b"?"], [theirs.fileno(), *kept])
+        asked = {"module": module, "args": args, "descriptors": kept, "directory": os.getcwd(), "environment": dict(os.environ)}
+        mine, theirs = socket.socketpair()
+        with socket.socket(fileno=server) as requests, open(os.memfd_create("request"), "w") as file:
+            file.write(json.dumps(asked))
+            file.flush()
+            socket.send_fds(requests, [b"?"], [theirs.fileno(), file.fileno(), *kept])
         theirs.close()
-        mine.sendall(json.dumps(asked).encode() + b"\n")
         if not mine.recv(1):
             return None
     except OSError:

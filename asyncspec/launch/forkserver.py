@@ -7,8 +7,8 @@ hosts among them, and the process that asked (fork_client.py) stands for the for
     server = ForkServer(["torch"])
     subprocess.Popen(server.command("package.module", "argument"), pass_fds=[server.descriptor])    # python -m package.module argument
 
-The server has one thread and touches no GPU. When whoever began it ends, so do the server and all it forked. Where there is none, the client
-runs the module as Python would, and that too ends with who began it.
+The server has one thread and touches no GPU. When whoever began it ends, so do the server and all it forked. Where there is none, or it cannot fork, the
+client runs the module as Python would, and that too ends with who began it. What is forked looks for modules where the server does, and hashes strings alike.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
-from asyncspec.loading import uncollected
+from asyncspec.loading import uncollected, without_gpus
 
 _CLIENT = str(Path(__file__).with_name("fork_client.py"))
 _PR_SET_PDEATHSIG = 1
-_MOST = 16  # descriptors that come with a request
+_ALWAYS = ("connection", "request", "stdin", "stdout", "stderr")  # descriptors that come with a request
+_MOST = 16  # of them, with those to be kept
 
 
 class ForkServer:
@@ -47,41 +50,35 @@ class ForkServer:
         """
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # which libraries read as they are loaded
         self._modules = list(modules)
-        self._process: subprocess.Popen | None = None
-        self._requests: socket.socket | None = None
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)  # which a process that runs `command` must inherit; it keeps its number
         self._begin()
 
     def _begin(self) -> None:
-        self.close()
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.set_inheritable(True)  # Monarch's processes inherit it
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.dup2(requests.fileno(), self.descriptor)  # inheritable: Monarch's processes do
+        requests.close()
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *self._modules]
         # A session of its own: an interrupt from the terminal is for the launcher.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
 
-    @property
-    def descriptor(self) -> int:
-        """What a process that runs `command` must inherit."""
-        return self._requests.fileno()
-
     def command(self, module: str, *args: str, keep: Sequence[int] = ()) -> list[str]:
         """A command, for a child of this process, that does what `python -m module args...` does; begins another server if this one has died.
 
         Args:
-            keep: further descriptors that the module inherits.
+            keep: further descriptors that the module inherits, few.
         """
+        assert len(keep) <= _MOST - len(_ALWAYS), keep
         if self._process.poll() is not None:
             self._begin()
         kept = ",".join(map(str, keep))
         return [sys.executable, "-I", "-S", _CLIENT, str(self.descriptor), str(os.getpid()), kept, module, *args]
 
     def close(self) -> None:
-        """End the server and all that it has forked."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._requests.close()
+        """End the server and all that it has forked; nothing is to be begun after it."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self.descriptor)
 
 
 def die_with(parent: int) -> None:
@@ -122,11 +119,7 @@ def _serve(requests: socket.socket) -> dict:
                 if found is None:
                     continue
                 asked, client, given = found
-                try:
-                    pid = os.fork()
-                except OSError as error:  # who asked runs it by itself, then
-                    print(f"fork server: {error.strerror}", file=sys.stderr)
-                    pid = -1
+                pid, descriptor = _fork()
                 if pid == 0:
                     die_with(server)
                     selector.close()
@@ -136,32 +129,48 @@ def _serve(requests: socket.socket) -> dict:
                         held.close()
                     _become(asked, given)
                     return asked
-                for descriptor in given:
-                    os.close(descriptor)
-                if pid < 0:
+                _close(given)
+                if pid < 0:  # who asked runs it by itself, then
                     client.close()
                     continue
                 _tell(client, b"!")
-                alive.append(one := _Forked(pid, os.pidfd_open(pid), client))
+                alive.append(one := _Forked(pid, descriptor, client))
                 for fileobj in (one.descriptor, client):
                     selector.register(fileobj, selectors.EVENT_READ, one)
 
 
+def _fork() -> tuple[int, int]:
+    """A new process's id and a descriptor of it; its id is 0 in itself, and negative where there is no room for another."""
+    try:
+        number = os.open(os.devnull, os.O_RDONLY)  # for the descriptor
+        pid = os.fork()
+        os.close(number)
+        return pid, os.pidfd_open(pid) if pid else -1
+    except OSError as error:
+        print(f"fork server: {error.strerror}", file=sys.stderr, flush=True)
+        return -1, -1
+
+
 def _next(requests: socket.socket) -> tuple[dict, socket.socket, list[int]] | None:
-    """(what is asked for, the connection to who asks, the descriptors that came with it); None if who asked has ended."""
-    message, descriptors, _, _ = socket.recv_fds(requests, 1, _MOST)
+    """(what is asked for, the connection to who asks, the descriptors that came with it); None if they have not all come."""
+    try:
+        message, descriptors, flags, _ = socket.recv_fds(requests, 1, _MOST)
+    except OSError:  # no number is left for any
+        return None
     if not message:  # nobody is left who could ask
         os._exit(0)
-    descriptor, *given = descriptors
-    client = socket.socket(fileno=descriptor)
-    try:
-        with client.makefile("rb") as file:
-            return json.loads(file.readline()), client, given
-    except (OSError, ValueError):
-        client.close()
-        for descriptor in given:
-            os.close(descriptor)
+    if flags & socket.MSG_CTRUNC or len(descriptors) < len(_ALWAYS):
+        _close(descriptors)
         return None
+    connection, request, *given = descriptors
+    with open(request, "rb") as file:  # in memory: nobody is waited for
+        file.seek(0)
+        return json.load(file), socket.socket(fileno=connection), given
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _tell(client: socket.socket, what: bytes) -> None:
@@ -176,8 +185,7 @@ def _become(asked: dict, given: Sequence[int]) -> None:
     os.setsid()
     free = max(asked["descriptors"]) + 1
     out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in given]
-    for descriptor in given:
-        os.close(descriptor)
+    _close(given)
     for moved, wanted in zip(out_of_the_way, asked["descriptors"]):
         os.dup2(moved, wanted)
         os.close(moved)
@@ -186,30 +194,50 @@ def _become(asked: dict, given: Sequence[int]) -> None:
     os.environ.update(asked["environment"])
 
 
+def _end(code: object) -> None:
+    """Of a process that was forked, as Python ends one, but without taking apart all that is loaded: that takes as long as loading it.
+
+    Args:
+        code: what SystemExit was given.
+    """
+    threading._shutdown()  # as multiprocessing does
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # nobody reads it any more; it is closed; there is none
+            pass
+    os._exit((code or 0) & 0xFF)
+
+
 def _main() -> None:
     parent, descriptor, *modules = sys.argv[1:]
     die_with(int(parent))
-    with uncollected():
+    with uncollected(), without_gpus() if "torch" in modules else nullcontext():
         for module in modules:
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is loaded stays, in memory that those who are forked share
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each of them would print what is left
     asked = _serve(socket.socket(fileno=int(descriptor)))
     sys.argv[1:] = asked["args"]
-    code = 1
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     try:
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
-        code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+        _end(end.code)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)  # taking all that is loaded apart, which a whole exit does, takes as long as loading it
+        _end(1)
+    _end(None)
 
 
 if __name__ == "__main__":

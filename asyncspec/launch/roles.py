@@ -28,14 +28,11 @@ CLASSES = {
     "trainer_rank": ("asyncspec.actors.trainer_rank", "TrainerRank"),
     "draft_adapter": ("asyncspec.actors.draft_adapter", "DraftAdapter"),
 }
-
-
 MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": ("asyncspec.mock.actors", "MockTrainerRank"),
           "logprob": ("asyncspec.mock.actors", "MockLogprob"), "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank")}
-
-
+# What most of those load that compute.
 _MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.drafts.training", "asyncspec.engine.torch_engine",
-           "asyncspec.models.policy", "asyncspec.speculation.make", "asyncspec.weights")  # what most of those load that compute
+           "asyncspec.models.policy", "asyncspec.speculation.make", "asyncspec.weights")
 
 
 def make(spec: ActorSpec):
