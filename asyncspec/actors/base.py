@@ -62,6 +62,7 @@ class Actor(ABC):
     role = ""
     threads = 1
     takes: tuple[type[m.Message], ...] = ()  # what may come through its inbox
+    played = False  # whether any has, in this process
 
     def __init__(self, spec: ActorSpec) -> None:
         self.spec, self.name, self.device = spec, spec.name, spec.device
@@ -128,7 +129,9 @@ class Actor(ABC):
                 self.load()
             self._loaded = True
             # What is loaded stays: going through it again in every full collection would stop all threads, the heart's too, for half a second.
-            gc.unfreeze()  # what an actor that played here before had loaded
+            if Actor.played:
+                gc.unfreeze()  # what an actor that played here before had loaded
+            Actor.played = True
             gc.collect()
             gc.freeze()
             self.fault("boot")
