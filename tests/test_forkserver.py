@@ -139,7 +139,8 @@ forkserver._main()
     assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # this test's own
 
 
-@pytest.mark.parametrize("what,code", [(("end", "0"), 0), (("end", "7"), 7), (("end", "a reason"), 1), (("raise",), 1), (("kill", "9"), -9), (("kill", "11"), -11)])
+@pytest.mark.parametrize("what,code", [
+    (("end", "0"), 0), (("end", "7"), 7), (("end", "a reason"), 1), (("raise",), 1), (("kill", "9"), -9), (("kill", "11"), -11)])
 def test_its_end_is_that_of_the_process_that_stands_for_it(started, what, code):
     process = started(*what)
     said = process.communicate(timeout=20)[0]

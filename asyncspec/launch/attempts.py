@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Callable
 
 import msgspec

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Callable
 
 import msgspec
@@ -132,7 +131,8 @@ def kill(child: subprocess.Popen | None) -> None:
         child.kill()
 
 
-def watch(config: Config, forks: ForkServer, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str, ended: Callable[[bool], bool]) -> int:
+def watch(config: Config, forks: ForkServer, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str,
+          ended: Callable[[bool], bool]) -> int:
     """Until all children have ended.
 
     Args:

@@ -72,11 +72,6 @@ class Supervisor:
                 self._client.send(Interrupt("interrupted"))
 
     @property
-    def replaceable(self) -> bool:
-        """Whether this launcher has an actor that can be replaced."""
-        return any(spec.role in replaceable(self.config) for spec in self.specs.values())
-
-    @property
     def overdue(self) -> bool:
         """An interrupt has been left unheeded for too long, or was repeated: everything must end now."""
         limit = self.config.deployment.stop_timeout_s + EXIT_GRACE_S
