@@ -175,6 +175,8 @@ class Recovery:
         """An actor is ready."""
         crew = self.crew
         crew.ready.add(name)
+        if name in crew.present:
+            crew.vigil.heard(name)  # it loads no more: its patience is that of those at work
         if name not in crew.joining or name in crew.gone:
             return
         self.state.moved, role = time.monotonic(), crew.roles[name]
