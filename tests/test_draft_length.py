@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, LookupLength
 
@@ -113,6 +115,28 @@ def test_a_calibration_that_was_wrong_is_found_out_within_hundreds_of_steps(wron
             lengths.observe(16, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, 7)) < acceptance).cumprod(1)[:, :k].sum(1))
         held.append(np.mean(np.array(chosen[-200:]) == 2))
     assert np.mean(held) > 0.85, held
+
+
+def test_a_calibration_in_which_no_speculation_is_the_slower_does_not_keep_a_useless_draft():
+    seconds, wrong = np.array([1.0, 1.2, 1.3, 1.45, 1.6, 1.75, 1.9, 2.05]) * 0.033, np.array([1.37, 1.0, 1.0, 0.72, 0.86, 1.0, 1.0, 1.0])
+    for seed in range(10):  # as it was measured on a processor that was shared
+        lengths, rng, spent = AutoLength([1, 64], np.array([seconds * wrong] * 2)), np.random.default_rng(seed), []
+        for _ in range(1500):
+            k = lengths.choose(64)
+            spent.append(seconds[k])
+            lengths.observe(64, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, 7)) < 0.02).cumprod(1)[:, :k].sum(1))
+        assert np.mean(spent[500:]) < 1.01 * seconds[0]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 1, max_size=LONGEST + 2))
+def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(measured):
+    found = AutoLength([1], np.array([measured]))._seconds(1)
+    rising, asked = np.array(found[: LONGEST + 1]), np.array(measured[: LONGEST + 1])
+    assert (np.diff(rising) >= -1e-9).all() and all(s >= found[0] for s in found[LONGEST + 1:])
+    np.testing.assert_allclose(rising.sum(), asked.sum())
+    # The projection onto a convex cone: what is left is orthogonal to it, and turned away from all that rises.
+    np.testing.assert_allclose((asked - rising) @ rising, 0, atol=1e-6)
+    assert all((asked - rising)[j:].sum() <= 1e-6 for j in range(LONGEST + 1))
 
 
 def test_lookups_are_made_while_they_pay():

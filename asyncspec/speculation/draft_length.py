@@ -105,7 +105,7 @@ class AutoLength:
         self.acceptance = Acceptance()
         self._held_tokens = [[0.0, 0.0] for _ in range(LONGEST + 1)]  # emitted while a k was held, and rows; forgotten over a window
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
-        self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), np.asarray(seconds, dtype=float)
+        self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), _plausible(np.asarray(seconds, dtype=float))
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
@@ -363,6 +363,24 @@ def _at_least(count_M: np.ndarray) -> np.ndarray:
 def _least_charge(best: int, steps: int) -> float:
     """Of a step, for a try of so many beside `best`."""
     return 0.0 if not best else LEAST_CHARGE if steps == 1 else LEAST_CHARGE_HELD
+
+
+def _plausible(seconds: np.ndarray) -> np.ndarray:
+    """What a calibration measured, float [lives, entries], without what cannot be: that a longer draft takes less, or a lookup that finds nothing less
+    than none. Neighbours that say so are replaced by their mean: the nearest rising values by squares (Ayer et al., 1955)."""
+    result = seconds.copy()
+    for row in result:
+        means, counts = [], []
+        for value in row[: LONGEST + 1].tolist():
+            means.append(value)
+            counts.append(1)
+            while len(means) > 1 and means[-2] > means[-1]:
+                mean, count = means.pop(), counts.pop()
+                means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
+                counts[-1] += count
+        row[: LONGEST + 1] = np.repeat(means, counts)
+        row[LONGEST + 1:] = np.maximum(row[LONGEST + 1:], row[0])
+    return result
 
 
 def _move(values, key, to: float, weight: float) -> None:
