@@ -3,6 +3,7 @@
 Two loads. The job: 64 rollouts of the default job through 16 slots, its own length distribution, with its long tail. And a fixed
 number of sequences kept live, from 1 to 64, for each drafter, an untrained one included: without speculation, with fixed draft
 lengths, and with the length chosen for each step. That last is then measured again, by turns with the best of the others: the headline rests on these.
+Beside it two engines without speculation take turns: a smaller difference than theirs says nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ FIXED = (1, 2, 3, 5, 7)
 ROLLOUTS, ROLLOUTS_SLOT = 32, 3  # of a measurement, and more for each slot, besides those that are still live when it ends
 AGAIN = 5  # times as many repetitions of auto beside the best, once it is known which is best
 NEVER_LOSES = 0.97  # of the best's tokens a second, at least
+_ALIKE = "{} eagle3 none over none"
 
 
 class SpeculationBenchmark(Benchmark):
@@ -61,12 +63,14 @@ class SpeculationBenchmark(Benchmark):
         cells = {(live, method): self._against_best(samples, live, method) for live in LIVE for method in METHODS}
         worst = min(cells, key=lambda cell: cells[cell][2])
         _, low, middle, high = cells[worst]
+        alike = [over(_ALIKE.format(live)) for live in LIVE]
         return {
             "generation_speedup_auto": over("job eagle3 auto over none"),
             "generation_speedup_few": min(over(f"{live} eagle3 auto over none") for live in FEW),
             "never_loses_min": middle, "never_loses_min_first_quartile": low, "never_loses_min_third_quartile": high,
             "never_loses_min_live": worst[0], "never_loses_median": statistics.median(cell[2] for cell in cells.values()),
             "never_loses_share": sum(cell[2] >= NEVER_LOSES for cell in cells.values()) / len(cells),
+            "alike_min": min(alike), "alike_max": max(alike),
             **{f"generation_speedup_k{k}": fixed_over_none("job", k) for k in JOB_LENGTHS if k != "auto"},
             **{f"generation_speedup_{live}_live": over(f"{live} eagle3 auto over none") for live in LIVE},
             **{f"generation_speedup_16_live_k{k}": fixed_over_none("16", k) for k in FIXED},
@@ -79,7 +83,7 @@ class SpeculationBenchmark(Benchmark):
         """What the headline rests on: auto beside no speculation, and beside the best. Both measured anew: the best of several noisy ones is also the luckiest."""
         pairs = ["job eagle3 auto over none"]  # in order, each once
         for live in LIVE:
-            pairs += [f"{live} eagle3 auto over none", *(f"{live} {method} auto over {self._best(samples, live, method)}" for method in METHODS)]
+            pairs += [_ALIKE.format(live), f"{live} eagle3 auto over none", *(f"{live} {method} auto over {self._best(samples, live, method)}" for method in METHODS)]
         return AGAIN * len(samples["job eagle3 auto"]), list(dict.fromkeys(pairs))
 
     def _best(self, samples: Samples, live: int, method: str) -> str:
@@ -113,6 +117,8 @@ class SpeculationBenchmark(Benchmark):
                         *(f"{live} {method} {k}" for k in ("none", *FIXED)), auto)),
                     f"{median(samples, auto, 'draft_length'):.1f}", best, f"{middle:.3f} ({low:.3f} to {high:.3f})",
                     f"{ratio(samples, 'tokens_per_s', auto, f'{live} {method} none'):.2f}")
+            low, middle, high = spread([sample["over"] for sample in samples[f"again {_ALIKE.format(live)}"]])
+            cells.add_row(str(live), "none, twice", *[""] * 8, "none", f"{middle:.3f} ({low:.3f} to {high:.3f})", "")
         return [job, cells]
 
     def plot(self, axes, samples: Samples) -> None:
