@@ -19,6 +19,7 @@ SCRIPT = str(ROOT / "launch" / "async.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
          "sampling.max_response_tokens=64", "engine.slots=16", "speculation.draft_length=3"]  # auto calibrates for seconds
+SILENT = "deployment.silent_timeout_s=3"  # where actors are frozen; in two seconds those of two runs on two cores are not always heard
 
 
 def rows(run_dir):
@@ -84,7 +85,7 @@ def forking():
 class Running:
     """A run under way; its output goes to a file beside its directory."""
 
-    def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=180):
+    def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=280):
         self.run_dir, self.deadline = run_dir, time.monotonic() + seconds
         self.output_file = run_dir.with_suffix(f".{time.monotonic_ns()}.out")
         self.process = subprocess.Popen([*launcher, *args], stdout=open(self.output_file, "w"), stderr=subprocess.STDOUT, cwd=run_dir.parent,

@@ -14,7 +14,7 @@ from asyncspec.audit import violations
 from asyncspec.config import ConfigError, load
 from asyncspec.launch import hosts
 from asyncspec.launch.join import Rendezvous
-from runs import Running, descendants, events, gone_within, pid_of, rows
+from runs import SILENT, Running, descendants, events, gone_within, pid_of, rows
 
 NODES = "deployment.nodes=trainer+logprob,2*generator"
 
@@ -74,7 +74,7 @@ def joined(run_dir):
 def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, served):
     run_dir, (one, two, spare) = tmp_path / "run", served(3)
     given = ("--hosts", ",".join(host.address for host in (one, two, spare)))
-    run = Running.new(run_dir, "--steps", "100000", NODES, *given, "deployment.silent_timeout_s=2", "checkpoint.every=5", seconds=240)
+    run = Running.new(run_dir, "--steps", "100000", NODES, *given, SILENT, "checkpoint.every=5")
     run.wait_for_steps(2)
     assert one.plays(run_dir, "generator0") and two.plays(run_dir, "generator1") and not spare.plays(run_dir, "generator1")
     # What plays a node there dies: it is started again on its host.
@@ -92,7 +92,7 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     run.wait_for_steps(len(rows(run_dir)) + 3)
     assert "all is started again from the last checkpoint" in run.output and "Traceback" not in run.output, run.output
     run.kill()  # what it had started on the hosts is still there when the next launcher comes
-    again = Running.resumed(run_dir, "--hosts", f"{spare.address},{one.address}", seconds=120)
+    again = Running.resumed(run_dir, "--hosts", f"{spare.address},{one.address}")
     again.wait_for_steps((steps := len(rows(run_dir))) + 3)
     os.kill(again.process.pid, signal.SIGINT)
     assert "Traceback" not in again.end(130)

@@ -15,7 +15,7 @@ from asyncspec.config import load
 from asyncspec.parallel import local
 from asyncspec.rl.scorer import Scorer
 from asyncspec.weights import Layout, Publisher, Receiver, WholeSnapshot
-from runs import Running, events, forking, rows
+from runs import SILENT, Running, events, forking, rows
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
 # Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to the same four processes.
@@ -138,11 +138,11 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
 def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tmp_path):
     run_dir, steps = tmp_path / "run", 6
     run = Running.new(run_dir, "--steps", str(steps), "logprob.ranks=2", "logprob.tensor_parallel=2", "checkpoint.every=2",
-                      "deployment.silent_timeout_s=2", "deployment.faults=logprob_rank1:work:15:kill,logprob_rank1:swap:2:freeze")
+                      SILENT, "deployment.faults=logprob_rank1:work:15:kill,logprob_rank1:swap:2:freeze")
     output = run.end()
     deaths = len(re.findall("logprob_rank1 died: .*all is started again from the last checkpoint", output))
     assert deaths >= 2, output
-    if deaths > 2:  # silent without a fault, for longer than the two seconds allowed here: survived too, and its log says what it was at
+    if deaths > 2:  # silent without a fault, for longer than is allowed here: survived too, and its log says what it was at
         warnings.warn(output + (run_dir / "logs" / "logprob_rank1.log").read_text())
     assert "logprob_rank1 is frozen" in output
     assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(row["lag/max"] for row in rows(run_dir)) <= 1

@@ -21,7 +21,7 @@ from asyncspec.parallel import Ranks
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.learner import Learner
 from asyncspec.weights import Layout
-from runs import Running, events, forking, rows
+from runs import SILENT, Running, events, forking, rows
 
 GROUPS = 5
 
@@ -190,10 +190,10 @@ def test_buckets_are_whole_tensors_and_leave_nothing_out(shapes, most):
 
 def test_a_run_of_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(tmp_path):
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "8", "trainer.ranks=2", "checkpoint.every=2", "deployment.silent_timeout_s=2")
+    run = Running.new(run_dir, "--steps", "8", "trainer.ranks=2", "checkpoint.every=2", SILENT)
     run.wait_for_steps(2)
     run.signal("trainer_rank1", signal.SIGSTOP)
-    run.wait_for(lambda: "trainer_rank1 is frozen" in run.output and run.output.count(" actors ready: ") == 2, "another start")
+    run.wait_for(lambda: "trainer_rank1 is frozen" in run.output and run.output.count(" actors ready: ") >= 2, "another start")
     run.wait_for_steps(4)
     run.signal("trainer_rank1", signal.SIGKILL)
     output = run.end()

@@ -21,9 +21,9 @@ from asyncspec.bench import chaos
 from asyncspec.config import load
 from asyncspec.deadlines import KILLED_S
 from asyncspec.heartbeat import Vigil
-from runs import SCRIPT, SMALL, TORCHRUN, Running, descendants, events, rows
+from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, descendants, events, rows
 
-QUICK = ("checkpoint.every=3", "deployment.silent_timeout_s=2")
+CHECKPOINTS = "checkpoint.every=3"
 
 
 def check(run_dir, steps, lag=1):
@@ -47,8 +47,8 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
         for of in places.values():
             of.pop("start")
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "100000", *QUICK, "deployment.replacements=60", "draft.publish_every=1",
-                      "deployment.faults=" + ",".join(faults(actor, kind, **of) for actor, of in places.items()), seconds=280)
+    run = Running.new(run_dir, "--steps", "100000", CHECKPOINTS, *([SILENT] if kind == "freeze" else []), "deployment.replacements=60", "draft.publish_every=1",
+                      "deployment.faults=" + ",".join(faults(actor, kind, **of) for actor, of in places.items()))
 
     def named(what):
         return {event["actor"]: event for event in events(run_dir) if event["event"] == what}
@@ -79,7 +79,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
 def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     # Each start counts anew; the first one that is met ends it.
     run_dir, steps, count = tmp_path / "run", 24, planned.count(",") + 1
-    run = Running.new(run_dir, "--steps", str(steps), *QUICK, "deployment.restarts=10", f"deployment.faults={planned}", seconds=280)
+    run = Running.new(run_dir, "--steps", str(steps), CHECKPOINTS, SILENT, "deployment.restarts=10", f"deployment.faults={planned}")
     output = run.end()
     assert len(list((run_dir / "faults").iterdir())) == count, output
     check(run_dir, steps)
@@ -90,7 +90,7 @@ def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
 def test_actors_may_be_lost_while_starting(tmp_path):
     run_dir = tmp_path / "run"
     planned = "generator0:boot:1:kill,logprob:join:1:kill,draft_adapter:boot:1:freeze,trainer:boot:1:kill"
-    output = Running.new(run_dir, "--steps", "3", *QUICK, f"deployment.faults={planned}").end()
+    output = Running.new(run_dir, "--steps", "3", CHECKPOINTS, SILENT, f"deployment.faults={planned}").end()
     check(run_dir, 3)
     assert len(list((run_dir / "faults").iterdir())) >= 3, output
     assert output.count("all is started again from the last checkpoint") == 1, output
@@ -224,7 +224,7 @@ def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "30", "deployment.silent_timeout_s=2", "deployment.stall_timeout_s=4")
+    run = Running.new(run_dir, "--steps", "30", SILENT, "deployment.stall_timeout_s=4")
     run.wait_for_steps(3)
     everyone = [run.process.pid, *descendants(run.process.pid)]
     for pid in everyone:
@@ -274,7 +274,7 @@ def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     launcher = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", SCRIPT)
     # First the controller, before it has given a sign of life. Then the trainer, just before version 6, and slowly: the checkpoint of version 3,
     # which is written in the background, is then whole.
-    run = Running.new(run_dir, "--steps", "10", *QUICK, "deployment.start_timeout_s=25", "deployment.faults=controller:start:1:freeze,trainer:work:24:kill",
+    run = Running.new(run_dir, "--steps", "10", CHECKPOINTS, "deployment.start_timeout_s=25", "deployment.faults=controller:start:1:freeze,trainer:work:24:kill",
                       "deployment.delays=train=0.2", launcher=launcher)
     output = run.end()
     check(run_dir, 10)
