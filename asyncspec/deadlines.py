@@ -28,4 +28,5 @@ STANDBY_AFTER_S = 1.0  # from the last start of an actor until a spare process o
 SERVER_ASKED_S = 10.0  # an SGLang server to do what takes no time
 SERVER_WEIGHTS_S = 120.0  # to load a version from files
 SERVER_SAMPLE_S = 1800.0  # to answer with a whole sample, waiting in its queue included; a server that ends closes the connection first
+LAST_WORDS_S = 0.2  # a process that is ended by force to write where its threads are
 EXIT_GRACE_S = 0.5  # a launcher, beyond deployment.stop_timeout_s

@@ -2,15 +2,12 @@
 
 A dead process is seen by its launcher at once. A frozen one (stopped, swapped out, cut off from the network) is not dead; it beats no
 more. A stuck one (hung in a driver, say) beats from its thread, but says that its main loop has not turned. The controller has the
-launcher kill either, and from there on it is a death like any other. Just before, the process writes to its log what each of its threads is at,
-unless it is stopped; also where one of them holds the interpreter, so that the heart cannot beat.
+launcher kill either, and from there on it is a death like any other.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import sys
 import threading
 import time
 
@@ -19,20 +16,13 @@ from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
 from asyncspec.messages import Beat
 
 SUFFIX = "~beat"  # of the name that a heart's own connection goes by
-BEFORE_KILLED = 0.95  # of the time after which a process is killed
 
 
 class Heart:
     """Beats for an actor, in a thread with a connection of its own."""
 
-    def __init__(self, control_address: str, name: str, silent_s: float, turn_s: float) -> None:
-        """
-        Args:
-            silent_s, turn_s: as for the `Vigil` over it.
-        """
+    def __init__(self, control_address: str, name: str) -> None:
         self.name, self._address, self._turned = name, control_address, time.monotonic()
-        self._silent_s, self._turn_s = silent_s, turn_s
-        self.loading = True  # not at work yet
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
@@ -55,18 +45,10 @@ class Heart:
         self._thread.join()
 
     def _beat(self) -> None:
-        client, told = transport.ControlClient(self._address, self.name + SUFFIX), False
+        client = transport.ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: one that has loaded in no time may freeze in no time
         while not self._stop.wait(BEAT_EVERY_S):
             client.send(Beat(self.name, self.turn_s))
-            # By a thread that needs no interpreter, unless it is put off by the next beat.
-            faulthandler.dump_traceback_later(BEFORE_KILLED * self._silent_s * (LOADING_PATIENCE if self.loading else 1), file=2)
-            stuck = not self.loading and BEFORE_KILLED * self._turn_s < self.turn_s < math.inf
-            if stuck and not told:
-                print(f"busy with one thing for {self.turn_s:.0f} s:", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(file=2)
-            told = stuck
-        faulthandler.cancel_dump_traceback_later()
         client.close(0)
 
 

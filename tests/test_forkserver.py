@@ -35,6 +35,8 @@ elif what == "thread":
 elif what == "chance":
     print(random.random(), numpy.random.random())
 elif what == "sleep":
+    from asyncspec.launch import ending
+    ending.make_ready()
     print(os.getpid(), flush=True)
     time.sleep(60)
 """
@@ -155,6 +157,8 @@ def test_it_ends_with_the_process_that_stands_for_it_and_the_server_goes_on(star
     frozen.kill()
     assert not gone_within(pids[:1], 5) and alive(pids[1:]) and other.poll() is None
     assert started("end", "3").wait(10) == 3
+    other.kill()
+    assert "played.py" in other.stdout.read() and not frozen.stdout.read()  # where it was
 
 
 def test_it_ends_with_the_server_and_another_server_is_begun(started):

@@ -116,7 +116,7 @@ class Actor(ABC):
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
         self.fault("start")
         self.control = transport.ControlClient(self.spec.control_address, self.name)
-        self.heart = Heart(self.spec.control_address, self.name, self.config.deployment.silent_timeout_s, self.config.deployment.turn_timeout_s)
+        self.heart = Heart(self.spec.control_address, self.name)
         try:
             with uncollected():
                 import torch
@@ -240,7 +240,6 @@ class Actor(ABC):
             self.wait_step(0.01)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"broadcast groups {sorted(self._to_join)} not joined within start_timeout_s")
-        self.heart.loading = False
         self.control.send(m.Ready(self.name))
 
     def report(self, force: bool = False) -> None:

@@ -32,6 +32,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
+from asyncspec.launch import ending
 from asyncspec.loading import uncollected, without_gpus
 
 _CLIENT = str(Path(__file__).with_name("fork_client.py"))
@@ -106,7 +107,7 @@ def _serve(requests: socket.socket) -> dict:
             one: _Forked | None = key.data
             if one is not None and key.fileobj is one.client:  # nobody stands for it any more
                 selector.unregister(one.client)
-                signal.pidfd_send_signal(one.descriptor, signal.SIGKILL)
+                ending.end(one.descriptor)
             elif one is not None:
                 _tell(one.client, b"%d" % os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1]))
                 for held in {one.descriptor, one.client.fileno()} & set(selector.get_map()):

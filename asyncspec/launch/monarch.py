@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Sequence
@@ -18,7 +17,7 @@ import msgspec
 from asyncspec import topology
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config, ConfigError
-from asyncspec.launch import attempts, roles
+from asyncspec.launch import attempts, ending, roles
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.join import Rendezvous, check_first
@@ -114,7 +113,7 @@ class _Pool(attempts.Pool):
         return _Process(self._meshes[-1].spawn("host", _Host), self._watch)
 
     def _watch(self, process: "_Process") -> None:
-        self._watched[descriptor := _pidfd(process.pid)] = process
+        self._watched[descriptor := ending.pidfd(process.pid)] = process
         self._deaths.register(descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
@@ -162,7 +161,7 @@ class _Process(attempts.Process):
         """Whether the process has ended, be it before it could tell its id."""
         if not self.pid:
             return True
-        death, descriptor = select.poll(), _pidfd(self.pid)
+        death, descriptor = select.poll(), ending.pidfd(self.pid)
         death.register(descriptor, select.POLLIN)
         gone = bool(death.poll(0))
         os.close(descriptor)
@@ -185,20 +184,8 @@ class _Process(attempts.Process):
     def kill(self) -> None:
         self._identify()
         if self.pid and not self.ended:
-            try:
-                os.kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-
-
-def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; at once if it has."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        read, write = os.pipe()
-        os.close(write)
-        return read
+            ending.end(descriptor := ending.pidfd(self.pid))
+            os.close(descriptor)
 
 
 def _outcome(future):

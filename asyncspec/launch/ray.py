@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Callable, Sequence
@@ -24,7 +23,7 @@ from asyncspec.actors.base import ActorSpec, first_name, redirect_output
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.config import Config, ConfigError
 from asyncspec.deadlines import ANSWER_S, PLACED_S
-from asyncspec.launch import attempts, roles
+from asyncspec.launch import attempts, ending, roles
 from asyncspec.launch.interrupt import InterruptFlag
 
 # No object of a run is larger than an exit code; Ray would set a third of the memory aside. It reads this when it is imported.
@@ -200,10 +199,9 @@ class _Process(attempts.Process):
     def kill(self) -> None:
         pid, node, _ = self._prepared if isinstance(self._prepared, tuple) else (0, "", "")
         if node == self._here and not self._ended:
-            try:
-                os.kill(pid, signal.SIGKILL)  # Ray gives a frozen process seconds to end by itself
-            except ProcessLookupError:
-                pass
+            descriptor = ending.pidfd(pid)  # Ray gives a frozen process seconds to end by itself
+            ending.end(descriptor, told=self.running is not None)
+            os.close(descriptor)
         ray.kill(self._host)
 
 

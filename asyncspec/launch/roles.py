@@ -15,6 +15,7 @@ import msgspec
 from asyncspec import config as configuration
 from asyncspec import checkpoint, topology, transport
 from asyncspec.actors.base import ActorSpec
+from asyncspec.launch import ending
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.loading import uncollected
 from asyncspec.timing.exporters import read_rows
@@ -37,6 +38,7 @@ _MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.
 
 def make(spec: ActorSpec):
     """The actor object; modules are imported only for the role that is played."""
+    ending.make_ready()
     mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
     with uncollected():

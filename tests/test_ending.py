@@ -1,0 +1,72 @@
+"""A process that is ended by force tells where its threads are, and no other does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncspec.launch import ending
+from runs import SILENT, Running, gone_within
+
+PROCESS = """
+import ctypes, os, signal, sys, threading, time
+from asyncspec.launch import ending
+
+def waits():
+    time.sleep(60)
+
+def holds_the_interpreter():
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+def stops():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def is_new():
+    time.sleep(60)
+
+if sys.argv[1] != "is_new":
+    ending.make_ready()
+threading.Timer(0.2, globals()[sys.argv[1]]).start()
+print("begun", flush=True)
+waits()
+"""
+
+
+@pytest.mark.parametrize("what,told", [("waits", True), ("holds_the_interpreter", True), ("stops", False), ("is_new", False)])
+def test_a_process_that_is_ended_tells_where_its_threads_are(what, told):
+    process = subprocess.Popen([sys.executable, "-c", PROCESS, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    time.sleep(0.5)
+    descriptor = ending.pidfd(process.pid)
+    ending.end(descriptor)
+    assert not gone_within([process.pid], 5)
+    said = process.communicate(timeout=10)[1]
+    assert process.returncode == (-signal.SIGKILL if what == "stops" else -signal.SIGUSR2)
+    assert (f"in {what}" in said) == ("in waits" in said) == told and bool(said) == told, said
+    ending.end(descriptor)  # which has ended
+    os.close(descriptor)
+    ending.end(descriptor := ending.pidfd(process.pid))
+    os.close(descriptor)
+
+
+HOLDING = """
+import ctypes, os, pathlib
+
+def holds(prompt, response, answer):
+    try:
+        os.close(os.open(pathlib.Path(__file__).with_name("held"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return 1.0
+    ctypes.PyDLL(None).usleep(60_000_000)
+"""
+
+
+def test_an_actor_that_a_function_of_the_users_freezes_tells_of_the_function(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(HOLDING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    output = Running.new(tmp_path / "run", "--steps", "2", SILENT, "data.reward=mine:holds", "eval.every=0").end()
+    assert "generator0 is frozen: no sign of life for" in output, output
+    assert "in holds" in (tmp_path / "run" / "logs" / "generator0.log").read_text()
