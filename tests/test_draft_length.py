@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncspec.speculation import draft_length
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, LookupLength
 
 
@@ -126,6 +127,42 @@ def test_a_calibration_in_which_no_speculation_is_the_slower_does_not_keep_a_use
             spent.append(seconds[k])
             lengths.observe(64, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, 7)) < 0.02).cumprod(1)[:, :k].sum(1))
         assert np.mean(spent[500:]) < 1.01 * seconds[0]
+
+
+@pytest.mark.parametrize("wrong", [{1: 0.7, 2: 1.2, 3: 1.1, 4: 1.1, 5: 1.2}, {3: 0.75}], ids=str)
+def test_what_was_calibrated_too_fast_does_not_stay_because_all_others_seem_slow_beside_it(wrong):
+    seconds, late = np.array([1.0, 1.45, 1.7, 1.95, 2.2, 2.45, 2.7, 2.95]) * 6e-3, []
+    emitted = np.concatenate([[1.0], 1 + (0.93 ** np.arange(1, 8)).cumsum()])
+    for seed in range(30):
+        lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
+        for _ in range(300):
+            chosen.append(k := lengths.choose(1))
+            lengths.observe(1, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((1, 7)) < 0.93).cumprod(1)[:, :k].sum(1))
+        late.append(emitted[chosen[100:300]].sum() / seconds[chosen[100:300]].sum() / max(emitted / seconds))
+    assert min(late) > 0.95, late
+
+
+@given(st.lists(st.tuples(st.integers(0, LONGEST), st.integers(0, LONGEST), st.floats(-0.05, 0.05), st.integers(1, 8)), min_size=1, max_size=12))
+def test_comparisons_correct_a_calibration_by_bayes_rule(compared):
+    """That of errors that are normal and independent, of the calibration and of the comparisons; beside what was held last."""
+    compared = [one for one in compared if one[0] != one[1]]
+    seconds = np.linspace(1.0, 3.0, LONGEST + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_length, "FORGETTING", 0.0)
+        lengths = AutoLength([1, 64], np.array([seconds] * 2))
+        bucket = lengths._bucket(8)
+        for entry, beside, log_ratio, steps in compared:
+            row = lengths._table[bucket]
+            level = row[beside] / seconds[beside]  # a table tells only how entries compare
+            lengths._correct(bucket, entry, seconds[entry] * np.exp(log_ratio) * level, steps, 1.0, beside)
+    eye = np.eye(LONGEST + 1)
+    compared_NE = np.array([eye[entry] - eye[beside] for entry, beside, *_ in compared]).reshape(-1, LONGEST + 1)
+    weight_N = np.array([steps / draft_length.CALIBRATED_STEPS for *_, steps in compared])
+    covariance_EE = np.linalg.inv(eye + compared_NE.T @ (weight_N[:, None] * compared_NE))
+    error_E = covariance_EE @ compared_NE.T @ (weight_N * np.array([log_ratio for _, _, log_ratio, _ in compared]))
+    found_E = np.log(np.array(lengths._table[bucket]) / seconds)
+    assert found_E - found_E[0] == pytest.approx(error_E - error_E[0], abs=1e-9)
+    assert lengths._deviation(bucket, 3, 5) == pytest.approx(np.sqrt((eye[3] - eye[5]) @ covariance_EE @ (eye[3] - eye[5])), abs=1e-9)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 1, max_size=LONGEST + 2))

@@ -10,7 +10,7 @@ cannot bend the distribution.
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
 best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
 
-Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, M proposals found.
+Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, M proposals found, E entries of the table.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside wha
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
 # samples itself.
 LEAST_CHARGE, LEAST_CHARGE_HELD = 0.2, 0.05
-CALIBRATED_STEPS, KNOWN_STEPS = 4.0, 20.0  # that a calibration counts for in what an entry takes; the window over which that is learned
+CALIBRATED_STEPS = 4.0  # that a calibration counts for in what an entry takes
+FORGETTING = 0.003  # of a calibration's variance, which each step adds to that of every entry: what a step takes changes
 STEADY = 1.1  # where what is held takes so many times as long after a try as before it, the try's time counts half; the less steady, the less
-DOUBT = 0.15  # by what share a length may be better than expected before it has been tried; once it has been, by that over sqrt(1 + holds tried)
+DOUBT = 0.1  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
@@ -110,9 +111,8 @@ class AutoLength:
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
         self._level = 1.0  # of the last hold: its time over the table's
-        self._known: dict[tuple[int, int], float] = {}  # steps that tell of an entry's time, by bucket and entry
-        self._tried: list[tuple] = []  # entries whose times wait for the next hold: bucket, entry, seconds, steps
-        self._tries: dict[tuple[int, int], float] = {}  # holds, by bucket and draft length
+        self._doubt: dict[int, np.ndarray] = {}  # covariance [entries, entries] of the errors of a row's logarithms over a calibration's variance
+        self._tried: list[tuple] = []  # entries whose times wait for the next hold: bucket, entry, seconds, steps, the entry that was held
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
         self.budget_s, self._most_s, self._turn, self._exploring = FIRST_BUDGET_S, BUDGET_S, 0, False
         self._best = self._choice = self._live = self._held = 0
@@ -135,12 +135,12 @@ class AutoLength:
         costs, rates = self._costs(live), self._rates(live)
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
-        # Neighbours of the best: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held. First those that
-        # may yet be better, as little as they have been tried; then all in turn.
+        # Neighbours of the best: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held. First the one that
+        # may be best by most, for all that is known; if none may, all in turn.
         others, bucket = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST], self._bucket(live)
-        tries = {k: self._tries.get((bucket, k), 0.0) for k in others}
-        likely = [k for k in others if rates[k] * (1 + DOUBT / (1 + tries[k]) ** 0.5) > self._best_rate]
-        other = min(likely, key=tries.__getitem__) if likely else others[self._turn % len(others)]
+        hoped = {k: rates[k] * (1 + DOUBT * self._deviation(bucket, k, best)) for k in others}
+        likely = max(hoped.values()) > self._best_rate
+        other = max(others, key=hoped.__getitem__) if likely else others[self._turn % len(others)]
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
         settled = self._holds[bucket] >= SETTLED
@@ -148,7 +148,6 @@ class AutoLength:
         self._choice = other if self._exploring else best
         if self._exploring:
             self._turn += not likely
-            self._tries[bucket, other] = tries[other] + steps / HOLD
             self._held = steps - 1
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
         elif not best and max(rates[1:]) < NEAR * self._best_rate:
@@ -227,32 +226,46 @@ class AutoLength:
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
         """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike.
 
-        So what is held tells of all entries, and what is tried of itself beside what was held just before and just after. Were what is held to
-        tell of itself, too, it would get the better of those that are measured seldom.
+        So what is held tells of all entries, and what is tried of how it compares with what was held just before and just after. Were what is held
+        to tell of itself, too, it would get the better of those that are measured seldom.
         """
         bucket, median = self._bucket(self._live), max(sorted(seconds)[(len(seconds) - 1) // 2], 1e-9)  # a coarse clock may say 0
         row = self._table[bucket]
         if entry == self._best:
             level = median / row[entry]
             unsteady = (math.log(level / self._level) / math.log(STEADY)) ** 2
-            for of, tried, took, steps in self._tried:
-                if of == bucket:  # levels are of each bucket's own
-                    self._correct(bucket, tried, took, steps / (1 + unsteady), (self._level * level) ** 0.5)
+            for of, tried, took, steps, beside in self._tried:
+                if of == bucket and beside == entry:  # levels are of each bucket's own
+                    self._correct(bucket, tried, took, steps / (1 + unsteady), (self._level * level) ** 0.5, beside)
+                elif of == bucket:  # by what was tried another is held now, and nothing tells of the level after it
+                    self._correct(bucket, tried, took, steps / 2, self._level, beside)
             self._tried.clear()
-            self._level = level
+            self._level = level = median / self._table[bucket][entry]
             self._holds[bucket] += 1
             _move(self._drift, bucket, level, 1 - 0.9 ** len(seconds))
         elif self._exploring:
-            self._tried.append((bucket, entry, median, len(seconds)))
+            self._tried.append((bucket, entry, median, len(seconds), self._best))
         else:
-            self._correct(bucket, entry, median, len(seconds), self._drift[bucket])
+            self._correct(bucket, entry, median, len(seconds), self._drift[bucket], self._best)
 
-    def _correct(self, bucket: int, entry: int, median: float, steps: float, level: float) -> None:
-        """Learn from so many steps what an entry takes at the level of the others: a mean over all there were, later over a window."""
-        known, row = self._known.get((bucket, entry), CALIBRATED_STEPS), self._table[bucket]
-        if 0.5 < median / level / row[entry] < 2.0:  # it goes all the way
-            self._known[bucket, entry] = min(known + steps, KNOWN_STEPS)
-        _move(row, entry, median / level, steps / (known + steps))
+    def _correct(self, bucket: int, entry: int, median: float, steps: float, level: float, beside: int) -> None:
+        """Learn from so many steps what an entry takes where the entry beside it takes `level` times what the table says: a Kalman filter (Kalman, 1960).
+
+        What differs from the table may be the entry's error as well as that of the entry beside, over which all others are then wrong, too: what is
+        held is held because it seemed fast, and more often than not it seemed too fast.
+        """
+        row, doubt_EE = self._table[bucket], self._doubt[bucket]
+        doubt_EE[np.diag_indices(len(row))] += FORGETTING * steps
+        between_E = doubt_EE[entry] - doubt_EE[beside]
+        gain_E = between_E / (between_E[entry] - between_E[beside] + CALIBRATED_STEPS / steps)
+        doubt_EE -= np.outer(gain_E, between_E)
+        wrong = math.log(min(2.0, max(0.5, median / level / row[entry])))
+        self._table[bucket] = [s * math.exp(wrong * gain) for s, gain in zip(row, (gain_E - gain_E[beside]).tolist())]
+
+    def _deviation(self, bucket: int, entry: int, beside: int) -> float:
+        """Standard deviation of what an entry takes over what the entry beside it takes, in those of a calibration."""
+        doubt_EE = self._doubt[bucket]
+        return math.sqrt(max(0.0, doubt_EE[entry, entry] + doubt_EE[beside, beside] - 2 * doubt_EE[entry, beside]))
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
@@ -265,7 +278,7 @@ class AutoLength:
         if bucket not in self._table:
             at = math.log2(live)
             self._table[bucket] = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
-            self._holds[bucket] = 0
+            self._holds[bucket], self._doubt[bucket] = 0, np.eye(len(self._table[bucket]))
             self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
         return bucket
 
