@@ -29,13 +29,13 @@ METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suf
 
 
 class RandomLength(FixedLength):
-    """Another k at every step, chosen by nothing; features are kept now and then."""
+    """Another k at every step, chosen by nothing; features are kept always, or now and then."""
 
-    def __init__(self):
-        self.longest, self.rng = LONGEST, np.random.default_rng(0)
+    def __init__(self, always_keeps=False):
+        self.longest, self.rng, self.always_keeps = LONGEST, np.random.default_rng(0), always_keeps
 
     def choose(self, live, missed_B=None):
-        self.keeps = self.rng.random() < 0.5
+        self.keeps = self.always_keeps or self.rng.random() < 0.5
         return int(self.rng.integers(0, 5))
 
 
@@ -205,7 +205,9 @@ def test_rows_attended_to_in_two_groups_give_the_same_output(small_shape, small_
     def output(exchanges):
         # What suffix proposes depends on the order in which rollouts end; greedy tokens do not depend on proposals.
         greedy = {"top_k": 1} if method == "suffix" else {}
-        engine = engine_of(small_shape, small_policy, method and maker[method], 12, "random" if method else 0, **greedy)
+        engine = engine_of(small_shape, small_policy, method and maker[method], 12, 0, **greedy)
+        if method:  # features that were not kept differ from row to row, and with them what is proposed
+            engine.lengths = RandomLength(always_keeps=True)
         exchange = engine._move
 
         def counting(source, target):
@@ -284,15 +286,21 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
 
     monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
     monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
-    engine, missed, met = engine_of(small_shape, small_policy, maker["eagle3"], 12), set(), []
+    engine, entered, missed, met = engine_of(small_shape, small_policy, maker["eagle3"], 12), set(), set(), []
 
     class Recording(RandomLength):
+        kept = True
+
         def choose(self, live, missed_B=None):
             k = super().choose(live)
             sequences = [(s.request.request_id, s.sample) for s in engine._sequences]
+            if not self.kept:  # those that came since are without features, too
+                missed.update(set(sequences) - entered)
             assert missed_B.tolist() == [s in missed for s in sequences]
             met.append(missed_B.any() and not missed_B.all())
-            if k == 0 and not self.keeps:
+            entered.update(sequences)
+            self.kept = k > 0 or self.keeps
+            if not self.kept:
                 missed.update(sequences)
             return k
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping
+from typing import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -203,8 +203,7 @@ class TorchEngine:
         sources = [prompts.row(s.request) for s in new]
         longest, source_B = int(tokens.length[sources].max()), torch.tensor(sources, device=self.device)
         self.decode.cache.copy(sources, first, longest)
-        if self.drafter is not None:
-            self.drafter.copy(sources, first)
+        self._copy_for_drafter(sources, first)
         self._sequences += [replace(s, started_at=now) for s in new]
         length_B, p_BV = tokens.length_S[source_B], prompts.first_token_distribution(source_B)
         tokens.token_SP[rows, :longest] = tokens.token_SP[source_B, :longest]
@@ -218,7 +217,7 @@ class TorchEngine:
         seed_B = torch.tensor(seeds, device=self.device)
         self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
         self.counter_S3[rows] = self.reached_SJ[rows] = self.accepted_SJ[rows] = 0
-        self._missed_S[rows] = False  # those of a prompt always are kept
+        self._missed_S[rows] = not self._keeping
         uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
         token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
         finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
@@ -349,11 +348,19 @@ class TorchEngine:
         """Copy a row, with all that belongs to it."""
         tokens = self.tokens
         self.decode.cache.copy([source], target, int(tokens.length[source]))
-        if self.drafter is not None:
-            self.drafter.copy([source], target)
+        self._copy_for_drafter([source], target)
         for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
                        self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self._missed_S):
             tensor[target] = tensor[source]
+
+    def _copy_for_drafter(self, sources: Sequence[int], first_row: int) -> None:
+        """See `Drafter.copy`. While features are not kept those there are would not serve: a copy costs as much as a hundredth of a step."""
+        if self.drafter is None:
+            return
+        if self._keeping:
+            self.drafter.copy(sources, first_row)
+        else:
+            self.drafter.enter(first_row, len(sources))
 
     def _arrange(self) -> None:
         """Part the rows into long ones and the rest; where that would save much, exchange rows for it first."""

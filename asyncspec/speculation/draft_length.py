@@ -43,7 +43,7 @@ STEADY = 1.1  # where what is held takes so many times as long after a try as be
 DOUBT = 0.1  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; where nothing comes near to no speculation, for so many more. Of a hold without speculation one step in HOLD is learned from.
+# cost; one without speculation for so many more, once it is not new or where nothing comes near to it. One step in HOLD of it is learned from.
 HOLD, HOLD_LONG, NEAR = 8, 32, 0.9
 
 
@@ -150,11 +150,14 @@ class AutoLength:
             self._turn += not likely
             self._held = steps - 1
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
-        elif not best and max(rates[1:]) < NEAR * self._best_rate:
-            self._held, self._share = HOLD_LONG - 1, FAR_SHARE
-            # Keeping features costs about a fiftieth of a step: only when something is to be tried, or would pay once few are left.
-            alone = self._rates(1)
-            self.keeps = affordable or max(alone) > alone[0]
+        elif not best:
+            if self._holds[bucket] >= EARLY_HOLDS or max(rates[1:]) < NEAR * self._best_rate:
+                self._held = HOLD_LONG - 1
+            if max(rates[1:]) < NEAR * self._best_rate:
+                self._share = FAR_SHARE
+                # Keeping features costs about a fiftieth of a step: only when something is to be tried, or would pay once few are left.
+                alone = self._rates(1)
+                self.keeps = affordable or max(alone) > alone[0]
         return self._choice
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
