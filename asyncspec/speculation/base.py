@@ -62,7 +62,7 @@ class Drafter(Protocol):
     looks_up: bool  # may have found fewer proposals than asked for, or none; then it has an attribute `learn`, see `LookupLength.learn`
 
     def enter(self, first_row: int, count: int) -> None:
-        """Rows first_row.. hold new prompts."""
+        """Rows first_row.. hold new prompts, or sequences whose features were not kept: it has observed nothing of them."""
 
     def observe(self, first_row: int, features_BLD: Sequence[torch.Tensor], position_BL: torch.Tensor) -> None:
         """The target has read these positions, and the tokens it emitted are appended. Features: the inputs of each of `aux_layers`."""
