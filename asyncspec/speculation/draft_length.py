@@ -4,7 +4,7 @@
 
 B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online:
 1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows whose j-th proposal is accepted when all before it were; what it did while k was
-held, once it was; of lookups that are not made, what looking back at finished rollouts promises. Only what is past is looked at, so the choice
+held, once it was; of lookups, what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice
 cannot bend the distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
@@ -28,7 +28,7 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
-HINDSIGHT_PRIOR = 32.0  # row verifications that what looking back promises counts for beside those that were made
+HINDSIGHT_PRIOR = 32.0  # proposals kept that what looking back promises counts for beside what verifications kept
 HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
 LOOKUP_WINDOW, LOOKUP_STEPS = 1536, 96  # row verifications, or steps, over which acceptance of lookups is remembered: it rises with the past
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
@@ -290,7 +290,7 @@ class LookupLength(AutoLength):
     """For lookups, which may have found nothing.
 
     What a k would bring is known in hindsight, also while nothing is looked up: the drafter tells what it would have proposed in some of the
-    finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep counts.
+    finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
     """
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
@@ -302,8 +302,9 @@ class LookupLength(AutoLength):
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
         self._share_KM: dict[int, np.ndarray] = {}  # by bucket: of steps, by the most proposals that a row has
         self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
-        # Rows that kept so many, of those that kept one fewer while so many were asked for; forgotten over a window.
-        self._kept_J, self._of_J = np.zeros(LONGEST), np.zeros(LONGEST)
+        self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))  # the same, of those that would keep one fewer
+        # Rows that kept so many, and for each k those that kept one fewer and so were asked; forgotten over a window.
+        self._kept_J, self._of_KJ = np.zeros(LONGEST), np.zeros((LONGEST + 1, LONGEST))
 
     def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
         """Look back at a response.
@@ -327,15 +328,22 @@ class LookupLength(AutoLength):
         self._found_KM = self._found_KM * forget + _table(k_V, count_R[verified])
         self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
         self._share_KM.clear()
-
-    def _promised(self) -> list[float]:
-        # Looking back promises too much where rollouts copy from others that ended while they ran, most of all of long copies. So it counts
-        # for little where proposals were verified.
         promise_KJ = self._promise_KJ
         before_KJ = np.concatenate([np.ones((LONGEST + 1, 1)), promise_KJ[:, :-1]], 1)
-        expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
-        rate_KJ = (HINDSIGHT_PRIOR * expected_KJ + self._kept_J) / (HINDSIGHT_PRIOR + self._of_J)
-        return (1 + (rate_KJ.cumprod(1) * (promise_KJ > 0)).sum(1)).tolist()
+        self._expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
+
+    def _promised(self) -> list[float]:
+        # Looking back compares the lengths over the same text, each from where its own verifications would end: what was kept while one of them was
+        # held tells less of the others. But it promises too much where rollouts copy from others that ended while they ran, most of all of long
+        # copies. So for each position it is corrected by what verifications kept; one that none has come to as the one before it.
+        share, share_J = 1.0, []
+        for kept, hoped in zip(self._kept_J.tolist(), (self._of_KJ * self._expected_KJ).sum(0).tolist()):
+            share = (HINDSIGHT_PRIOR * share + kept) / (HINDSIGHT_PRIOR + hoped)
+            share_J.append(share)
+        return (1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)).tolist()
+
+    def _emitted(self) -> list[float]:
+        return self._promised()
 
     def _costs(self, live: int) -> list[float]:
         bucket, seconds = self._bucket(live), self._seconds(live)
@@ -352,12 +360,11 @@ class LookupLength(AutoLength):
         window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
         forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / window)
         self._kept_J[tried] *= forget
-        self._of_J[tried] *= forget
-        self._learn_held(kept_NB, k, forget)
+        self._of_KJ[:, tried] *= forget
         if k:
             kept_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1))
             self._kept_J += kept_J
-            self._of_J[tried] += np.append(rows, kept_J[:-1])[tried]
+            self._of_KJ[k, tried] += np.append(rows, kept_J[:-1])[tried]
         self._spent(k, seconds)
         by_entry: dict[int, list[float]] = {}
         for spent, found_B in zip(seconds, found_NB):
