@@ -356,15 +356,15 @@ class LookupLength(AutoLength):
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
-        tried = slice(k or LONGEST)  # while nothing is looked up all that was kept is forgotten
         window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
         forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / window)
-        self._kept_J[tried] *= forget
-        self._of_KJ[:, tried] *= forget
+        # Of positions that are not tried, too: what they kept when the past was shorter says little of what is promised now.
+        self._kept_J *= forget
+        self._of_KJ *= forget
         if k:
             kept_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1))
             self._kept_J += kept_J
-            self._of_KJ[k, tried] += np.append(rows, kept_J[:-1])[tried]
+            self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
         self._spent(k, seconds)
         by_entry: dict[int, list[float]] = {}
         for spent, found_B in zip(seconds, found_NB):
