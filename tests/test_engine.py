@@ -17,6 +17,7 @@ from asyncspec.config_check import cxx_compiler
 from asyncspec.engine import compiled, decode, graphs, memory
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
 from asyncspec.messages import summed
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
@@ -353,4 +354,10 @@ def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
         with torch.inference_mode():
             matrix = decode.Matrix(weight_OI, memory.Arena())
             torch.testing.assert_close(matrix(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(matrix.add_to(rest_TO.clone(), x_TI), rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
+            shape = LayerShape(outputs, 1, 1, 16, 0, 1e-6)
+            space = Workspace(shape, tokens, 1, torch.float32, "cpu")
+            matrix.write(Buffer.of(x_TI), space.x)
+            torch.testing.assert_close(space.x.tensor, x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
+            space.x.tensor.copy_(rest_TO)
+            matrix.add(Buffer.of(x_TI), space)
+            torch.testing.assert_close(space.x.tensor, rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

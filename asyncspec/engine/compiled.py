@@ -25,7 +25,7 @@ class LayerWeights(NamedTuple):
     """What a layer multiplies by, as `decode.DecodeLayer` derives it; matrices transposed: [in, out]."""
 
     wqkv: torch.Tensor
-    head_scale_RH: torch.Tensor | None  # Llama 3 does not normalize heads
+    inverse_RH: torch.Tensor | None  # of what queries and keys are scaled by in it, squared; Llama 3 does not normalize heads
     wo: torch.Tensor
     inward: torch.Tensor
     outward: torch.Tensor
@@ -91,8 +91,9 @@ def _compiled_block(shape: PolicyShape, positions: int):
         for w, cache in zip(weights, caches):
             qkv_TGRH = torch.mm(unit(x_TD, D), w.wqkv).view(-1, G, R + 2, H)
             qk = qkv_TGRH[:, :, : R + 1]
-            if w.head_scale_RH is not None:
-                qk = (unit(qk, H) * w.head_scale_RH).to(x_TD.dtype)
+            if w.inverse_RH is not None:
+                wide = qk.float()
+                qk = (wide * torch.rsqrt((wide * wide * w.inverse_RH).sum(-1, keepdim=True) + H * eps)).to(x_TD.dtype)
             real, imaginary = qk.unflatten(-1, (-1, 2)).unbind(-1)
             qk = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1).flatten(-2).to(x_TD.dtype)
             cache.index_copy_(0, index, torch.cat([qk[:, :, R], qkv_TGRH[:, :, R + 1]], -1).view(-1, 2 * H))

@@ -1,14 +1,13 @@
 """The policy's forward pass as the engine runs it: torchtitan's parameters, few operations, a slot KV cache.
 
 On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
-the model's modules: it reads their parameters and does in 25 operations a layer what they do in 70. Norms' weights go into
-the matrices behind them, matrices that read the same input are joined, and the halves of each query and key that Qwen3's RoPE rotates
-are interleaved, as Llama 3's are already, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change;
-tests/test_engine.py holds both forward passes to the same logits.
+the model's modules: it reads their parameters and does in 18 operations a layer what they do in 70, in memory of which all views are made
+once (workspace.py). Norms' weights go into the matrices behind them, matrices that read the same input are joined, the norms of a token and of all its heads
+are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so that
+rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
+same logits.
 
-Shape suffixes: B batch rows, L query positions, T = B * L, P cache positions, D model dimension, G key-value groups, R = queries of
-a group, then its key, then its value; H head size; W = G * R * H, a token's joined heads; E experts, K of a token, N = T * K sorted by
-expert, F hidden dimension.
+Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; E experts, K of a token, N = T * K sorted by expert.
 """
 
 from __future__ import annotations
@@ -25,29 +24,19 @@ from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.engine.memory import Arena
+from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace
+from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape, dtype_of
 
 PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
 LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
 AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
+LEAST_SCALE = 1e-9  # of a norm of heads, that goes into the weight before it
 COMPILED_TOKENS = 96  # up to which compiled layers are faster than eager ones with oneDNN's matrices
 
 
-class Unit:
-    """x / sqrt(sum(x^2) + size * eps): RMSNorm but for weight and sqrt(size), which go into what follows (`scale`)."""
-
-    def __init__(self, size: int, eps: float, device) -> None:
-        self.eps = torch.tensor(size * eps, device=device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is not torch.float32:
-            return self(x.float()).to(x.dtype)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self.eps, norm, norm).rsqrt_()
-
-
 def scale(norm) -> torch.Tensor:
-    """What `Unit` leaves out of an RMSNorm module; float32."""
+    """What `Workspace.normalize` leaves out of an RMSNorm module; float32."""
     return norm.weight.float() * norm.weight.shape[-1] ** 0.5
 
 
@@ -60,13 +49,16 @@ class RMSNorm:
     """A whole RMSNorm."""
 
     def __init__(self, norm, arena: Arena) -> None:
-        self.norm, self.arena, self.unit = norm, arena, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.norm, self.arena = norm, arena
 
     def reload(self) -> None:
         self.weight = self.arena.keep(scale(self.norm))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.unit(x).mul_(self.weight)
+    def __call__(self, space: Workspace) -> torch.Tensor:
+        """Of x, [T, D]."""
+        space.normalize()
+        unit_TD = space.unit.tensor
+        return (unit_TD * self.weight).to(unit_TD.dtype)
 
 
 class Matrix:
@@ -88,21 +80,34 @@ class Matrix:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        product_TO = self._special(x_TI)
-        return torch.mm(x_TI, self.weight) if product_TO is None else product_TO
-
-    def add_to(self, rest_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """rest += x @ weight.T."""
-        product_TO = self._special(x_TI)
-        return rest_TO.addmm_(x_TI, self.weight) if product_TO is None else rest_TO.add_(product_TO)
-
-    def _special(self, x_TI: torch.Tensor) -> torch.Tensor | None:
-        """The product, where torch's own would be slower."""
         if self._array is not None and len(x_TI) > 1:
             return torch.from_numpy(np.dot(x_TI.numpy(), self._array))
-        if self._packed is not None and len(x_TI) * self.weight.numel() >= PACKED_FROM:
-            return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, None, "none", [], "")
-        return None
+        return self._packed_product(x_TI) if self._is_large(x_TI) else torch.mm(x_TI, self.weight)
+
+    def write(self, x: Buffer, out: Buffer) -> None:
+        """out = x @ weight.T."""
+        if self._array is not None and len(x.tensor) > 1:
+            np.matmul(x.array, self._array, out=out.array)
+        elif self._is_large(x.tensor):
+            out.tensor.copy_(self._packed_product(x.tensor))
+        else:
+            torch.mm(x.tensor, self.weight, out=out.tensor)
+
+    def add(self, x: Buffer, space: Workspace) -> None:
+        """The workspace's x += x @ weight.T."""
+        if self._array is not None and len(x.tensor) > 1:
+            np.matmul(x.array, self._array, out=space.change.array)
+            space.x.tensor.add_(space.change.tensor)
+        elif self._is_large(x.tensor):
+            space.x.tensor.add_(self._packed_product(x.tensor))
+        else:
+            space.x.tensor.addmm_(x.tensor, self.weight)
+
+    def _is_large(self, x_TI: torch.Tensor) -> bool:
+        return self._packed is not None and len(x_TI) * self.weight.numel() >= PACKED_FROM
+
+    def _packed_product(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_TI.contiguous(), self._packed, None, "none", [], "")
 
 
 @lru_cache
@@ -129,7 +134,7 @@ def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class RoPE:
-    """Rotary embedding of joined heads (`DecodeLayer.wqkv`); the rotations of a step are gathered once for all layers."""
+    """Rotary embedding of joined heads (`DecodeLayer.wqkv`); the rotations of a pass are gathered once for all layers."""
 
     def __init__(self, angles_PH: torch.Tensor, groups: int, queries: int) -> None:
         """
@@ -153,34 +158,47 @@ class RoPE:
         return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), *heads)
 
     def at(self, position_BL: torch.Tensor) -> torch.Tensor:
-        """[B, L, W / 2], complex."""
+        """[T, W / 2], complex."""
         turned = self.rotation_PH[position_BL][:, :, None, None]
         size = (*position_BL.shape, self.groups)
-        return torch.cat([turned.expand(*size, self.queries + 1, -1), self._still_H.expand(*size, 1, -1)], 3).flatten(2)
-
-
-def rotate(qkv_TW: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn joined heads, interleaved and in float32, by what `RoPE.at` gives; in place."""
-    torch.view_as_complex(qkv_TW.view(len(qkv_TW), -1, 2)).mul_(rotation.flatten(0, 1))
-    return qkv_TW
+        return torch.cat([turned.expand(*size, self.queries + 1, -1), self._still_H.expand(*size, 1, -1)], 3).view(position_BL.numel(), -1)
 
 
 class HeadNorm:
-    """RMSNorm of the queries and the keys of joined heads, in place: as with rotations, values are multiplied by one."""
+    """The RMSNorm of a token and, behind it, those of its queries and keys, all on their products: with x the token's residual stream, q = x @ weight.T of
+    a query or key, v of a value, and s the norms' own scales, which that weight has in it already,
 
-    def __init__(self, q_norm, k_norm, queries: int, arena: Arena) -> None:
+        q / sqrt(sum(q^2 / s^2) + H * eps * (sum(x^2) + D * eps))      v / sqrt(sum(x^2) + D * eps)
+
+    The sums under all roots are one product of the squares of x, its constant and the heads with a matrix.
+    """
+
+    def __init__(self, q_norm, k_norm, shape: LayerShape, arena: Arena) -> None:
         """Takes modules."""
-        self.modules, self.queries, self.arena, size, device = (q_norm, k_norm), queries, arena, q_norm.weight.shape[-1], q_norm.weight.device
-        self.eps = torch.tensor(size * q_norm.eps, device=device)
-        self._is_value_R1 = (torch.arange(queries + 2, device=device) > queries).unsqueeze(1)
+        self.modules, self.shape, self.arena = (q_norm, k_norm), shape, arena
 
-    def reload(self) -> None:
-        queries, key = (interleaved(scale(norm), 0) for norm in self.modules)
-        self.scale_RH = self.arena.keep(torch.stack([*[queries] * self.queries, key, torch.ones_like(key)]))
+    def reload(self) -> torch.Tensor:
+        """Returns the scales that are to go into the weight, float32 [R, H]."""
+        D, G, Q, H, *_ = self.shape
+        queries_H, key_H = (interleaved(scale(norm), 0) for norm in self.modules)
+        scale_RH = torch.stack([*[queries_H] * Q, key_H, torch.ones_like(key_H)])
+        # What a weight of nothing has scaled cannot be scaled back; so little cannot be told from nothing.
+        scale_RH = torch.where(scale_RH.abs() < LEAST_SCALE, LEAST_SCALE, scale_RH)
+        self.inverse_RH = self.arena.keep(scale_RH[:-1] ** -2)
+        sums_NI = scale_RH.new_zeros(G * (Q + 2), D + PAD + G * (Q + 2) * H)
+        sums_GRI, sums_GRGRH = sums_NI.view(G, Q + 2, -1), sums_NI[:, D + PAD :].view(G, Q + 2, G, Q + 2, H)
+        sums_GRI[:, :-1, : D + 1], sums_GRI[:, -1, : D + 1] = H * self.modules[0].eps, 1.0
+        for group in range(G):
+            for head in range(Q + 1):
+                sums_GRGRH[group, head, group, head] = self.inverse_RH[head]
+        self.sums = Matrix(sums_NI, self.arena)
+        return scale_RH
 
-    def __call__(self, heads_TGRH: torch.Tensor) -> None:
-        norm = torch.linalg.vector_norm(heads_TGRH, dim=-1, keepdim=True)
-        heads_TGRH.mul_(torch.addcmul(self.eps, norm, norm).rsqrt_().masked_fill_(self._is_value_R1, 1.0)).mul_(self.scale_RH)
+    def __call__(self, space: Workspace) -> None:
+        space.square()
+        self.sums.write(space.squares, space.factors)
+        space.factors.tensor.rsqrt_()
+        space.heads_TNH.mul_(space.factors_TN1)
 
 
 class MLP:
@@ -188,24 +206,26 @@ class MLP:
 
     def __init__(self, norm, gate, up, down, arena: Arena) -> None:
         """Takes modules: an RMSNorm and three Linears."""
-        self.modules, self.arena, self.unit = (norm, gate, up, down), arena, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.modules, self.arena = (norm, gate, up, down), arena
 
     def reload(self) -> None:
         norm, gate, up, down = self.modules
         self.inward = Matrix(scaled(torch.cat([gate.weight, up.weight]), scale(norm)), self.arena)
         self.outward = Matrix(down.weight, self.arena)
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        gate_TF, up_TF = self.inward(self.unit(x_TD)).chunk(2, -1)
-        return self.outward.add_to(x_TD, F.silu(gate_TF).mul_(up_TF))
+    def __call__(self, space: Workspace) -> None:
+        space.normalize()
+        self.inward.write(space.unit, space.inward)
+        F.silu(space.gate.tensor, inplace=True).mul_(space.up_TF)
+        self.outward.add(space.gate, space)
 
 
 class Mixture:
-    """A mixture of SwiGLU experts behind a norm: x + sum over the token's experts of weight * expert(norm(x))."""
+    """A mixture of SwiGLU experts behind a norm: x += sum over the token's experts of weight * expert(norm(x))."""
 
     def __init__(self, norm, moe, arena: Arena) -> None:
         """Takes modules: an RMSNorm and torchtitan's MoE."""
-        self.modules, self.arena, self.unit = (norm, moe), arena, Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
+        self.modules, self.arena = (norm, moe), arena
         self.per_token, self.normed = moe.router.top_k, moe.router.route_norm
         self._expert_E = torch.arange(moe.router.num_experts, device=norm.weight.device)
 
@@ -215,8 +235,9 @@ class Mixture:
         self.inward_EDF = self.arena.keep(scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm))).transpose(1, 2)
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        normed_TD = self.unit(x_TD)
+    def __call__(self, space: Workspace) -> None:
+        space.normalize()
+        x_TD, normed_TD = space.x.tensor, space.unit.tensor
         score_TK, expert_TK = self.router(normed_TD.float()).softmax(-1).topk(self.per_token, sorted=False)
         if self.normed:
             score_TK = score_TK / score_TK.sum(-1, keepdim=True)
@@ -226,7 +247,7 @@ class Mixture:
         gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(2, -1)
         out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
         out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
-        return torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1)
+        x_TD.unsqueeze(1).baddbmm_(score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD)
 
 
 class DecodeModel:
@@ -242,10 +263,10 @@ class DecodeModel:
         self.cache = cache = KVCache(
             shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device, dtype_of(model))
         self.rope = RoPE.of(model)
-        self.embedding, self.lm_head = model.tok_embeddings, model.lm_head
-        self.arena = Arena()
+        self.embedding, self.lm_head = model.tok_embeddings.weight, model.lm_head
+        self.layer_shape, self.arena = layer_shape(shape), Arena()
         self.norm = RMSNorm(model.norm, self.arena)
-        self.layers = [DecodeLayer(layer, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
+        self.layers = [DecodeLayer(layer, self.layer_shape, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
         self.compiled: CompiledLayers | None = None
         self.graphs: Graphs | None = None
         self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
@@ -288,40 +309,63 @@ class DecodeModel:
 
     def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0) -> list[torch.Tensor]:
         B, L = token_BL.shape
-        x_TD = self.embedding(token_BL).flatten(0, 1)
+        x_TD = F.embedding(token_BL.flatten(), self.embedding)
         where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
+        space = Workspace(self.layer_shape, B, L, x_TD.dtype, x_TD.device)
         if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
-            pairs = torch.view_as_real(rotation[:, :, None, None, : self.rope.rotation_PH.shape[-1]]).flatten(0, 1).contiguous()
+            pairs = torch.view_as_real(rotation[:, None, None, : self.rope.rotation_PH.shape[-1]]).contiguous()
             outputs = self.compiled(x_TD, self._weights, self.cache.flat, where.index, where.groups[0].mask, pairs)
             inputs = [x_TD, *outputs]
-            kept, x_TD = [inputs[index] for index in aux_layers if index < len(self.layers)], outputs[-1]
+            kept = [inputs[index] for index in aux_layers if index < len(self.layers)]
+            space.x.tensor.copy_(outputs[-1])
         else:
+            space.x.tensor.copy_(x_TD)
             for index, layer in enumerate(self.layers):
                 if index in aux_layers:
-                    kept.append(x_TD.clone())  # layers add to it
-                x_TD = layer(x_TD, where, rotation)
-        x_TD = self.norm(x_TD)
+                    kept.append(space.x.tensor.clone())
+                layer(space, where, rotation)
+        hidden_TD = self.norm(space)
         if len(self.layers) in aux_layers:
-            kept.append(x_TD)
-        return [kept_TD.view(B, L, -1) for kept_TD in (x_TD, *kept)]
+            kept.append(hidden_TD)
+        return [kept_TD.view(B, L, -1) for kept_TD in (hidden_TD, *kept)]
 
 
-class DecodeLayer:
+class Block:
+    """What a layer of the policy and that of a draft have in common: all but how heads come to be. `wo` and `mlp` are theirs to give."""
+
+    wo: Matrix
+    mlp: MLP | Mixture
+
+    def __init__(self, index: int, cache: KVCache) -> None:
+        """
+        Args:
+            index: the layer's number in the cache.
+        """
+        self.index, self.cache = index, cache
+
+    def attend(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+        """From heads, widened, to what comes out of the layer."""
+        space.rotate(rotation)
+        space.narrow()
+        self.cache.attend(self.index, where, space)
+        self.wo.add(space.attended, space)
+        self.mlp(space)
+
+
+class DecodeLayer(Block):
     """One block of the policy."""
 
-    def __init__(self, layer, index: int, cache: KVCache, arena: Arena) -> None:
+    def __init__(self, layer, shape: LayerShape, index: int, cache: KVCache, arena: Arena) -> None:
         """
         Args:
             layer: torchtitan's TransformerBlock.
             index: the layer's number in the cache.
             arena: where its matrices go.
         """
-        self.layer, self.index, self.cache, self.arena = layer, index, cache, arena
+        super().__init__(index, cache)
+        self.layer, self.shape, self.arena = layer, shape, arena
         attention = layer.attention
-        self.groups, self.queries = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
-        norm = layer.attention_norm
-        self.unit = Unit(norm.weight.shape[-1], norm.eps, norm.weight.device)
-        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, self.queries, arena)  # Llama 3 has none
+        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, shape, arena)  # Llama 3 has none
         if getattr(layer, "moe_enabled", False):
             self.mlp = Mixture(layer.ffn_norm, layer.moe, arena)
         else:
@@ -330,27 +374,36 @@ class DecodeLayer:
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
-        attention, R = self.layer.attention, self.queries + 1
-        weight_GRHD = attention.qkv_linear.wqkv.weight.view(self.groups, R + 1, -1, self.layer.attention_norm.weight.shape[-1])
+        attention, (D, G, Q, *_) = self.layer.attention, self.shape
+        weight_GRHD = attention.qkv_linear.wqkv.weight.view(G, Q + 2, -1, D)
         if not attention.rope.cache.is_complex():
-            weight_GRHD = torch.cat([interleaved(weight_GRHD[:, :R], 2), weight_GRHD[:, R:]], 1)
-        self.wqkv = Matrix(scaled(weight_GRHD.flatten(0, 2), scale(self.layer.attention_norm)), self.arena)
-        self.wo = Matrix(attention.wo.weight, self.arena)
+            weight_GRHD = torch.cat([interleaved(weight_GRHD[:, : Q + 1], 2), weight_GRHD[:, Q + 1 :]], 1)
+        scale_GRHD = scale(self.layer.attention_norm).expand_as(weight_GRHD)
         if self.head_norm is not None:
-            self.head_norm.reload()
+            scale_GRHD = scale_GRHD * self.head_norm.reload().unsqueeze(-1)
+        self.wqkv = Matrix(scaled(weight_GRHD, scale_GRHD).flatten(0, 2), self.arena)
+        self.wo = Matrix(attention.wo.weight, self.arena)
         self.mlp.reload()
 
     @property
     def weights(self) -> LayerWeights:
         """Of a dense layer."""
-        head_scale_RH = self.head_norm and self.head_norm.scale_RH[:-1]
-        return LayerWeights(self.wqkv.weight, head_scale_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
+        inverse_RH = self.head_norm and self.head_norm.inverse_RH
+        return LayerWeights(self.wqkv.weight, inverse_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
 
-    def __call__(self, x_TD: torch.Tensor, where: Place, rotation: torch.Tensor) -> torch.Tensor:
-        """Overwrites x_TD."""
-        qkv_TW = self.wqkv(self.unit(x_TD))
-        wide_TW = qkv_TW.float()
-        if self.head_norm is not None:
-            self.head_norm(wide_TW.view(len(x_TD), self.groups, self.queries + 2, -1))
-        qkv_TW = rotate(wide_TW, rotation).to(qkv_TW.dtype)
-        return self.mlp(self.wo.add_to(x_TD, self.cache.attend(self.index, where, qkv_TW)))
+    def __call__(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+        if self.head_norm is None:
+            space.normalize()
+            self.wqkv.write(space.unit, space.heads)
+            space.widen()
+        else:
+            self.wqkv.write(space.x, space.heads)
+            space.widen()
+            self.head_norm(space)
+        self.attend(space, where, rotation)
+
+
+def layer_shape(shape: PolicyShape | DraftShape) -> LayerShape:
+    """Of a policy's layers, or of a draft's."""
+    hidden_dim = 0 if getattr(shape, "experts", None) is not None else shape.hidden_dim
+    return LayerShape(shape.dim, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, hidden_dim, shape.norm_eps)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncspec.engine import memory
+from asyncspec.engine.workspace import Workspace
 
 Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
 
@@ -112,25 +113,12 @@ class KVCache:
         kv = self.kv[:, start:end].flatten(1, 2)[:, :, :span]
         return kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
 
-    def attend(self, layer: int, place: Place, qkv_TW: torch.Tensor) -> torch.Tensor:
-        """Write this pass's keys and values, then attend over all positions up to each query's own.
-
-        Args:
-            qkv_TW: [B * L, W].
-
-        Returns:
-            [B * L, G * queries * H]
-        """
-        (B, L), G, H = place.shape, self.groups, self.head_dim
-        q, kv = qkv_TW.view(B * L * G, self.queries + 2, H).split_with_sizes([self.queries, 2], 1)
-        self.flat[layer].index_copy_(0, place.index, kv.flatten(1))
-        if L > 1:
-            q = q.view(B, L, G, self.queries, H).transpose(1, 2).reshape(B * G, L * self.queries, H)
-        if len(place.groups) == 1:
-            out = self._attended(layer, q, place.groups[0])
-        else:
-            out = torch.cat([self._attended(layer, q[group.rows], group) for group in place.groups])
-        return out.view(B, -1) if L == 1 else out.view(B, G, L, self.queries, H).transpose(1, 2).reshape(B * L, -1)
+    def attend(self, layer: int, place: Place, space: Workspace) -> None:
+        """Write this pass's keys and values, then attend over all positions up to each query's own."""
+        self.flat[layer].index_copy_(0, place.index, space.kv)
+        q = space.q
+        for group in place.groups:
+            space.put_attended(group.rows, self._attended(layer, q[group.rows], group))
 
     def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import MLP, Matrix, RoPE, Unit, interleaved, rotate, scale, scaled
-from asyncspec.engine.kv_cache import KVCache
+from asyncspec.engine.decode import MLP, Block, Matrix, RoPE, interleaved, layer_shape, scale, scaled
+from asyncspec.engine.kv_cache import KVCache, Place
 from asyncspec.engine.memory import Arena
+from asyncspec.engine.workspace import Buffer, Workspace
 from asyncspec.models.eagle3 import Eagle3
 from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
 from asyncspec.speculation.features import FeatureDrafter
 
 
-class DecodeEagle3:
+class DecodeEagle3(Block):
     def __init__(self, draft: Eagle3, slots: Slots) -> None:
-        self.draft, self.shape = draft, draft.shape
+        self.draft, self.layer_shape, self.dtype, self.arena = draft, layer_shape(draft.shape), draft.fc.weight.dtype, Arena()
         shape, layer = draft.shape, draft.midlayer
-        self.groups, self.queries = shape.n_kv_heads, shape.n_heads // shape.n_kv_heads
-        self.cache = KVCache(1, *slots.token_SP.shape, self.groups, self.queries, shape.head_dim, slots.device, draft.fc.weight.dtype)
-        self.rope = RoPE(shape.angles(slots.positions).to(slots.device), self.groups, self.queries)
-        self.unit = Unit(shape.dim, shape.norm_eps, slots.device)
-        mlp, self.arena = layer.mlp, Arena()
-        self.mlp = MLP(layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj, self.arena)
+        _, G, Q, H, *_ = self.layer_shape
+        super().__init__(0, KVCache(1, *slots.token_SP.shape, G, Q, H, slots.device, self.dtype))
+        self.rope = RoPE(shape.angles(slots.positions).to(slots.device), G, Q)
+        self.mlp = MLP(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, self.arena)
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
         self.arena.clear()
-        layer, G, H = self.draft.midlayer, self.groups, self.shape.head_dim
+        layer, (_, G, _, H, *_) = self.draft.midlayer, self.layer_shape
         a = layer.self_attn
         q, k, v = (w.weight.view(G, -1, H, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj))
         norms = torch.cat([scale(layer.input_layernorm), scale(layer.hidden_norm)])
@@ -36,23 +35,24 @@ class DecodeEagle3:
         self.lm_head = Matrix(scaled(self.draft.lm_head.weight, scale(self.draft.norm)), self.arena)
         self.mlp.reload()
 
-    def fuse(self, features_TE: torch.Tensor) -> torch.Tensor:
-        return self.fc(features_TE)
+    def fuse(self, features_TE: torch.Tensor, space: Workspace) -> None:
+        self.fc.write(Buffer.of(features_TE), space.x)
 
-    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        logits_BU = self.lm_head(self.unit(hidden_BD))
+    def logits(self, space: Workspace) -> torch.Tensor:
+        space.normalize()
+        logits_BU = self.lm_head(space.unit.tensor)
         if self.draft.d2t_U is None:
             return logits_BU
-        logits_BV = logits_BU.new_full((len(logits_BU), self.shape.vocab_size), float("-inf"))
+        logits_BV = logits_BU.new_full((len(logits_BU), self.draft.shape.vocab_size), float("-inf"))
         return logits_BV.index_copy_(1, self.draft.d2t_U, logits_BU)
 
-    def __call__(self, hidden_TD, embeds_TD, place, rotation) -> torch.Tensor:
-        """Overwrites hidden_TD."""
-        qkv_TW = self.wqkv(self.unit(torch.stack([embeds_TD, hidden_TD], 1)).flatten(1))
-        qkv_TW = rotate(qkv_TW.float(), rotation).to(qkv_TW.dtype)
-        return self.mlp(self.wo.add_to(hidden_TD, self.cache.attend(0, place, qkv_TW)))
+    def __call__(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
+        space.normalize_inputs()
+        self.wqkv.write(space.units, space.heads)
+        space.widen()
+        self.attend(space, place, rotation)
 
 
 def eagle3_drafter(draft: Eagle3, model, slots: Slots, settings) -> FeatureDrafter:
     draft = cast(draft.to(slots.device), dtype_of(model)).requires_grad_(False)
-    return FeatureDrafter(draft, DecodeEagle3(draft, slots), model.tok_embeddings, slots, settings)
+    return FeatureDrafter(draft, DecodeEagle3(draft, slots), model.tok_embeddings.weight, slots, settings)

@@ -12,10 +12,12 @@ from typing import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from asyncspec.engine import memory
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import Spans, runs
+from asyncspec.engine.workspace import Workspace
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.verify import sample, sampling_distribution
 
@@ -25,15 +27,16 @@ UNSTORED = 32  # steps without speculation whose features are written at once
 class FeatureDrafter:
     remembers = looks_up = False
 
-    def __init__(self, draft, decode, embed, slots: Slots, settings: tuple[float, float, int]) -> None:
+    def __init__(self, draft, decode, embedding_VD, slots: Slots, settings: tuple[float, float, int]) -> None:
         """
         Args:
             draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
-            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`).
-            embed: the target's embedding, int64 tokens [...] -> [..., D].
+            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features there as x, calling it
+                reads x and an embedding and leaves as x what is to be fed back, `logits` are those for the token after.
+            embedding_VD: the target's.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
-        self.draft, self.decode, self.embed, self.slots, self.settings = draft, decode, embed, slots, settings
+        self.draft, self.decode, self._embedding_VD, self.slots, self.settings = draft, decode, embedding_VD, slots, settings
         self.aux_layers = draft.aux_layers
         size = (*slots.token_SP.shape, len(self.aux_layers) * draft.shape.dim)
         self.feature_SPE = memory.zeros(*size, dtype=draft.fc.weight.dtype, device=slots.device)
@@ -106,17 +109,18 @@ class FeatureDrafter:
 
     def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Distributions and tokens, once the `width` positions before each row's last token are read."""
-        hidden_BD, logits_BV = self._read(0, length_B, width, spans)
+        space, logits_BV = self._read(0, length_B, width, spans)
         q_BV = sampling_distribution(logits_BV, *self.settings)
         uniforms = uniform_BK.unbind(1)
         tokens, distributions = [sample(q_BV, uniforms[0])], [q_BV]
         if len(uniforms) > 1:
             position_BK = length_B.unsqueeze(1) + self.slots.index_P[: len(uniforms) - 1] - 1
             place = self.decode.cache.at(0, position_BK, spans)
-            rotations = self.decode.rope.at(position_BK).split(1, 1)
+            rotations = self.decode.rope.at(position_BK).view(*position_BK.shape, -1).unbind(1)
             for uniform_B, step, rotation in zip(uniforms[1:], place.each(), rotations):
-                hidden_BD = self.decode(hidden_BD, self.embed(tokens[-1]), step, rotation)
-                q_BV = sampling_distribution(self.decode.logits(hidden_BD), *self.settings)
+                space.embedding_TD.copy_(F.embedding(tokens[-1], self._embedding_VD))
+                self.decode(space, step, rotation)
+                q_BV = sampling_distribution(self.decode.logits(space), *self.settings)
                 tokens.append(sample(q_BV, uniform_B))
                 distributions.append(q_BV)
         return torch.stack(distributions, 1), torch.stack(tokens, 1)
@@ -133,14 +137,23 @@ class FeatureDrafter:
     def leave(self, row: int) -> None:
         pass
 
-    def _read(self, first_row: int, length_B, width: int, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the `width` positions before each row's last token; what was read before is read again alike."""
+    def _read(self, first_row: int, length_B, width: int, spans: Spans) -> tuple[Workspace, torch.Tensor]:
+        """Read the `width` positions before each row's last token; what was read before is read again alike.
+
+        Returns:
+            The workspace of the last of these positions, and their logits.
+        """
         count, slots = len(length_B), self.slots
         rows = slice(first_row, first_row + count)
         position_BW = (length_B.unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
         features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
         token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
-        place = self.decode.cache.at(first_row, position_BW, spans)
-        hidden_TD = self.decode(self.decode.fuse(features_TE), self.embed(token_BW.flatten()), place, self.decode.rope.at(position_BW))
-        hidden_BD = hidden_TD.view(count, width, -1)[:, -1]
-        return hidden_BD, self.decode.logits(hidden_BD)
+        space, last = self._space(count, width), self._space(count, 1)
+        self.decode.fuse(features_TE, space)
+        space.embedding_TD.copy_(F.embedding(token_BW.flatten(), self._embedding_VD))
+        self.decode(space, self.decode.cache.at(first_row, position_BW, spans), self.decode.rope.at(position_BW))
+        last.x.tensor.copy_(space.x.tensor.unflatten(0, (count, width))[:, -1])
+        return last, self.decode.logits(last)
+
+    def _space(self, rows: int, length: int) -> Workspace:
+        return Workspace(self.decode.layer_shape, rows, length, self.decode.dtype, self.slots.device, inputs=2)

@@ -1,0 +1,134 @@
+"""The memory that the layers of a pass compute in, one after the other, with every view of it made once.
+
+With few tokens a pass costs what launching its operations and making their views costs. So nothing is allocated in a layer, and nothing is viewed
+anew. Behind each token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D), which goes
+into the matrices behind it (`decode.scale`).
+
+Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value groups, R = queries of a
+group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries of a group; F hidden dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+PAD = 16  # numbers behind x: the constant, then zeros, so that what follows begins at a whole vector
+
+
+class LayerShape(NamedTuple):
+    dim: int
+    groups: int  # key-value heads
+    queries: int  # query heads that share one
+    head_dim: int
+    hidden_dim: int  # 0: a mixture, which has memory of its own
+    eps: float  # of RMSNorm
+
+
+class Buffer(NamedTuple):
+    """A tensor, and the same memory as numpy sees it: making that view costs half of what a small product costs."""
+
+    tensor: torch.Tensor
+    array: np.ndarray | None  # None: not in float32 on a CPU
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Buffer":
+        return cls(tensor, tensor.numpy() if tensor.device.type == "cpu" and tensor.dtype is torch.float32 else None)
+
+
+class Workspace:
+    """Of a pass over L tokens in each of B rows. `x` is the residual stream."""
+
+    def __init__(self, shape: LayerShape, B: int, L: int, dtype: torch.dtype, device, inputs: int = 1) -> None:
+        """
+        Args:
+            dtype: of matrices and x; what is squared and turned is in float32.
+            inputs: 2 for drafts, which read an embedding (the first) beside x (the last).
+        """
+        (D, G, Q, H, F, eps), T = shape, B * L
+        R, W = Q + 2, G * (Q + 2) * H
+
+        def space(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        self.rows = (B, L)
+        row_TIE = space(T, inputs, D + PAD)
+        row_TIE[..., D:].zero_()
+        row_TIE[..., D].fill_((D * eps) ** 0.5)
+        self._row_TE = row_TIE[:, -1]
+        self.x, self._long_T = Buffer.of(self._row_TE[:, :D]), self._row_TE[:, : D + 1]
+        self._length_T1, self.unit = space(T, 1, dtype=torch.float32), Buffer.of(space(T, D))
+        if inputs > 1:
+            self.embedding_TD = row_TIE[:, 0, :D]
+            self._inputs_TID, self._long_TI = row_TIE[..., :D], row_TIE[..., : D + 1]
+            self._length_TI1, self._units_TID = space(T, inputs, 1, dtype=torch.float32), space(T, inputs, D)
+            self.units = Buffer.of(self._units_TID.view(T, inputs * D))
+        self.heads = Buffer.of(space(T, W))
+        narrow = dtype is not torch.float32
+        self._wide_TW = space(T, W, dtype=torch.float32) if narrow else self.heads.tensor
+        self._narrow_TW = self.heads.tensor if narrow else None
+        self.heads_TNH, self._complex = self._wide_TW.view(T, G * R, H), torch.view_as_complex(self._wide_TW.view(T, W // 2, 2))
+        self.squares, self.factors = Buffer.of(space(T, D + PAD + W, dtype=torch.float32)), Buffer.of(space(T, G * R, dtype=torch.float32))
+        self._square_TE, self._square_TW = self.squares.tensor.split([D + PAD, W], 1)
+        self.factors_TN1 = self.factors.tensor.unsqueeze(-1)
+        joined = self.heads.tensor.view(T * G, R * H)
+        self.kv = joined[:, Q * H :]  # [T * G, 2H]
+        self.attended = Buffer.of(space(T, G * Q * H))
+        if L == 1:
+            self._q, self._attended = joined[:, : Q * H].unflatten(1, (Q, H)), self.attended.tensor.view(B * G, Q, H)
+        else:
+            self._q = joined.view(B, L, G, R, H)[:, :, :, :Q].transpose(1, 2)
+            self._attended = self.attended.tensor.view(B, L, G, Q, H).transpose(1, 2)
+        if F:
+            self.inward = Buffer.of(space(T, 2 * F))
+            gate_TF, self.up_TF = self.inward.tensor.chunk(2, -1)
+            self.gate = Buffer.of(gate_TF)
+        self.change = Buffer.of(space(T, D))  # to be added to x
+
+    @property
+    def q(self) -> torch.Tensor:
+        """[B * G, L * Q, H]"""
+        return self._q if self.rows[1] == 1 else self._q.reshape(-1, self._q.shape[2] * self._q.shape[3], self._q.shape[4])
+
+    def put_attended(self, rows: slice, out: torch.Tensor) -> None:
+        """What some rows, of B * G, have attended to: [rows, L * Q, H]."""
+        if self.rows[1] == 1:
+            self._attended[rows] = out
+        else:
+            B, G, L, Q, H = self._attended.shape
+            self._attended[rows.start // G : rows.stop // G] = out.view(-1, G, L, Q, H)
+
+    def normalize(self) -> None:
+        """unit = x / sqrt(sum(x^2) + D * eps)."""
+        _length(self._long_T, self._length_T1)
+        torch.div(self.x.tensor, self._length_T1, out=self.unit.tensor)
+
+    def normalize_inputs(self) -> None:
+        """The same of each input, into units."""
+        _length(self._long_TI, self._length_TI1)
+        torch.div(self._inputs_TID, self._length_TI1, out=self._units_TID)
+
+    def widen(self) -> None:
+        """Heads in float32, to be scaled and turned; until `narrow`."""
+        if self._narrow_TW is not None:
+            self._wide_TW.copy_(self._narrow_TW)
+
+    def narrow(self) -> None:
+        if self._narrow_TW is not None:
+            self._narrow_TW.copy_(self._wide_TW)
+
+    def square(self) -> None:
+        """squares = those of x, its constant and zeros, then those of the heads."""
+        row_TE = self._row_TE.float()
+        torch.mul(row_TE, row_TE, out=self._square_TE)
+        torch.mul(self._wide_TW, self._wide_TW, out=self._square_TW)
+
+    def rotate(self, rotation: torch.Tensor) -> None:
+        """Turn heads, interleaved, by what `RoPE.at` gives."""
+        self._complex.mul_(rotation)
+
+
+def _length(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32, out=out)
