@@ -26,7 +26,7 @@ from asyncspec.config import Config, from_yaml
 from asyncspec.deadlines import LOADING_PATIENCE
 from asyncspec.faults import Faults
 from asyncspec.heartbeat import Heart
-from asyncspec.loading import uncollected
+from asyncspec.loading import uncollected, use_threads
 from asyncspec.timing import clock
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
@@ -121,7 +121,7 @@ class Actor(ABC):
             with uncollected():
                 import torch
 
-                torch.set_num_threads(self.threads)
+                use_threads(self.threads)
                 if self.device.startswith("cuda"):
                     torch.cuda.set_device(self.device)
                     self.recorder.use(self.device)

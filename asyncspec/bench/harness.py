@@ -52,8 +52,12 @@ class Benchmark(ABC):
         """One measurement of a variant."""
 
     def again(self, samples: Samples) -> tuple[int, Sequence[str]]:
-        """How often to measure which variants once more when all are measured; kept under the name "again VARIANT"."""
+        """How often, at most, to measure which variants once more when all are measured; kept under the name "again VARIANT"."""
         return 0, ()
+
+    def settled(self, variant: str, measured: Sequence[dict[str, float]]) -> bool:
+        """Whether a variant has been measured often enough, before all rounds are over. It may look at how sure a result is, not at the result."""
+        return False
 
     @abstractmethod
     def headline(self, samples: Samples) -> dict[str, float]:
@@ -94,6 +98,9 @@ def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
                 for repetition in range(rounds):
                     # There and back: who is measured first has colder caches.
                     for variant in variants if repetition % 2 == 0 else reversed(variants):
+                        if benchmark.settled(prefix + variant, samples.get(prefix + variant, ())):
+                            progress.update(bar, advance=1)
+                            continue
                         measured = benchmark.measure(variant, first + repetition)
                         samples.setdefault(prefix + variant, []).append(measured)
                         shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
@@ -132,6 +139,12 @@ def ratio(samples: Samples, key: str, above: str, below: str) -> float:
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median, third quartile."""
     return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (*values, *values, *values)
+
+
+def median_error(values: Sequence[float]) -> float:
+    """Standard error of the median of normal values, by their quartiles."""
+    low, _, high = spread(values)
+    return 1.2533 * (high - low) / 1.349 / len(values) ** 0.5
 
 
 def machine() -> dict[str, str | int]:

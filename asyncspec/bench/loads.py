@@ -15,6 +15,7 @@ from asyncspec import config as configuration
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch.roles import devices
+from asyncspec.loading import use_threads
 from asyncspec.models import eagle3, policy, tokenizer
 from asyncspec.rl import tasks
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
@@ -24,7 +25,7 @@ from asyncspec.speculation.make import drafter_maker
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
 WARM_UP_ROLLOUTS = 24  # for each slot
-TURNS = 8  # of engines that are measured side by side
+TURNS = 64  # of engines that are measured side by side: the shorter, the more alike is what else the machine does
 
 
 class Watched:
@@ -67,7 +68,7 @@ class Watched:
 class Loads:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.config = c = configuration.load("tiny", overrides)
-        torch.set_num_threads(c.engine.threads)
+        use_threads(c.engine.threads)
         self.device = devices(c.deployment.device, ["generator"])[0]
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
@@ -183,8 +184,7 @@ class Loads:
                 seconds[i] += time.perf_counter() - began
         results = []
         for i, engine in enumerate(engines):
-            rows = slice(0, engine.live)
-            tokens[i] += int((engine.tokens.length_S[rows] - engine.tokens.prompt_S[rows]).sum())
+            tokens[i] += engine.begun_tokens
             result = {"tokens": tokens[i], "seconds": seconds[i], "tokens_per_s": tokens[i] / seconds[i], "step_ms": 1e3 * seconds[i] / steps[i]}
             results.append(result | (engine.lengths.summary() if isinstance(engine.lengths, Watched) else {}))
         return results

@@ -2,8 +2,8 @@
 
 Two loads. The job: 64 rollouts of the default job through 16 slots, its own length distribution, with its long tail. And a fixed
 number of sequences kept live, from 1 to 64, for each drafter, an untrained one included: without speculation, with fixed draft
-lengths, and with the length chosen for each step. That last is then measured again, by turns with the best of the others: the headline rests on these.
-Beside it two engines without speculation take turns: a smaller difference than theirs says nothing.
+lengths, and with the length chosen for each step. That last is then measured again, by turns with the best of the others, each pair until its
+median is known well enough: the headline rests on these. Beside them two engines without speculation take turns: a smaller difference than theirs says nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Sequence
 
 from rich.table import Table
 
-from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
+from asyncspec.bench.harness import Benchmark, Samples, median, median_error, ratio, spread
 from asyncspec.bench.loads import METHODS, Loads
 
 JOB_ROLLOUTS, JOB_SLOTS = 64, 16
@@ -23,14 +23,14 @@ LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
 FIXED = (1, 2, 3, 5, 7)
 ROLLOUTS, ROLLOUTS_SLOT = 32, 3  # of a measurement, and more for each slot, besides those that are still live when it ends
-AGAIN = 5  # times as many repetitions of auto beside the best, once it is known which is best
+PAIRS, MOST_PAIRS, ERROR = 8, 40, 0.006  # of auto beside the best, once it is known which is best: until the median's standard error is so small
 NEVER_LOSES = 0.97  # of the best's tokens a second, at least
 _ALIKE = "{} eagle3 none over none"
 
 
 class SpeculationBenchmark(Benchmark):
     name = "speculation"
-    repeats = 5
+    repeats = 2
     columns = ("tokens_per_s", "over", "acceptance_length", "draft_length", "step_ms")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
@@ -62,13 +62,14 @@ class SpeculationBenchmark(Benchmark):
 
         cells = {(live, method): self._against_best(samples, live, method) for live in LIVE for method in METHODS}
         worst = min(cells, key=lambda cell: cells[cell][2])
-        _, low, middle, high = cells[worst]
+        best, low, middle, high = cells[worst]
+        error = median_error([sample["over"] for sample in samples[f"again {worst[0]} {worst[1]} auto over {best}"]])
         alike = [over(_ALIKE.format(live)) for live in LIVE]
         return {
             "generation_speedup_auto": over("job eagle3 auto over none"),
             "generation_speedup_few": min(over(f"{live} eagle3 auto over none") for live in FEW),
             "never_loses_min": middle, "never_loses_min_first_quartile": low, "never_loses_min_third_quartile": high,
-            "never_loses_min_live": worst[0], "never_loses_median": statistics.median(cell[2] for cell in cells.values()),
+            "never_loses_min_error": error, "never_loses_min_live": worst[0], "never_loses_median": statistics.median(cell[2] for cell in cells.values()),
             "never_loses_share": sum(cell[2] >= NEVER_LOSES for cell in cells.values()) / len(cells),
             "alike_min": min(alike), "alike_max": max(alike),
             **{f"generation_speedup_k{k}": fixed_over_none("job", k) for k in JOB_LENGTHS if k != "auto"},
@@ -84,7 +85,10 @@ class SpeculationBenchmark(Benchmark):
         pairs = ["job eagle3 auto over none"]  # in order, each once
         for live in LIVE:
             pairs += [_ALIKE.format(live), f"{live} eagle3 auto over none", *(f"{live} {method} auto over {self._best(samples, live, method)}" for method in METHODS)]
-        return AGAIN * len(samples["job eagle3 auto"]), list(dict.fromkeys(pairs))
+        return MOST_PAIRS, list(dict.fromkeys(pairs))
+
+    def settled(self, variant: str, measured: Sequence[dict[str, float]]) -> bool:
+        return variant.startswith("again ") and len(measured) >= PAIRS and median_error([sample["over"] for sample in measured]) <= ERROR
 
     def _best(self, samples: Samples, live: int, method: str) -> str:
         """The better of no speculation and the best fixed k."""

@@ -25,6 +25,7 @@ from asyncspec.drafts.supervision import Supervision, supervise
 from asyncspec.drafts.training import DraftTrainer
 from asyncspec.engine.base import Completion, Request
 from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.loading import use_threads
 from asyncspec.models import CheckpointError, policy, tokenizer as tokenizers
 from asyncspec.rl import tasks
 from asyncspec.speculation.make import drafter_for
@@ -125,7 +126,7 @@ def run(settings: Training) -> int:
     """Train as told, write the draft, print what it is worth; returns the exit code."""
     from torch.utils.tensorboard import SummaryWriter
 
-    torch.set_num_threads(settings.threads)
+    use_threads(settings.threads)
     torch.manual_seed(settings.seed)
     console = terminal()
     path = resolve_path(settings.policy)

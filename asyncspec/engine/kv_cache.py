@@ -23,10 +23,10 @@ from asyncspec.engine.workspace import Workspace
 
 Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
 
-# Attention over rows of very different length reads mostly padding, so rows may be attended to in two groups. What a second
+# Attention over rows of very different length reads mostly padding, so rows may be attended to in groups. What one more
 # group costs is repaid by about so many row positions less to read.
-GROUP_GAIN = 1024
-GROUP_ROWS = 8
+GROUP_GAIN = 512
+GROUP_ROWS = 8  # fewer are not parted
 SPAN_STEP = 16
 
 
@@ -55,20 +55,23 @@ class Place(NamedTuple):
             yield Place((B, 1), index.reshape(-1), groups)
 
 
-def split(length_B: np.ndarray) -> tuple[int, int]:
-    """Where to part rows in two groups so that least padding is read.
+def split(length_B: np.ndarray) -> tuple[list[int], int]:
+    """Where to part rows in groups so that little padding is read: in two where that saves most, and these again.
 
     Returns:
-        The number of rows in the first group, 0 for a single one, and the row positions then read.
+        The row after each group's last, and the row positions then read.
     """
     B, whole = len(length_B), len(length_B) * int(length_B.max())
     if B < GROUP_ROWS:
-        return 0, whole
+        return [B], whole
     first_B, second_B = np.maximum.accumulate(length_B), np.maximum.accumulate(length_B[::-1])[::-1]
     row_B = np.arange(1, B)
     read_B = row_B * first_B[:-1] + (B - row_B) * second_B[1:]
     best = int(read_B.argmin())
-    return (best + 1, int(read_B[best])) if read_B[best] + GROUP_GAIN < whole else (0, whole)
+    if read_B[best] + GROUP_GAIN >= whole:
+        return [B], whole
+    (front, read_first), (back, read_second) = split(length_B[: best + 1]), split(length_B[best + 1 :])
+    return front + [best + 1 + end for end in back], read_first + read_second
 
 
 class KVCache:
@@ -127,10 +130,10 @@ class KVCache:
         weight = torch.baddbmm(group.mask, q, keys, alpha=self.scale).softmax(-1)
         return torch.bmm(weight, values)
 
-    def copy(self, sources: Sequence[int], first_row: int, length: int) -> None:
-        """Fill rows first_row + b with the first `length` positions of rows sources[b]."""
-        for source, rows in runs(sources, first_row):
-            self.kv[:, rows, :, :length] = self.kv[:, source, None, :, :length]
+    def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
+        """Fill each of these rows with the first `length` positions of its source."""
+        for source, copies in runs(sources, rows):
+            self.kv[:, copies, :, :length] = self.kv[:, source, None, :, :length]
 
 
 def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -145,9 +148,9 @@ def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).squeeze(1)
 
 
-def runs(sources: Sequence[int], first_row: int) -> Iterator[tuple[int, slice]]:
+def runs(sources: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """Each source with the rows that are to become its copies: neighbours of one source are copied at once."""
-    for source, copies in groupby(sources):
-        end = first_row + sum(1 for _ in copies)
-        yield source, slice(first_row, end)
-        first_row = end
+    of_run = groupby(zip(sources, rows, range(len(rows))), key=lambda one: (one[0], one[1] - one[2]))
+    for (source, _), run in of_run:
+        copies = [row for _, row, _ in run]
+        yield source, slice(copies[0], copies[-1] + 1)

@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over a slot KV cache, autoregressive or speculative, in plain torch.
 
 One `poll` is one engine step: admit waiting sequences into free slots (prefill, see prompts.py), choose a draft
-length, propose, verify, commit, hand out what finished. Live sequences occupy slots 0..live-1; the last one moves into a freed
-slot. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves, and the host waits
+length, propose, verify, commit, hand out what finished. In a step live sequences occupy slots 0..live-1: a slot that has become free goes to a
+sequence that waits, or else to the last one. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves, and the host waits
 for the device once a step.
 
 Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, D model dimension.
@@ -92,14 +92,21 @@ class TorchEngine:
         # Verifications that came to j proposals, and that accepted j.
         self.reached_SJ, self.accepted_SJ = (np.zeros((slots + 1, longest + 1), dtype=np.int64) for _ in range(2))
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
-        self._sequences: list[_Sequence] = []  # of slots 0..live-1
+        self._sequences: list[_Sequence | None] = []  # of slots from 0; None for those of `_free`
+        self._free: list[int] = []  # slots whose sequences finished in the last step
         self._queue: deque[_Sequence] = deque()
         self.entered = 0  # sequences, whose number salts their seeds where a drafter remembers
         self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
 
     @property
     def live(self) -> int:
-        return len(self._sequences)
+        return len(self._sequences) - len(self._free)
+
+    @property
+    def begun_tokens(self) -> int:
+        """How many tokens the live sequences have emitted."""
+        rows = [row for row, sequence in enumerate(self._sequences) if sequence is not None]
+        return int((self.tokens.length_S[rows] - self.tokens.prompt_S[rows]).sum())
 
     @property
     def waiting(self) -> int:
@@ -121,6 +128,7 @@ class TorchEngine:
         """Forget all sequences, waiting and live; nothing comes of them."""
         self._queue.clear()
         self._sequences.clear()
+        self._free.clear()
         self._prompts.forget()
 
     @torch.inference_mode()
@@ -151,6 +159,7 @@ class TorchEngine:
             self.drafter.reload()
         self.version = version
         self._prompts.forget()
+        self._close()
         if self.kv_at_swap == "recompute" and self._sequences:
             longest = int(self.tokens.length[: self.live].max())
             if self.aux_layers:
@@ -194,43 +203,50 @@ class TorchEngine:
             while self._queue and self.live + len(new) < self.slots and self._prompts.has(self._queue[0].request):
                 new.append(self._queue.popleft())
             done += self._enter(new)
+        self._close()
         return done
 
     def _enter(self, new: list[_Sequence]) -> list[Completion]:
-        """Put sequences whose prompts were read into the next free rows and sample their first tokens."""
-        prompts, tokens, first = self._prompts, self.tokens, self.live
-        rows, now = slice(first, first + len(new)), clock.now()
+        """Put sequences whose prompts were read into free rows and sample their first tokens."""
+        prompts, tokens, now = self._prompts, self.tokens, clock.now()
+        rows, self._free = sorted(self._free)[: len(new)], sorted(self._free)[len(new) :]
+        rows += range(len(self._sequences), len(self._sequences) + len(new) - len(rows))
+        self._sequences += [None] * (rows[-1] + 1 - len(self._sequences))
+        for row, sequence in zip(rows, new):
+            self._sequences[row] = replace(sequence, started_at=now)
+        row_B = torch.tensor(rows, device=self.device)
         sources = [prompts.row(s.request) for s in new]
         longest, source_B = int(tokens.length[sources].max()), torch.tensor(sources, device=self.device)
-        self.decode.cache.copy(sources, first, longest)
-        self._copy_for_drafter(sources, first)
-        self._sequences += [replace(s, started_at=now) for s in new]
+        self.decode.cache.copy(sources, rows, longest)
+        self._copy_for_drafter(sources, rows)
         length_B, p_BV = tokens.length_S[source_B], prompts.first_token_distribution(source_B)
-        tokens.token_SP[rows, :longest] = tokens.token_SP[source_B, :longest]
-        tokens.length_S[rows] = tokens.prompt_S[rows] = length_B
-        self.limit_S[rows] = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
+        tokens.token_SP[row_B, :longest] = tokens.token_SP[source_B, :longest]
+        tokens.prompt_S[row_B], tokens.length_S[row_B] = length_B, length_B + 1
+        self.limit_S[row_B] = limit_B = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
         seeds = [s.request.seeds[s.sample] for s in new]
         if self.drafter is not None and self.drafter.remembers:
             # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
             seeds = [hash((seed, self.entered + i)) for i, seed in enumerate(seeds)]
             self.entered += len(new)
         seed_B = torch.tensor(seeds, device=self.device)
-        self.uniform_SPR[rows] = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
+        self.uniform_SPR[row_B] = uniform_BPR = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
         self.counter_S3[rows] = self.reached_SJ[rows] = self.accepted_SJ[rows] = 0
         self._missed_S[rows] = not self._keeping
-        uniform_BR = self.uniform_SPR[rows].gather(1, length_B.view(-1, 1, 1).expand(-1, 1, counter_rng.STREAMS)).squeeze(1)
-        token_B1 = sample(p_BV, uniform_BR[:, counter_rng.TARGET]).unsqueeze(1)
-        finished_B = self._commit(first, token_B1, p_BV.unsqueeze(1), None)
-        tokens.refresh(self.live)
+        token_B = sample(p_BV, uniform_BPR[..., counter_rng.TARGET].gather(1, length_B.unsqueeze(1)).squeeze(1))
+        tokens.token_SP[row_B, length_B] = token_B
+        self.logprob_SP[row_B, length_B] = p_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
+        self.version_SP[row_B, length_B] = self.version
+        tokens.refresh(len(self._sequences))
         self._lap("admit")
-        return self._retired(finished_B.cpu().numpy(), first)
+        finished_B = self._stops_V[token_B] | (length_B + 1 >= limit_B)
+        return self._retired([row for row, finished in zip(rows, finished_B.cpu().tolist()) if finished])
 
     def _step(self) -> list[Completion]:
         B = self.live
         if self.drafter is None:
             self._arrange()
             _, finished_B, _ = self._advance(B, 0)
-            return self._retired(finished_B)
+            return self._retired(finished_B.nonzero()[0].tolist())
         K = self.lengths.choose(B, self._missed_S[:B])
         self._drafting = K > 0
         self._keeping = K > 0 or self.lengths.keeps or not self.aux_layers
@@ -245,7 +261,7 @@ class TorchEngine:
         if not self._keeping:
             self._missed_S[:B] = True
         self.lengths.observe(B, K, seconds, kept_B, found_B, usual, self._missed_S[:B])
-        return self._retired(finished_B)
+        return self._retired(finished_B.nonzero()[0].tolist())
 
     def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """One verification of every live row: accepted proposals and who finished, on the host; how many proposals a lookup has found.
@@ -281,7 +297,7 @@ class TorchEngine:
             token_BJ, count_B = sample(p_BJV, target_BJ), None
         self._lap("verify and sample")
         before_B = tokens.length[:B].copy()
-        finished_B = self._commit(0, token_BJ, p_BJV, count_B).cpu().numpy()
+        finished_B = self._commit(token_BJ, p_BJV, count_B).cpu().numpy()
         tokens.refresh(B)
         if self.drafter is not None and self._keeping:
             self.drafter.observe(0, features_BJD, read_BJ)
@@ -297,14 +313,14 @@ class TorchEngine:
             self.accepted_SJ[row_B, accepted_B] += 1
         return kept_B, finished_B, found_B
 
-    def _commit(self, first_row: int, token_BJ, p_BJV, count_B) -> torch.Tensor:
+    def _commit(self, token_BJ, p_BJV, count_B) -> torch.Tensor:
         """Append the first count_B tokens of each row (None: its only one), cut at the stop token and the length limit.
 
         Returns:
             finished_B, bool.
         """
         B, J = token_BJ.shape
-        rows, tokens = slice(first_row, first_row + B), self.tokens
+        rows, tokens = slice(0, B), self.tokens
         length_B, limit_B = tokens.length_S[rows], self.limit_S[rows]
         position_BJ = length_B.unsqueeze(1) + tokens.index_P[:J]
         # Entries past the count are rubbish; they lie past the length and are overwritten by what comes next.
@@ -322,10 +338,10 @@ class TorchEngine:
         tokens.length_S[rows] = length_B
         return stopped_B | (length_B >= limit_B)
 
-    def _retired(self, finished_B: np.ndarray, first_row: int = 0) -> list[Completion]:
-        """Hand out the finished ones of the rows from `first_row`, and close the gaps they leave."""
+    def _retired(self, rows: list[int]) -> list[Completion]:
+        """Hand out what finished in these rows."""
         done, tokens = [], self.tokens
-        for row in (first_row + finished_B.nonzero()[0])[::-1].tolist():
+        for row in rows:
             sequence = self._sequences[row]
             start, end = len(sequence.request.prompt), int(tokens.length[row])
             verifications, proposed, accepted = self.counter_S3[row].tolist()
@@ -336,50 +352,61 @@ class TorchEngine:
                 verifications, proposed, accepted, sequence.started_at, at_least(self.reached_SJ[row]), at_least(self.accepted_SJ[row])))
             if self.drafter is not None:
                 self.drafter.leave(row)
-            last = self.live - 1
-            if row != last:
-                self._move(last, row)
-                self._sequences[row] = self._sequences[last]
-            self._sequences.pop()
+            self._sequences[row] = None
+        self._free += rows
         self._lap("bookkeeping")
         return done
+
+    def _close(self) -> None:
+        """Move the last sequences into rows that nobody waits for."""
+        for row in sorted(self._free, reverse=True):
+            last = self._sequences.pop()
+            if row < len(self._sequences):
+                self._move(len(self._sequences), row)
+                self._sequences[row] = last
+        self._free.clear()
 
     def _move(self, source: int, target: int) -> None:
         """Copy a row, with all that belongs to it."""
         tokens = self.tokens
-        self.decode.cache.copy([source], target, int(tokens.length[source]))
-        self._copy_for_drafter([source], target)
+        self.decode.cache.copy([source], [target], int(tokens.length[source]))
+        self._copy_for_drafter([source], [target])
         for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
                        self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self._missed_S):
             tensor[target] = tensor[source]
 
-    def _copy_for_drafter(self, sources: Sequence[int], first_row: int) -> None:
+    def _copy_for_drafter(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """See `Drafter.copy`. While features are not kept those there are would not serve: a copy costs as much as a hundredth of a step."""
         if self.drafter is None:
             return
         if self._keeping:
-            self.drafter.copy(sources, first_row)
+            self.drafter.copy(sources, rows)
         else:
-            self.drafter.enter(first_row, len(sources))
+            for row in rows:
+                self.drafter.enter(row, 1)
 
     def _arrange(self) -> None:
-        """Part the rows into long ones and the rest; where that would save much, exchange rows for it first."""
+        """Part the rows into groups of like length; where that would save much, exchange rows for it first."""
         tokens, B, spare = self.tokens, self.live, self.slots
-        tokens.parted = 0
+        tokens.ends = []
         if B < kv_cache.GROUP_ROWS:
             return
         length_B = tokens.length[:B].copy()
-        tokens.parted, now = kv_cache.split(length_B)
-        best, least = kv_cache.split(np.sort(length_B)[::-1])
+        tokens.ends, now = kv_cache.split(length_B)
+        order_B = np.argsort(-length_B, kind="stable")
+        ends, least = kv_cache.split(length_B[order_B])
         if now - least < kv_cache.GROUP_GAIN:
             return
-        longest = np.argsort(-length_B, kind="stable")[:best]
-        out = np.setdiff1d(np.arange(best), longest)  # short ones among the first
-        for front, back in zip(out.tolist(), longest[longest >= best].tolist()):
-            for source, target in ((front, spare), (back, front), (spare, back)):
-                self._move(source, target)
-            self._sequences[front], self._sequences[back] = self._sequences[back], self._sequences[front]
-        tokens.parted = best
+        group_B = np.empty(B, dtype=np.int64)  # that each row belongs to, by its length
+        group_B[order_B] = np.searchsorted(ends, np.arange(B), side="right")
+        for group, (start, end) in enumerate(zip([0, *ends], ends)):
+            wrong, missing = start + (group_B[start:end] != group).nonzero()[0], end + (group_B[end:] == group).nonzero()[0]
+            for front, back in zip(wrong.tolist(), missing.tolist()):
+                for source, target in ((front, spare), (back, front), (spare, back)):
+                    self._move(source, target)
+                self._sequences[front], self._sequences[back] = self._sequences[back], self._sequences[front]
+                group_B[front], group_B[back] = group_B[back], group_B[front]
+        tokens.ends = ends
 
     def _calibrated(self) -> AutoLength | LookupLength:
         """Time steps of several sizes on rows without sequences, before there are any.

@@ -18,7 +18,7 @@ from asyncspec.engine.graphs import Graphs
 
 
 class Slots:
-    """The tokens of all slots. Live sequences occupy rows 0..live-1."""
+    """The tokens of all slots. In a step live sequences occupy rows 0..live-1."""
 
     def __init__(self, slots: int, positions: int, device) -> None:
         self.positions, self.device = positions, torch.device(device)
@@ -26,16 +26,14 @@ class Slots:
         self.length_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.index_P = torch.arange(positions, device=device)
-        self.parted = 0  # the engine attends to rows 0..parted-1 and to the rest as two groups
+        self.ends: list[int] = []  # the engine attends to rows in groups: the row after each one's last; those to come are one group
         # On a CPU the same memory; on a GPU a copy, refreshed once a step.
         self.length = self.length_S.numpy() if self.device.type == "cpu" else np.zeros(slots, dtype=np.int64)
 
     def spans(self, first_row: int, count: int, more: int = 0) -> list[tuple[int, int]]:
         """Groups of these rows, each with the length of its longest, plus `more`; see `engine.kv_cache.KVCache.at`."""
-        length = self.length[first_row : first_row + count]
-        if first_row or not 0 < self.parted < count:
-            return [(count, int(length.max()) + more)]
-        return [(self.parted, int(length[: self.parted].max()) + more), (count, int(length[self.parted :].max()) + more)]
+        length, ends = self.length[first_row : first_row + count], [count] if first_row else [end for end in self.ends if end < count] + [count]
+        return [(end, int(length[start:end].max()) + more) for start, end in zip([0, *ends], ends)]
 
     def refresh(self, count: int) -> None:
         """Bring the host's copy of the lengths up to date."""
@@ -79,8 +77,8 @@ class Drafter(Protocol):
     def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
         """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
 
-    def copy(self, sources: Sequence[int], first_row: int) -> None:
-        """Row first_row + b becomes a copy of row sources[b], tokens and all: a sample of a prompt, or a row that moves."""
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Each of these rows becomes a copy of its source, tokens and all: a sample of a prompt, or a row that moves."""
 
     def leave(self, row: int) -> None:
         """The sequence of this row is finished; its tokens are still there."""

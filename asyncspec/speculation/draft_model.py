@@ -68,9 +68,9 @@ class DraftModelDrafter:
         self.read[:count] += draft_length - 1
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
-    def copy(self, sources: Sequence[int], first_row: int) -> None:
-        self.decode.cache.copy(sources, first_row, int(self.slots.length[sources].max()))
-        self.read[first_row : first_row + len(sources)] = self.read[sources]
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        self.decode.cache.copy(sources, rows, int(self.slots.length[sources].max()))
+        self.read[rows] = self.read[sources]
 
     def leave(self, row: int) -> None:
         pass

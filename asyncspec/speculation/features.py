@@ -125,14 +125,14 @@ class FeatureDrafter:
                 distributions.append(q_BV)
         return torch.stack(distributions, 1), torch.stack(tokens, 1)
 
-    def copy(self, sources: Sequence[int], first_row: int) -> None:
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         self._store()
         length, read = int(self.slots.length[sources].max()), int(self.read[sources].max())
         if read:
-            self.decode.cache.copy(sources, first_row, read)
-        for source, rows in runs(sources, first_row):
-            self.feature_SPE[rows, :length] = self.feature_SPE[source, :length]
-            self.read[rows] = self.read[source]
+            self.decode.cache.copy(sources, rows, read)
+        for source, copies in runs(sources, rows):
+            self.feature_SPE[copies, :length] = self.feature_SPE[source, :length]
+            self.read[copies] = self.read[source]
 
     def leave(self, row: int) -> None:
         pass

@@ -47,7 +47,7 @@ class _Lookup:
     def unread(self, count: int) -> int:
         return 1
 
-    def copy(self, sources: Sequence[int], first_row: int) -> None:
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         pass
 
     def leave(self, row: int) -> None:
@@ -171,9 +171,9 @@ class SuffixDrafter(_Lookup):
         mixed_BP = (mixed_BP ^ (mixed_BP >> 29)) * self._MIX
         self._prompt_S[rows] = torch.where(inside_BP, mixed_BP, 0).sum(1)
 
-    def copy(self, sources: Sequence[int], first_row: int) -> None:
-        for source, rows in runs(sources, first_row):
-            self._prompt_S[rows] = self._prompt_S[source]
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        for source, copies in runs(sources, rows):
+            self._prompt_S[copies] = self._prompt_S[source]
 
     def leave(self, row: int) -> None:
         slots = self.slots
