@@ -198,7 +198,7 @@ def test_the_smallest_engines_work(small_shape, small_policy, maker, method, lim
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
-def test_rows_attended_to_in_two_groups_give_the_same_output(small_shape, small_policy, maker, method, monkeypatch):
+def test_rows_attended_to_in_groups_give_the_same_output(small_shape, small_policy, maker, method, monkeypatch):
     from asyncspec.engine import kv_cache
 
     prompts = [list(p)[: 1 + i % 8] for i, p in enumerate(itertools.product(range(2, 6), repeat=8)) if i % 997 == 0][:40]
@@ -216,14 +216,15 @@ def test_rows_attended_to_in_two_groups_give_the_same_output(small_shape, small_
             exchange(source, target)
 
         engine._move = counting
-        return {key: c.tokens.tolist() for key, c in run(engine, prompts, samples=3).items()}
+        # Greedy samples of a prompt are all alike, and as long.
+        return {key: c.tokens.tolist() for key, c in run(engine, prompts, samples=1 if greedy else 3).items()}
 
     whole = output([])
     monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
     monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
     exchanges = []
     assert output(exchanges) == whole
-    assert sum(exchanges) > 5
+    assert sum(exchanges) > 5, sum(exchanges)
 
 
 @pytest.mark.parametrize("k", [1, 3, "random"])

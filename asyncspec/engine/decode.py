@@ -24,7 +24,7 @@ from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.engine.memory import Arena
-from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace
+from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace, Workspaces
 from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape, dtype_of
 
@@ -136,32 +136,30 @@ def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
 class RoPE:
     """Rotary embedding of joined heads (`DecodeLayer.wqkv`); the rotations of a pass are gathered once for all layers."""
 
-    def __init__(self, angles_PH: torch.Tensor, groups: int, queries: int) -> None:
+    def __init__(self, angles_PH: torch.Tensor, queries: int) -> None:
         """
         Args:
             angles_PH: radians, for half of a head's dimensions.
-            groups, queries: key-value heads, and query heads that share one.
+            queries: heads that share a key-value head.
         """
-        self.rotation_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
+        turned_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
         # Values are turned by nothing: a product over whole rows takes a third of the time of one that leaves them out.
-        self._still_H, self.groups, self.queries = torch.ones_like(self.rotation_PH[0]), groups, queries
+        self._rotation_PI, self.half = torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1), angles_PH.shape[1]
 
     @classmethod
     def of(cls, model) -> "RoPE":
         """That of a policy, whose table holds rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
         attention = next(iter(model.layers.values())).attention
-        table, heads = attention.rope.cache, (attention.n_kv_heads, attention.n_heads // attention.n_kv_heads)
+        table, queries = attention.rope.cache, attention.n_heads // attention.n_kv_heads
         if table.is_complex():
-            return cls(table.angle(), *heads)
+            return cls(table.angle(), queries)
         cos_PH, sin_PH = table.chunk(2, dim=-1)
         half = cos_PH.shape[-1] // 2
-        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), *heads)
+        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), queries)
 
     def at(self, position_BL: torch.Tensor) -> torch.Tensor:
-        """[T, W / 2], complex."""
-        turned = self.rotation_PH[position_BL][:, :, None, None]
-        size = (*position_BL.shape, self.groups)
-        return torch.cat([turned.expand(*size, self.queries + 1, -1), self._still_H.expand(*size, 1, -1)], 3).view(position_BL.numel(), -1)
+        """[T, 1, R * H / 2], complex: those of a group's heads."""
+        return self._rotation_PI.index_select(0, position_BL.flatten()).unsqueeze(1)
 
 
 class HeadNorm:
@@ -264,9 +262,10 @@ class DecodeModel:
             shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device, dtype_of(model))
         self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings.weight, model.lm_head
-        self.layer_shape, self.arena = layer_shape(shape), Arena()
+        layers, self.arena = layer_shape(shape), Arena()
+        self.spaces = Workspaces(layers, dtype_of(model), device)
         self.norm = RMSNorm(model.norm, self.arena)
-        self.layers = [DecodeLayer(layer, self.layer_shape, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
+        self.layers = [DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
         self.compiled: CompiledLayers | None = None
         self.graphs: Graphs | None = None
         self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
@@ -311,9 +310,9 @@ class DecodeModel:
         B, L = token_BL.shape
         x_TD = F.embedding(token_BL.flatten(), self.embedding)
         where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
-        space = Workspace(self.layer_shape, B, L, x_TD.dtype, x_TD.device)
+        space = self.spaces(B, L)
         if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
-            pairs = torch.view_as_real(rotation[:, None, None, : self.rope.rotation_PH.shape[-1]]).contiguous()
+            pairs = torch.view_as_real(rotation[..., : self.rope.half].unsqueeze(1)).contiguous()
             outputs = self.compiled(x_TD, self._weights, self.cache.flat, where.index, where.groups[0].mask, pairs)
             inputs = [x_TD, *outputs]
             kept = [inputs[index] for index in aux_layers if index < len(self.layers)]

@@ -10,12 +10,14 @@ group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 PAD = 16  # numbers behind x: the constant, then zeros, so that what follows begins at a whole vector
+KEPT, KEPT_BYTES = 32, 4 << 20  # workspaces that are kept, and how large each may be, about
 
 
 class LayerShape(NamedTuple):
@@ -69,7 +71,7 @@ class Workspace:
         narrow = dtype is not torch.float32
         self._wide_TW = space(T, W, dtype=torch.float32) if narrow else self.heads.tensor
         self._narrow_TW = self.heads.tensor if narrow else None
-        self.heads_TNH, self._complex = self._wide_TW.view(T, G * R, H), torch.view_as_complex(self._wide_TW.view(T, W // 2, 2))
+        self.heads_TNH, self._complex = self._wide_TW.view(T, G * R, H), torch.view_as_complex(self._wide_TW.view(T, G, R * H // 2, 2))
         self.squares, self.factors = Buffer.of(space(T, D + PAD + W, dtype=torch.float32)), Buffer.of(space(T, G * R, dtype=torch.float32))
         self._square_TE, self._square_TW = self.squares.tensor.split([D + PAD, W], 1)
         self.factors_TN1 = self.factors.tensor.unsqueeze(-1)
@@ -128,6 +130,26 @@ class Workspace:
     def rotate(self, rotation: torch.Tensor) -> None:
         """Turn heads, interleaved, by what `RoPE.at` gives."""
         self._complex.mul_(rotation)
+
+
+class Workspaces:
+    """Those of small passes on a CPU are kept for the next of their size: to make one costs what a layer costs."""
+
+    def __init__(self, shape: LayerShape, dtype: torch.dtype, device, inputs: int = 1) -> None:
+        self._made, self._on_cpu = (shape, dtype, device, inputs), torch.device(device).type == "cpu"
+        shape_floats = shape.dim * (4 + 2 * inputs) + shape.groups * (shape.queries + 2) * (3 * shape.head_dim + 1) + 2 * shape.hidden_dim
+        self._most_tokens = KEPT_BYTES // (4 * shape_floats)
+        self._kept = lru_cache(maxsize=KEPT)(lambda B, L, mode: self._make(B, L))
+
+    def __call__(self, B: int, L: int) -> Workspace:
+        """What is in it is anybody's; it is the caller's until the next call with the same size."""
+        # Where passes are captured as CUDA graphs, memory made in one is not there for others. And what was made in inference mode is used in it only.
+        small = self._on_cpu and B * L <= self._most_tokens
+        return self._kept(B, L, torch.is_inference_mode_enabled()) if small else self._make(B, L)
+
+    def _make(self, B: int, L: int) -> Workspace:
+        shape, dtype, device, inputs = self._made
+        return Workspace(shape, B, L, dtype, device, inputs)
 
 
 def _length(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from asyncspec.engine.decode import MLP, Block, Matrix, RoPE, interleaved, layer_shape, scale, scaled
 from asyncspec.engine.kv_cache import KVCache, Place
 from asyncspec.engine.memory import Arena
-from asyncspec.engine.workspace import Buffer, Workspace
+from asyncspec.engine.workspace import Buffer, Workspace, Workspaces
 from asyncspec.models.eagle3 import Eagle3
 from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
@@ -16,11 +16,11 @@ from asyncspec.speculation.features import FeatureDrafter
 
 class DecodeEagle3(Block):
     def __init__(self, draft: Eagle3, slots: Slots) -> None:
-        self.draft, self.layer_shape, self.dtype, self.arena = draft, layer_shape(draft.shape), draft.fc.weight.dtype, Arena()
-        shape, layer = draft.shape, draft.midlayer
-        _, G, Q, H, *_ = self.layer_shape
-        super().__init__(0, KVCache(1, *slots.token_SP.shape, G, Q, H, slots.device, self.dtype))
-        self.rope = RoPE(shape.angles(slots.positions).to(slots.device), G, Q)
+        self.draft, self.layer_shape, self.arena = draft, layer_shape(draft.shape), Arena()
+        layer, dtype, (_, G, Q, H, *_) = draft.midlayer, draft.fc.weight.dtype, self.layer_shape
+        super().__init__(0, KVCache(1, *slots.token_SP.shape, G, Q, H, slots.device, dtype))
+        self.spaces = Workspaces(self.layer_shape, dtype, slots.device, inputs=2)
+        self.rope = RoPE(draft.shape.angles(slots.positions).to(slots.device), Q)
         self.mlp = MLP(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, self.arena)
 
     def reload(self) -> None:

@@ -116,7 +116,7 @@ class FeatureDrafter:
         if len(uniforms) > 1:
             position_BK = length_B.unsqueeze(1) + self.slots.index_P[: len(uniforms) - 1] - 1
             place = self.decode.cache.at(0, position_BK, spans)
-            rotations = self.decode.rope.at(position_BK).view(*position_BK.shape, -1).unbind(1)
+            rotations = self.decode.rope.at(position_BK).unflatten(0, position_BK.shape).unbind(1)
             for uniform_B, step, rotation in zip(uniforms[1:], place.each(), rotations):
                 space.embedding_TD.copy_(F.embedding(tokens[-1], self._embedding_VD))
                 self.decode(space, step, rotation)
@@ -148,12 +148,12 @@ class FeatureDrafter:
         position_BW = (length_B.unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
         features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
         token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
-        space, last = self._space(count, width), self._space(count, 1)
+        space = self.decode.spaces(count, width)
         self.decode.fuse(features_TE, space)
         space.embedding_TD.copy_(F.embedding(token_BW.flatten(), self._embedding_VD))
         self.decode(space, self.decode.cache.at(first_row, position_BW, spans), self.decode.rope.at(position_BW))
-        last.x.tensor.copy_(space.x.tensor.unflatten(0, (count, width))[:, -1])
+        last = space
+        if width > 1:
+            last = self.decode.spaces(count, 1)
+            last.x.tensor.copy_(space.x.tensor.unflatten(0, (count, width))[:, -1])
         return last, self.decode.logits(last)
-
-    def _space(self, rows: int, length: int) -> Workspace:
-        return Workspace(self.decode.layer_shape, rows, length, self.decode.dtype, self.slots.device, inputs=2)

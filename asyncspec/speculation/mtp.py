@@ -7,7 +7,7 @@ import torch
 from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, layer_shape, scale, scaled
 from asyncspec.engine.kv_cache import KVCache, Place
 from asyncspec.engine.memory import Arena
-from asyncspec.engine.workspace import Workspace
+from asyncspec.engine.workspace import Workspace, Workspaces
 from asyncspec.models.mtp import MTP
 from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
@@ -20,12 +20,12 @@ class DecodeMTP:
         Args:
             model: the policy, whose head and table of cosines and sines are used.
         """
-        self.layer_shape, self.dtype = layer_shape(draft.shape), dtype_of(model)
-        _, G, Q, H, *_ = self.layer_shape
-        self.cache = KVCache(1, *slots.token_SP.shape, G, Q, H, slots.device, self.dtype)
+        shape, dtype = layer_shape(draft.shape), dtype_of(model)
+        self.cache = KVCache(1, *slots.token_SP.shape, shape.groups, shape.queries, shape.head_dim, slots.device, dtype)
+        self.spaces = Workspaces(shape, dtype, slots.device, inputs=2)
         self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
         self.arena = Arena()
-        self.layer = DecodeLayer(draft.block, self.layer_shape, 0, self.cache, self.arena)
+        self.layer = DecodeLayer(draft.block, shape, 0, self.cache, self.arena)
         self.norm = RMSNorm(draft.norm, self.arena)
 
     def reload(self) -> None:
