@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, decode, graphs, memory
+from asyncspec.engine import compiled, decode, graphs, kv_cache, memory
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
@@ -118,6 +118,28 @@ def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small
         logits = small_policy.lm_head(hidden_states(small_policy, tokens))[0] / 0.8
         expected = logits.log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("embedding", [1.0, 1e-3])  # with small ones a norm is eps for the most part
+def test_norms_of_heads_may_scale_by_anything(small_shape, small_policy, embedding):
+    policy = copy.deepcopy(small_policy)
+    with torch.no_grad():
+        policy.tok_embeddings.weight.mul_(embedding)
+        for layer in policy.layers.values():
+            for norm in (layer.attention.q_norm, layer.attention.k_norm):
+                norm.weight.copy_(torch.randn_like(norm.weight) * torch.tensor([0.0, 1e-12, 1e-5, 3.0]).repeat(len(norm.weight) // 4))
+    for (_, _), completion in run(make(small_shape, policy, slots=5), [PROMPT], samples=6).items():
+        logprobs = policy(torch.tensor([PROMPT + completion.tokens.tolist()]))[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+        torch.testing.assert_close(completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=64))
+def test_rows_are_parted_where_less_is_read(lengths):
+    length_B = np.array(lengths)
+    ends, read = kv_cache.split(length_B)
+    groups = np.split(length_B, ends[:-1])
+    assert ends[-1] == len(lengths) and all(map(len, groups)) and read == sum(len(g) * g.max() for g in groups)
+    assert read + kv_cache.GROUP_GAIN * (len(groups) - 1) <= len(lengths) * max(lengths)
 
 
 def test_other_families_are_run_as_torchtitan_runs_them(other):

@@ -7,7 +7,7 @@ are one product (`HeadNorm`), and the halves of each query and key that Qwen3's 
 rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
 same logits.
 
-Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; E experts, K of a token, N = T * K sorted by expert.
+Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a token, N = T * K sorted by expert.
 """
 
 from __future__ import annotations
