@@ -1,5 +1,6 @@
 """Sampling and verification as mathematics. Statistical tests state their error rate: ALPHA for each."""
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,8 +94,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 
 
 def test_counter_rng_is_uniform_and_uncorrelated():
-    seeds = torch.randint(0, 2**62, (2000,), generator=torch.Generator().manual_seed(0))
-    u = counter_rng.uniforms(seeds, torch.arange(50).expand(2000, 50)).double()
+    seeds = torch.randint(0, 2**62, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    u = torch.from_numpy(counter_rng.uniforms(seeds, 50)).double().permute(2, 0, 1)
     assert u.min() >= 0 and u.max() < 1
     for stream in u:
         observed = torch.histc(stream.flatten(), 64, 0, 1)
@@ -106,7 +107,11 @@ def test_counter_rng_is_uniform_and_uncorrelated():
 
 
 def test_counter_rng_does_not_depend_on_the_batch():
-    seeds, positions = torch.tensor([5, 6, 7]), torch.tensor([[3, 4], [9, 10], [0, 1]])
-    together = counter_rng.uniforms(seeds, positions)
-    alone = counter_rng.uniforms(seeds[1:2], positions[1:2])
-    assert torch.equal(together[:, 1:2], alone)
+    together, alone = counter_rng.uniforms([5, -6, 2**63 - 1], 9), counter_rng.uniforms([-6], 12)
+    assert (together[1] == alone[0, :9]).all()
+
+
+def test_counter_rng_is_splitmix64():
+    """Which, begun at 0, is published to give these; it counts in steps of its constant, here by multiples of it."""
+    found = counter_rng._splitmix(np.arange(3, dtype=np.uint64))
+    assert [hex(number) for number in found] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]

@@ -228,8 +228,7 @@ class TorchEngine:
             # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
             seeds = [hash((seed, self.entered + i)) for i, seed in enumerate(seeds)]
             self.entered += len(new)
-        seed_B = torch.tensor(seeds, device=self.device)
-        self.uniform_SPR[row_B] = uniform_BPR = counter_rng.uniforms(seed_B, tokens.index_P.expand(len(new), -1)).permute(1, 2, 0)
+        self.uniform_SPR[row_B] = uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, tokens.positions)).to(self.device)
         self.counter_S3[rows] = self.reached_SJ[rows] = self.accepted_SJ[rows] = 0
         self._missed_S[rows] = not self._keeping
         token_B = sample(p_BV, uniform_BPR[..., counter_rng.TARGET].gather(1, length_B.unsqueeze(1)).squeeze(1))
