@@ -376,7 +376,7 @@ def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
         with torch.inference_mode():
             matrix = decode.Matrix(weight_OI, memory.Arena())
             torch.testing.assert_close(matrix(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
-            shape = LayerShape(outputs, 1, 1, 16, 0, 1e-6)
+            shape = LayerShape(outputs, 1, 1, 16, 0, 1e-6, False)
             space = Workspace(shape, tokens, 1, torch.float32, "cpu")
             matrix.write(Buffer.of(x_TI), space.x)
             torch.testing.assert_close(space.x.tensor, x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

@@ -30,7 +30,7 @@ _ALIKE = "{} eagle3 none over none"
 
 class SpeculationBenchmark(Benchmark):
     name = "speculation"
-    repeats = 2
+    repeats = 3
     columns = ("tokens_per_s", "over", "acceptance_length", "draft_length", "step_ms")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:

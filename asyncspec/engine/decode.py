@@ -1,7 +1,7 @@
 """The policy's forward pass as the engine runs it: torchtitan's parameters, few operations, a slot KV cache.
 
 On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
-the model's modules: it reads their parameters and does in 18 operations a layer what they do in 70, in memory of which all views are made
+the model's modules: it reads their parameters and does in 20 operations a layer what they do in 70, in memory of which all views are made
 once (workspace.py). Norms' weights go into the matrices behind them, matrices that read the same input are joined, the norms of a token and of all its heads
 are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so that
 rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from threadpoolctl import threadpool_info
 
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
-from asyncspec.engine.graphs import Graphs
+from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace, Workspaces
@@ -144,7 +144,7 @@ class RoPE:
         """
         turned_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
         # Values are turned by nothing: a product over whole rows takes a third of the time of one that leaves them out.
-        self._rotation_PI, self.half = torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1), angles_PH.shape[1]
+        self._rotation_PR, self.half = torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1), angles_PH.shape[1]
 
     @classmethod
     def of(cls, model) -> "RoPE":
@@ -159,7 +159,7 @@ class RoPE:
 
     def at(self, position_BL: torch.Tensor) -> torch.Tensor:
         """[T, 1, R * H / 2], complex: those of a group's heads."""
-        return self._rotation_PI.index_select(0, position_BL.flatten()).unsqueeze(1)
+        return self._rotation_PR.index_select(0, position_BL.flatten()).unsqueeze(1)
 
 
 class HeadNorm:
@@ -245,7 +245,7 @@ class Mixture:
         gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(2, -1)
         out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
         out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
-        x_TD.unsqueeze(1).baddbmm_(score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD)
+        x_TD.copy_(torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1))  # in place it is slower: x is strided
 
 
 class DecodeModel:
@@ -262,7 +262,7 @@ class DecodeModel:
             shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device, dtype_of(model))
         self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings.weight, model.lm_head
-        layers, self.arena = layer_shape(shape), Arena()
+        layers, self.arena = layer_shape(shape, next(iter(model.layers.values())).attention.q_norm is not None), Arena()
         self.spaces = Workspaces(layers, dtype_of(model), device)
         self.norm = RMSNorm(model.norm, self.arena)
         self.layers = [DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
@@ -289,6 +289,10 @@ class DecodeModel:
             raise ValueError("layers with a mixture of experts are not compiled")
         self.compiled, self._weights = CompiledLayers(shape, self.cache.positions), [layer.weights for layer in self.layers]
         self.compiled.prepare(self._weights, self.cache.flat)
+
+    def attends_at_once(self, tokens: int) -> bool:
+        """Whether a pass over so many tokens attends over all rows as one group, however they are parted."""
+        return self.graphs is not None and tokens <= TOKENS or self.compiled is not None and tokens <= self._compiled_tokens
 
     def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=()):
         """Read tokens into the cache at rows from `first_row`.
@@ -402,7 +406,7 @@ class DecodeLayer(Block):
         self.attend(space, where, rotation)
 
 
-def layer_shape(shape: PolicyShape | DraftShape) -> LayerShape:
+def layer_shape(shape: PolicyShape | DraftShape, head_norms: bool) -> LayerShape:
     """Of a policy's layers, or of a draft's."""
     hidden_dim = 0 if getattr(shape, "experts", None) is not None else shape.hidden_dim
-    return LayerShape(shape.dim, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, hidden_dim, shape.norm_eps)
+    return LayerShape(shape.dim, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, hidden_dim, shape.norm_eps, head_norms)

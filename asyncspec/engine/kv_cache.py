@@ -4,8 +4,7 @@ A slot is a row; live sequences occupy rows 0..n-1, so that a batch is a view, n
 values at its own positions and attends to all positions up to each query's own. What lies beyond (rejected proposals,
 padding) is overwritten before any query can see it.
 
-Shape suffixes: S slots, P positions, B batch rows, L query positions, G key-value groups, R = queries of a group, then its
-key, then its value; H head size; W = G * R * H, a token's joined heads.
+Shape suffixes: S slots, P positions, B batch rows, L query positions, G key-value groups, H head size.
 """
 
 from __future__ import annotations

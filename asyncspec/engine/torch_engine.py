@@ -62,7 +62,7 @@ class TorchEngine:
         self.kv_at_swap, self.device, self._compile = kv_at_swap, device, compile_layers
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.version = self.draft_version = -1
-        longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
+        self._longest = longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
         # One row more than slots, for exchanging two; behind it rows for prompts.
@@ -159,8 +159,8 @@ class TorchEngine:
             self.drafter.reload()
         self.version = version
         self._prompts.forget()
-        self._close()
-        if self.kv_at_swap == "recompute" and self._sequences:
+        if self.kv_at_swap == "recompute" and self.live:
+            self._close()
             longest = int(self.tokens.length[: self.live].max())
             if self.aux_layers:
                 self.drafter.enter(0, self.live)  # what it has read is of the old weights
@@ -222,13 +222,15 @@ class TorchEngine:
         length_B, p_BV = tokens.length_S[source_B], prompts.first_token_distribution(source_B)
         tokens.token_SP[row_B, :longest] = tokens.token_SP[source_B, :longest]
         tokens.prompt_S[row_B], tokens.length_S[row_B] = length_B, length_B + 1
-        self.limit_S[row_B] = limit_B = length_B + torch.tensor([s.request.max_response_tokens for s in new], device=self.device)
+        limits = [int(tokens.length[source]) + s.request.max_response_tokens for source, s in zip(sources, new)]
+        self.limit_S[row_B] = limit_B = torch.tensor(limits, device=self.device)
         seeds = [s.request.seeds[s.sample] for s in new]
         if self.drafter is not None and self.drafter.remembers:
             # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
             seeds = [hash((seed, self.entered + i)) for i, seed in enumerate(seeds)]
             self.entered += len(new)
-        self.uniform_SPR[row_B] = uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, tokens.positions)).to(self.device)
+        needed = max(limits) + self._longest  # a draft may lead beyond the limit
+        self.uniform_SPR[row_B, :needed] = uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(self.device)
         self.counter_S3[rows] = self.reached_SJ[rows] = self.accepted_SJ[rows] = 0
         self._missed_S[rows] = not self._keeping
         token_B = sample(p_BV, uniform_BPR[..., counter_rng.TARGET].gather(1, length_B.unsqueeze(1)).squeeze(1))
@@ -243,7 +245,7 @@ class TorchEngine:
     def _step(self) -> list[Completion]:
         B = self.live
         if self.drafter is None:
-            self._arrange()
+            self._arrange(1)
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
         K = self.lengths.choose(B, self._missed_S[:B])
@@ -252,7 +254,7 @@ class TorchEngine:
         if K:  # not this step's own work
             self.drafter.catch_up()
         start = self._clock()
-        self._arrange()
+        self._arrange(K + 1)
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
         kept_B, finished_B, found_B = self._advance(B, K)
@@ -384,17 +386,17 @@ class TorchEngine:
             for row in rows:
                 self.drafter.enter(row, 1)
 
-    def _arrange(self) -> None:
-        """Part the rows into groups of like length; where that would save much, exchange rows for it first."""
+    def _arrange(self, width: int) -> None:
+        """Part the rows into groups of like length, for a pass over so many tokens of each; where that would save much, exchange rows for it first."""
         tokens, B, spare = self.tokens, self.live, self.slots
         tokens.ends = []
-        if B < kv_cache.GROUP_ROWS:
+        if B < kv_cache.GROUP_ROWS or self.decode.attends_at_once(B * width):
             return
         length_B = tokens.length[:B].copy()
         tokens.ends, now = kv_cache.split(length_B)
         order_B = np.argsort(-length_B, kind="stable")
         ends, least = kv_cache.split(length_B[order_B])
-        if now - least < kv_cache.GROUP_GAIN:
+        if now - least < kv_cache.GROUP_GAIN * max(1, 1 + len(ends) - len(tokens.ends)):
             return
         group_B = np.empty(B, dtype=np.int64)  # that each row belongs to, by its length
         group_B[order_B] = np.searchsorted(ends, np.arange(B), side="right")

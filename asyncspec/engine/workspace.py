@@ -1,11 +1,11 @@
 """The memory that the layers of a pass compute in, one after the other, with every view of it made once.
 
-With few tokens a pass costs what launching its operations and making their views costs. So nothing is allocated in a layer, and nothing is viewed
-anew. Behind each token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D), which goes
+With few tokens a pass costs what launching its operations and making their views costs. So a layer allocates little and views nothing
+anew. What is never in use at once shares memory, so that it stays in a processor's caches. Behind each token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D), which goes
 into the matrices behind it (`decode.scale`).
 
 Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value groups, R = queries of a
-group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries of a group; F hidden dimension.
+group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries of a group, A = G * Q * H, S = E + W; F hidden dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 PAD = 16  # numbers behind x: the constant, then zeros, so that what follows begins at a whole vector
-KEPT, KEPT_BYTES = 32, 4 << 20  # workspaces that are kept, and how large each may be, about
+KEPT, KEPT_BYTES = 16, 1 << 20  # workspaces that are kept, and how large each may be, about
 
 
 class LayerShape(NamedTuple):
@@ -27,6 +27,7 @@ class LayerShape(NamedTuple):
     head_dim: int
     hidden_dim: int  # 0: a mixture, which has memory of its own
     eps: float  # of RMSNorm
+    head_norms: bool  # whether queries and keys are normalized
 
 
 class Buffer(NamedTuple):
@@ -49,45 +50,52 @@ class Workspace:
             dtype: of matrices and x; what is squared and turned is in float32.
             inputs: 2 for drafts, which read an embedding (the first) beside x (the last).
         """
-        (D, G, Q, H, F, eps), T = shape, B * L
+        (D, G, Q, H, F, eps, head_norms), T = shape, B * L
         R, W = Q + 2, G * (Q + 2) * H
+        narrow, float32 = dtype is not torch.float32, torch.float32
 
         def space(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
+
+        def shared(*tensors: tuple[int, torch.dtype]) -> list[torch.Tensor]:
+            """Several [T, size], each of a dtype, in the same memory."""
+            counts = [T * size * of.itemsize for size, of in tensors]
+            memory = space(max(counts), dtype=torch.uint8)
+            return [memory[:count].view(of).view(T, size) for count, (size, of) in zip(counts, tensors)]
 
         self.rows = (B, L)
         row_TIE = space(T, inputs, D + PAD)
         row_TIE[..., D:].zero_()
         row_TIE[..., D].fill_((D * eps) ** 0.5)
         self._row_TE = row_TIE[:, -1]
-        self.x, self._long_T = Buffer.of(self._row_TE[:, :D]), self._row_TE[:, : D + 1]
-        self._length_T1, self.unit = space(T, 1, dtype=torch.float32), Buffer.of(space(T, D))
+        self.x, self._long_T, self._length_T1 = Buffer.of(self._row_TE[:, :D]), self._row_TE[:, : D + 1], space(T, 1, dtype=float32)
+        unit_TD, attended_TA = shared((D, dtype), (G * Q * H, dtype))
+        self.unit, self.attended = Buffer.of(unit_TD), Buffer.of(attended_TA)
         if inputs > 1:
             self.embedding_TD = row_TIE[:, 0, :D]
             self._inputs_TID, self._long_TI = row_TIE[..., :D], row_TIE[..., : D + 1]
-            self._length_TI1, self._units_TID = space(T, inputs, 1, dtype=torch.float32), space(T, inputs, D)
+            self._length_TI1, self._units_TID = space(T, inputs, 1, dtype=float32), space(T, inputs, D)
             self.units = Buffer.of(self._units_TID.view(T, inputs * D))
+        square_TS, inward_TF = shared((D + PAD + W if head_norms else 0, float32), (2 * F, dtype))
         self.heads = Buffer.of(space(T, W))
-        narrow = dtype is not torch.float32
-        self._wide_TW = space(T, W, dtype=torch.float32) if narrow else self.heads.tensor
+        self._wide_TW = space(T, W, dtype=float32) if narrow else self.heads.tensor
         self._narrow_TW = self.heads.tensor if narrow else None
         self.heads_TNH, self._complex = self._wide_TW.view(T, G * R, H), torch.view_as_complex(self._wide_TW.view(T, G, R * H // 2, 2))
-        self.squares, self.factors = Buffer.of(space(T, D + PAD + W, dtype=torch.float32)), Buffer.of(space(T, G * R, dtype=torch.float32))
-        self._square_TE, self._square_TW = self.squares.tensor.split([D + PAD, W], 1)
-        self.factors_TN1 = self.factors.tensor.unsqueeze(-1)
+        if head_norms:
+            self.squares, self.factors = Buffer.of(square_TS), Buffer.of(space(T, G * R, dtype=float32))
+            self._square_TE, self._square_TW = square_TS.split([D + PAD, W], 1)
+            self.factors_TN1 = self.factors.tensor.unsqueeze(-1)
         joined = self.heads.tensor.view(T * G, R * H)
         self.kv = joined[:, Q * H :]  # [T * G, 2H]
-        self.attended = Buffer.of(space(T, G * Q * H))
         if L == 1:
-            self._q, self._attended = joined[:, : Q * H].unflatten(1, (Q, H)), self.attended.tensor.view(B * G, Q, H)
+            self._q, self._attended = joined[:, : Q * H].unflatten(1, (Q, H)), attended_TA.view(B * G, Q, H)
         else:
-            self._q = joined.view(B, L, G, R, H)[:, :, :, :Q].transpose(1, 2)
-            self._attended = self.attended.tensor.view(B, L, G, Q, H).transpose(1, 2)
+            self._q, self._attended = joined.view(B, L, G, R, H)[:, :, :, :Q].transpose(1, 2), attended_TA.view(B, L, G, Q, H).transpose(1, 2)
         if F:
-            self.inward = Buffer.of(space(T, 2 * F))
-            gate_TF, self.up_TF = self.inward.tensor.chunk(2, -1)
+            self.inward = Buffer.of(inward_TF)
+            gate_TF, self.up_TF = inward_TF.chunk(2, -1)
             self.gate = Buffer.of(gate_TF)
-        self.change = Buffer.of(space(T, D))  # to be added to x
+        self.change = Buffer.of(space(T, D)) if self.x.array is not None else None  # what numpy adds to x
 
     @property
     def q(self) -> torch.Tensor:

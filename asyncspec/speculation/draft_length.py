@@ -244,7 +244,7 @@ class AutoLength:
                     self._correct(bucket, tried, took, steps / 2, self._level, beside)
             self._tried.clear()
             self._level = level = median / self._table[bucket][entry]
-            self._holds[bucket] += 1
+            self._holds[bucket] += 1 if entry else len(seconds)  # one without speculation may last as long as several
             _move(self._drift, bucket, level, 1 - 0.9 ** len(seconds))
         elif self._exploring:
             self._tried.append((bucket, entry, median, len(seconds), self._best))

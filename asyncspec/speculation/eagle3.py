@@ -16,7 +16,7 @@ from asyncspec.speculation.features import FeatureDrafter
 
 class DecodeEagle3(Block):
     def __init__(self, draft: Eagle3, slots: Slots) -> None:
-        self.draft, self.layer_shape, self.arena = draft, layer_shape(draft.shape), Arena()
+        self.draft, self.layer_shape, self.arena = draft, layer_shape(draft.shape, head_norms=False), Arena()
         layer, dtype, (_, G, Q, H, *_) = draft.midlayer, draft.fc.weight.dtype, self.layer_shape
         super().__init__(0, KVCache(1, *slots.token_SP.shape, G, Q, H, slots.device, dtype))
         self.spaces = Workspaces(self.layer_shape, dtype, slots.device, inputs=2)

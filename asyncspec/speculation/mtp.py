@@ -20,7 +20,7 @@ class DecodeMTP:
         Args:
             model: the policy, whose head and table of cosines and sines are used.
         """
-        shape, dtype = layer_shape(draft.shape), dtype_of(model)
+        shape, dtype = layer_shape(draft.shape, draft.block.attention.q_norm is not None), dtype_of(model)
         self.cache = KVCache(1, *slots.token_SP.shape, shape.groups, shape.queries, shape.head_dim, slots.device, dtype)
         self.spaces = Workspaces(shape, dtype, slots.device, inputs=2)
         self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
