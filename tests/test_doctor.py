@@ -31,8 +31,8 @@ def test_parameters_and_cache_are_counted_as_they_are(small_shape, small_policy)
     assert estimate.parameters(tied.to_hf()) == sum(p.numel() for p in policy.build(tied).parameters())
     config = load("tiny", ["engine.slots=4", "engine.max_prompt_tokens=8", "sampling.max_response_tokens=16", "speculation.method=none"])
     engine = TorchEngine(small_shape, slots=4, max_prompt_tokens=8, max_response_tokens=16)
-    cache = engine.decode.cache.kv
-    assert estimate.of_actor(config, described, "generator")["KV cache"] == cache.numel() * cache.element_size()
+    cache = engine.decode.cache
+    assert estimate.of_actor(config, described, "generator")["KV cache"] == cache.keys.nbytes + cache.values.nbytes
     assert estimate.parameters(POLICY_8B) == pytest.approx(8.19e9, rel=1e-3)  # as its model card says
 
 

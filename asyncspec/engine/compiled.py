@@ -77,7 +77,7 @@ class CompiledLayers:
 @lru_cache
 def _compiled_block(shape: PolicyShape, positions: int):
     G, R, H, D = shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, shape.dim
-    eps, scale = shape.norm_eps, H**-0.5
+    eps = shape.norm_eps
 
     def unit(x: torch.Tensor, size: int) -> torch.Tensor:
         wide = x.float()
@@ -100,10 +100,10 @@ def _compiled_block(shape: PolicyShape, positions: int):
             seen = cache.view(-1, positions, 2 * H)[:rows, :span]
             q = qk[:, :, :R].view(B, L, G, R, H).transpose(1, 2).reshape(rows, width, H)
             if q.dtype is torch.float32:
-                weight = torch.baddbmm(mask, q, seen[..., :H].transpose(1, 2), alpha=scale).softmax(-1)
+                weight = torch.baddbmm(mask, q, seen[..., :H].transpose(1, 2)).softmax(-1)
                 out = torch.bmm(weight, seen[..., H:])
             else:
-                out = narrow_attention(q, seen[..., :H], seen[..., H:], mask, scale)
+                out = narrow_attention(q, seen[..., :H], seen[..., H:], mask)
             out = out.view(B, G, L, R, H).transpose(1, 2).reshape(B * L, -1)
             x_TD = torch.addmm(x_TD, out, w.wo)
             gate_TF, up_TF = torch.mm(unit(x_TD, D), w.inward).chunk(2, -1)

@@ -2,7 +2,7 @@
 
 On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
 the model's modules: it reads their parameters and does in 20 operations a layer what they do in 70, in memory of which all views are made
-once (workspace.py). Norms' weights go into the matrices behind them, matrices that read the same input are joined, the norms of a token and of all its heads
+once (workspace.py). Norms' weights and the scale of attention go into matrices, matrices that read the same input are joined, the norms of a token and of all its heads
 are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so that
 rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
 same logits.
@@ -23,6 +23,7 @@ from threadpoolctl import threadpool_info
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
+from asyncspec.engine.numpy_cache import NumpyKVCache, make_cache
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace, Workspaces
 from asyncspec.models.eagle3 import DraftShape
@@ -179,6 +180,7 @@ class HeadNorm:
         """Returns the scales that are to go into the weight, float32 [R, H]."""
         D, G, Q, H, *_ = self.shape
         queries_H, key_H = (interleaved(scale(norm), 0) for norm in self.modules)
+        queries_H = queries_H * H**-0.5  # of attention
         scale_RH = torch.stack([*[queries_H] * Q, key_H, torch.ones_like(key_H)])
         # What a weight of nothing has scaled cannot be scaled back; so little cannot be told from nothing.
         scale_RH = torch.where(scale_RH.abs() < LEAST_SCALE, LEAST_SCALE, scale_RH)
@@ -251,18 +253,19 @@ class Mixture:
 class DecodeModel:
     """A policy over its own `KVCache`."""
 
-    def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device) -> None:
+    def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device, compiled: bool = False) -> None:
         """
         Args:
             model: torchtitan's, see `models.policy.build`; computed in its parameters' dtype, float32 or bfloat16. After they change call
                 `reload`, and before the first pass.
             slots, positions: rows and length of the cache.
+            compiled: whether `compile` is to be called.
         """
-        self.cache = cache = KVCache(
-            shape.n_layers, slots, positions, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, device, dtype_of(model))
+        layers = layer_shape(shape, next(iter(model.layers.values())).attention.q_norm is not None)
+        self.cache = cache = (KVCache if compiled else make_cache)(shape.n_layers, slots, positions, layers, device, dtype_of(model))
         self.rope = RoPE.of(model)
         self.embedding, self.lm_head = model.tok_embeddings.weight, model.lm_head
-        layers, self.arena = layer_shape(shape, next(iter(model.layers.values())).attention.q_norm is not None), Arena()
+        self.arena = Arena()
         self.spaces = Workspaces(layers, dtype_of(model), device)
         self.norm = RMSNorm(model.norm, self.arena)
         self.layers = [DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
@@ -339,7 +342,7 @@ class Block:
     wo: Matrix
     mlp: MLP | Mixture
 
-    def __init__(self, index: int, cache: KVCache) -> None:
+    def __init__(self, index: int, cache: KVCache | NumpyKVCache) -> None:
         """
         Args:
             index: the layer's number in the cache.
@@ -358,7 +361,7 @@ class Block:
 class DecodeLayer(Block):
     """One block of the policy."""
 
-    def __init__(self, layer, shape: LayerShape, index: int, cache: KVCache, arena: Arena) -> None:
+    def __init__(self, layer, shape: LayerShape, index: int, cache: KVCache | NumpyKVCache, arena: Arena) -> None:
         """
         Args:
             layer: torchtitan's TransformerBlock.
@@ -381,9 +384,11 @@ class DecodeLayer(Block):
         weight_GRHD = attention.qkv_linear.wqkv.weight.view(G, Q + 2, -1, D)
         if not attention.rope.cache.is_complex():
             weight_GRHD = torch.cat([interleaved(weight_GRHD[:, : Q + 1], 2), weight_GRHD[:, Q + 1 :]], 1)
-        scale_GRHD = scale(self.layer.attention_norm).expand_as(weight_GRHD)
+        scale_GRHD = scale(self.layer.attention_norm).repeat(*weight_GRHD.shape[:3], 1)
         if self.head_norm is not None:
-            scale_GRHD = scale_GRHD * self.head_norm.reload().unsqueeze(-1)
+            scale_GRHD *= self.head_norm.reload().unsqueeze(-1)
+        else:
+            scale_GRHD[:, :Q] *= weight_GRHD.shape[2] ** -0.5
         self.wqkv = Matrix(scaled(weight_GRHD, scale_GRHD).flatten(0, 2), self.arena)
         self.wo = Matrix(attention.wo.weight, self.arena)
         self.mlp.reload()

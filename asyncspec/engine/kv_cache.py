@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncspec.engine import memory
-from asyncspec.engine.workspace import Workspace
+from asyncspec.engine.workspace import LayerShape, Workspace
 
 Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
 
@@ -76,13 +76,10 @@ def split(length_B: np.ndarray) -> tuple[list[int], int]:
 class KVCache:
     """Keys and values of all layers in one tensor, [layers, S, G, P, 2H]: a step writes both at once."""
 
-    def __init__(self, layers: int, slots: int, positions: int, kv_heads: int, queries: int, head_dim: int, device, dtype: torch.dtype) -> None:
-        """
-        Args:
-            queries: query heads that share one key-value head.
-        """
+    def __init__(self, layers: int, slots: int, positions: int, shape: LayerShape, device, dtype: torch.dtype) -> None:
+        kv_heads, head_dim = shape.groups, shape.head_dim
         self.kv = memory.zeros(layers, slots, kv_heads, positions, 2 * head_dim, dtype=dtype, device=device)
-        self.groups, self.queries, self.head_dim, self.scale = kv_heads, queries, head_dim, head_dim**-0.5
+        self.groups, self.queries, self.head_dim = kv_heads, shape.queries, head_dim
         self.positions = positions
         self.flat = [kv.view(-1, 2 * head_dim) for kv in self.kv]
         self._index_P = torch.arange(positions, device=device)
@@ -125,8 +122,8 @@ class KVCache:
     def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]
         if q.dtype is not torch.float32:
-            return narrow_attention(q, keys.transpose(1, 2), values, group.mask, self.scale)
-        weight = torch.baddbmm(group.mask, q, keys, alpha=self.scale).softmax(-1)
+            return narrow_attention(q, keys.transpose(1, 2), values, group.mask)
+        weight = torch.baddbmm(group.mask, q, keys).softmax(-1)
         return torch.bmm(weight, values)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
@@ -135,16 +132,16 @@ class KVCache:
             self.kv[:, copies, :, :length] = self.kv[:, source, None, :, :length]
 
 
-def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention in bfloat16 whose scores are in float32 all the same.
 
     Args:
-        q, keys, values: [rows, queries or span, H].
+        q, keys, values: [rows, queries or span, H]; what attention is scaled by is in q.
         mask: [rows, queries, span], 0 or -inf.
     """
     # As a single head each, which torch's fast kernels want.
     q, keys, values, mask = (tensor.unsqueeze(1) for tensor in (q, keys, values, mask))
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).squeeze(1)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0).squeeze(1)
 
 
 def runs(sources: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, slice]]:

@@ -67,7 +67,7 @@ class TorchEngine:
         self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
         # One row more than slots, for exchanging two; behind it rows for prompts.
         rows = slots + 1 + PROMPT_ROWS
-        self.decode = DecodeModel(self.model, shape, rows, positions, device)
+        self.decode = DecodeModel(self.model, shape, rows, positions, device, compile_layers)
         self.tokens = Slots(rows, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from asyncspec.engine.decode import MLP, Block, Matrix, RoPE, interleaved, layer_shape, scale, scaled
-from asyncspec.engine.kv_cache import KVCache, Place
+from asyncspec.engine.kv_cache import Place
 from asyncspec.engine.memory import Arena
+from asyncspec.engine.numpy_cache import make_cache
 from asyncspec.engine.workspace import Buffer, Workspace, Workspaces
 from asyncspec.models.eagle3 import Eagle3
 from asyncspec.models.policy import cast, dtype_of
@@ -17,10 +18,10 @@ from asyncspec.speculation.features import FeatureDrafter
 class DecodeEagle3(Block):
     def __init__(self, draft: Eagle3, slots: Slots) -> None:
         self.draft, self.layer_shape, self.arena = draft, layer_shape(draft.shape, head_norms=False), Arena()
-        layer, dtype, (_, G, Q, H, *_) = draft.midlayer, draft.fc.weight.dtype, self.layer_shape
-        super().__init__(0, KVCache(1, *slots.token_SP.shape, G, Q, H, slots.device, dtype))
+        layer, dtype = draft.midlayer, draft.fc.weight.dtype
+        super().__init__(0, make_cache(1, *slots.token_SP.shape, self.layer_shape, slots.device, dtype))
         self.spaces = Workspaces(self.layer_shape, dtype, slots.device, inputs=2)
-        self.rope = RoPE(draft.shape.angles(slots.positions).to(slots.device), Q)
+        self.rope = RoPE(draft.shape.angles(slots.positions).to(slots.device), self.layer_shape.queries)
         self.mlp = MLP(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, self.arena)
 
     def reload(self) -> None:
@@ -30,7 +31,7 @@ class DecodeEagle3(Block):
         a = layer.self_attn
         q, k, v = (w.weight.view(G, -1, H, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj))
         norms = torch.cat([scale(layer.input_layernorm), scale(layer.hidden_norm)])
-        self.wqkv = Matrix(scaled(torch.cat([interleaved(q, 2), interleaved(k, 2), v], 1).flatten(0, 2), norms), self.arena)
+        self.wqkv = Matrix(scaled(torch.cat([interleaved(q, 2) * H**-0.5, interleaved(k, 2), v], 1).flatten(0, 2), norms), self.arena)
         self.wo, self.fc = Matrix(a.o_proj.weight, self.arena), Matrix(self.draft.fc.weight, self.arena)
         self.lm_head = Matrix(scaled(self.draft.lm_head.weight, scale(self.draft.norm)), self.arena)
         self.mlp.reload()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, layer_shape, scale, scaled
-from asyncspec.engine.kv_cache import KVCache, Place
+from asyncspec.engine.kv_cache import Place
 from asyncspec.engine.memory import Arena
+from asyncspec.engine.numpy_cache import make_cache
 from asyncspec.engine.workspace import Workspace, Workspaces
 from asyncspec.models.mtp import MTP
 from asyncspec.models.policy import cast, dtype_of
@@ -21,7 +22,7 @@ class DecodeMTP:
             model: the policy, whose head and table of cosines and sines are used.
         """
         shape, dtype = layer_shape(draft.shape, draft.block.attention.q_norm is not None), dtype_of(model)
-        self.cache = KVCache(1, *slots.token_SP.shape, shape.groups, shape.queries, shape.head_dim, slots.device, dtype)
+        self.cache = make_cache(1, *slots.token_SP.shape, shape, slots.device, dtype)
         self.spaces = Workspaces(shape, dtype, slots.device, inputs=2)
         self.draft, self.head, self.rope = draft, model.lm_head, RoPE.of(model)
         self.arena = Arena()

@@ -1,0 +1,120 @@
+"""The slot KV cache where numpy attends: in float32 on one thread of a CPU.
+
+A call of numpy's costs a third of one of torch's, and its products of small matrices are faster on processors that MKL slows. Keys lie position
+by position, as a product with queries reads them.
+
+Shape suffixes: those of kv_cache.py; T = B * L tokens, Q queries of a group, C = Q * L that attend to the same keys.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+import torch
+
+from asyncspec.engine import memory
+from asyncspec.engine.kv_cache import SPAN_STEP, KVCache, Spans, runs
+from asyncspec.engine.workspace import LayerShape, Workspace
+
+SCATTERED = 4096  # numbers of keys, from which on torch is faster at writing them
+
+
+class NumpyGroup(NamedTuple):
+    """Rows that are attended to together, over the same positions."""
+
+    rows: slice  # of rows times key-value groups
+    keys: tuple[np.ndarray, ...]  # of each layer, [rows, H, span]
+    values: tuple[np.ndarray, ...]  # of each layer, [rows, span, H]
+    mask_BLP: np.ndarray  # float32, 0 or -inf
+    weight: torch.Tensor  # scores and weights of whichever layer, [rows, C, span]
+    array: np.ndarray  # the same memory
+    by_query: np.ndarray  # the same as [B, G * Q, L, span]
+
+
+class NumpyPlace(NamedTuple):
+    """Where a forward pass reads and writes."""
+
+    index_BLG: np.ndarray  # where each value lies in the flattened cache of a layer
+    key_index_BLGH: np.ndarray  # the same of each number of a key
+    groups: tuple[NumpyGroup, ...]
+
+    def each(self) -> Iterator["NumpyPlace"]:
+        """The L positions one by one, for L passes of one position each."""
+        own = [_weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups]
+        for step in range(self.index_BLG.shape[1]):
+            at = slice(step, step + 1)
+            groups = tuple(NumpyGroup(*g[:3], g.mask_BLP[:, at], *weights) for g, weights in zip(self.groups, own))
+            yield NumpyPlace(self.index_BLG[:, at], self.key_index_BLGH[:, at], groups)
+
+
+class NumpyKVCache:
+    """Keys of all layers, and values: as `KVCache`."""
+
+    def __init__(self, layers: int, slots: int, positions: int, shape: LayerShape) -> None:
+        self.shape, self.positions, (_, G, _, H, *_) = shape, positions, shape
+        self.keys = memory.zeros(layers, slots, G, H, positions, dtype=torch.float32, device="cpu")
+        self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
+        self._flat_keys = [keys.view(-1) for keys in self.keys]
+        self._key_arrays, self._value_arrays = [keys.numpy() for keys in self._flat_keys], list(self.values.numpy().reshape(layers, -1, H))
+        self._start_SG = np.arange(slots * G).reshape(slots, 1, G) * positions
+        self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * positions
+        # A window of it is the mask of a position.
+        self._seen = np.repeat(np.float32([0.0, -np.inf]), positions)
+        self._views = lru_cache(maxsize=256)(self._make_views)
+
+    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans) -> NumpyPlace:
+        """See `KVCache.at`."""
+        (B, L), (_, G, Q, *_) = position_BL.shape, self.shape
+        position_BL, rows, groups, start = position_BL.numpy(), slice(first_row, first_row + B), [], 0
+        for end, span in spans:
+            span = min(-(-span // SPAN_STEP) * SPAN_STEP, self.positions)
+            keys, values, window = self._views(first_row + start, first_row + end, span)
+            mask_BLP = window[self.positions - 1 - position_BL[start:end]]
+            groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
+            start = end
+        return NumpyPlace(self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None], tuple(groups))
+
+    def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
+        """Keys and values of all layers, and all masks there are."""
+        keys, values = (tensor[:, start:end].flatten(1, 2).numpy() for tensor in (self.keys, self.values))
+        return tuple(keys[..., :span]), tuple(values[:, :, :span]), np.lib.stride_tricks.sliding_window_view(self._seen, span)
+
+    def attend(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
+        """See `KVCache.attend`."""
+        if space.keys.size < SCATTERED:
+            self._key_arrays[layer][place.key_index_BLGH] = space.keys
+        else:
+            self._flat_keys[layer].scatter_(0, torch.from_numpy(place.key_index_BLGH.reshape(-1)), torch.from_numpy(space.keys.reshape(-1)))
+        self._value_arrays[layer][place.index_BLG] = space.values
+        queries, attended = space.gather_queries(), space.attended_array
+        for rows, keys, values, mask_BLP, weight, array, by_query in place.groups:
+            np.matmul(queries[rows], keys[layer], out=array)
+            np.add(by_query, mask_BLP[:, None], out=by_query)
+            torch.softmax(weight, -1, out=weight)
+            np.matmul(array, values[layer], out=attended[rows])
+        space.scatter_attended()
+
+    def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
+        """See `KVCache.copy`."""
+        for source, copies in runs(sources, rows):
+            self.keys[:, copies, ..., :length] = self.keys[:, source, None, ..., :length]
+            self.values[:, copies, :, :length] = self.values[:, source, None, :, :length]
+
+
+def numpy_attends(device, dtype: torch.dtype) -> bool:
+    """Several threads attend to many rows faster by torch."""
+    return torch.device(device).type == "cpu" and dtype is torch.float32 and torch.get_num_threads() == 1
+
+
+def make_cache(layers: int, slots: int, positions: int, shape: LayerShape, device, dtype: torch.dtype) -> KVCache | NumpyKVCache:
+    if numpy_attends(device, dtype):
+        return NumpyKVCache(layers, slots, positions, shape)
+    return KVCache(layers, slots, positions, shape, device, dtype)
+
+
+def _weights(B: int, heads: int, L: int, groups: int, span: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    weight = torch.empty(B * groups, heads // groups * L, span)
+    array = weight.numpy()
+    return weight, array, array.reshape(B, heads, L, span)
