@@ -12,7 +12,7 @@ from test_engine import ALPHA, exact_sequences, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncspec.engine import decode
+from asyncspec.engine import decode, numpy_cache
 from asyncspec.engine.base import Request
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.torch_engine import TorchEngine

@@ -205,9 +205,10 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
         slots.token_SP[:, :12], slots.length_S[:] = tokens, n
         drafter.enter(0, 1)
         drafter.observe(0, features[:, : n - 1].chunk(len(draft.aux_layers), -1), torch.arange(n - 1)[None])
-        space, logits = drafter._read(0, slots.length_S, drafter.unread(1), slots.spans(0, 1, -1))
-        drafted, decode = [logits], drafter.decode
-        for j in range(1, unroll):  # teacher-forced: the draft's own tokens are those of the sequence
+        drafter._read(0, slots.length_S - 2, drafter.unread(1) - 1)
+        drafted, decode, space = [], drafter.decode, drafter.decode.spaces(1, 1)
+        drafter._fuse(0, slots.length_S.unsqueeze(1) - 2, space)
+        for j in range(unroll):  # teacher-forced: the draft's own tokens are those of the sequence
             position = torch.tensor([[n - 2 + j]])
             space.embedding_TD.copy_(small_policy.tok_embeddings(tokens[0, n + j - 1 : n + j]))
             decode(space, decode.cache.at(0, position, [(1, n - 1 + j)]), decode.rope.at(position))

@@ -264,7 +264,7 @@ class DecodeModel:
         layers = layer_shape(shape, next(iter(model.layers.values())).attention.q_norm is not None)
         self.cache = cache = (KVCache if compiled else make_cache)(shape.n_layers, slots, positions, layers, device, dtype_of(model))
         self.rope = RoPE.of(model)
-        self.embedding, self.lm_head = model.tok_embeddings.weight, model.lm_head
+        self.embedding, self._head = model.tok_embeddings.weight, model.lm_head
         self.arena = Arena()
         self.spaces = Workspaces(layers, dtype_of(model), device)
         self.norm = RMSNorm(model.norm, self.arena)
@@ -277,6 +277,7 @@ class DecodeModel:
         """Derive from the parameters anew what is derived from them."""
         self.arena.clear()
         self.norm.reload()
+        self.lm_head = Matrix(self._head.weight, self.arena)
         for layer in self.layers:
             layer.reload()
         if self.compiled is not None:
@@ -312,6 +313,10 @@ class DecodeModel:
         else:
             hidden_BLD, *kept_BLD = self.graphs(self._pass, (token_BL, position_BL), spans, aux_layers)
         return hidden_BLD, kept_BLD
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., V] of [..., D], as `hidden_states` gives them."""
+        return self.lm_head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
 
     def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0) -> list[torch.Tensor]:
         B, L = token_BL.shape
@@ -349,10 +354,20 @@ class Block:
         """
         self.index, self.cache = index, cache
 
-    def attend(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
-        """From heads, widened, to what comes out of the layer."""
+    def project(self, space: Workspace) -> None:
+        """Heads, from what comes into the layer; widened."""
+        raise NotImplementedError
+
+    def read(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+        """Keys and values go to the cache: all that later positions ask of a draft's layer."""
+        self.project(space)
         space.rotate(rotation)
         space.narrow()
+        self.cache.write(self.index, where, space)
+
+    def __call__(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+        """Besides, x becomes what comes out of the layer."""
+        self.read(space, where, rotation)
         self.cache.attend(self.index, where, space)
         self.wo.add(space.attended, space)
         self.mlp(space)
@@ -399,7 +414,7 @@ class DecodeLayer(Block):
         inverse_RH = self.head_norm and self.head_norm.inverse_RH
         return LayerWeights(self.wqkv.weight, inverse_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
 
-    def __call__(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+    def project(self, space: Workspace) -> None:
         if self.head_norm is None:
             space.normalize()
             self.wqkv.write(space.unit, space.heads)
@@ -408,7 +423,6 @@ class DecodeLayer(Block):
             self.wqkv.write(space.x, space.heads)
             space.widen()
             self.head_norm(space)
-        self.attend(space, where, rotation)
 
 
 def layer_shape(shape: PolicyShape | DraftShape, head_norms: bool) -> LayerShape:

@@ -92,7 +92,7 @@ class KVCache:
 
         Args:
             spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater than
-                every position in it.
+                every position in it. None for who only writes.
         """
         (B, L), G = position_BL.shape, self.groups
         index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()
@@ -112,9 +112,12 @@ class KVCache:
         kv = self.kv[:, start:end].flatten(1, 2)[:, :, :span]
         return kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
 
-    def attend(self, layer: int, place: Place, space: Workspace) -> None:
-        """Write this pass's keys and values, then attend over all positions up to each query's own."""
+    def write(self, layer: int, place: Place, space: Workspace) -> None:
+        """Keys and values of this pass."""
         self.flat[layer].index_copy_(0, place.index, space.kv)
+
+    def attend(self, layer: int, place: Place, space: Workspace) -> None:
+        """Attend over all positions up to each query's own."""
         q = space.q
         for group in place.groups:
             space.put_attended(group.rows, self._attended(layer, q[group.rows], group))

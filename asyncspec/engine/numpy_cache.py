@@ -18,8 +18,6 @@ from asyncspec.engine import memory
 from asyncspec.engine.kv_cache import SPAN_STEP, KVCache, Spans, runs
 from asyncspec.engine.workspace import LayerShape, Workspace
 
-SCATTERED = 4096  # numbers of keys, from which on torch is faster at writing them
-
 
 class NumpyGroup(NamedTuple):
     """Rows that are attended to together, over the same positions."""
@@ -36,17 +34,18 @@ class NumpyGroup(NamedTuple):
 class NumpyPlace(NamedTuple):
     """Where a forward pass reads and writes."""
 
-    index_BLG: np.ndarray  # where each value lies in the flattened cache of a layer
-    key_index_BLGH: np.ndarray  # the same of each number of a key
+    shape: tuple[int, int]  # B, L
+    index: np.ndarray  # int64 [B * L * G], where each value lies in the flattened cache of a layer
+    key_index: np.ndarray  # int64 [B * L * G * H], the same of each number of a key
     groups: tuple[NumpyGroup, ...]
 
     def each(self) -> Iterator["NumpyPlace"]:
         """The L positions one by one, for L passes of one position each."""
         own = [_weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups]
-        for step in range(self.index_BLG.shape[1]):
-            at = slice(step, step + 1)
-            groups = tuple(NumpyGroup(*g[:3], g.mask_BLP[:, at], *weights) for g, weights in zip(self.groups, own))
-            yield NumpyPlace(self.index_BLG[:, at], self.key_index_BLGH[:, at], groups)
+        steps = (np.ascontiguousarray(index.reshape(*self.shape, -1).swapaxes(0, 1)).reshape(self.shape[1], -1) for index in (self.index, self.key_index))
+        for step, (index, key_index) in enumerate(zip(*steps)):
+            groups = tuple(NumpyGroup(*g[:3], g.mask_BLP[:, step : step + 1], *weights) for g, weights in zip(self.groups, own))
+            yield NumpyPlace((self.shape[0], 1), index, key_index, groups)
 
 
 class NumpyKVCache:
@@ -56,8 +55,8 @@ class NumpyKVCache:
         self.shape, self.positions, (_, G, _, H, *_) = shape, positions, shape
         self.keys = memory.zeros(layers, slots, G, H, positions, dtype=torch.float32, device="cpu")
         self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
-        self._flat_keys = [keys.view(-1) for keys in self.keys]
-        self._key_arrays, self._value_arrays = [keys.numpy() for keys in self._flat_keys], list(self.values.numpy().reshape(layers, -1, H))
+        self._flat_keys = list(self.keys.numpy().reshape(layers, -1))
+        self._flat_values = list(self.values.numpy().reshape(layers, -1).view(f"V{4 * H}"))  # a value is one item: half the time of a row of numbers
         self._start_SG = np.arange(slots * G).reshape(slots, 1, G) * positions
         self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * positions
         # A window of it is the mask of a position.
@@ -74,20 +73,21 @@ class NumpyKVCache:
             mask_BLP = window[self.positions - 1 - position_BL[start:end]]
             groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
             start = end
-        return NumpyPlace(self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None], tuple(groups))
+        index_BLG, index_BLGH = self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None]
+        return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups))
 
     def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
         """Keys and values of all layers, and all masks there are."""
         keys, values = (tensor[:, start:end].flatten(1, 2).numpy() for tensor in (self.keys, self.values))
         return tuple(keys[..., :span]), tuple(values[:, :, :span]), np.lib.stride_tricks.sliding_window_view(self._seen, span)
 
+    def write(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
+        """See `KVCache.write`."""
+        self._flat_keys[layer][place.key_index] = space.keys_BLGH.reshape(-1)
+        self._flat_values[layer][place.index] = space.values
+
     def attend(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
         """See `KVCache.attend`."""
-        if space.keys.size < SCATTERED:
-            self._key_arrays[layer][place.key_index_BLGH] = space.keys
-        else:
-            self._flat_keys[layer].scatter_(0, torch.from_numpy(place.key_index_BLGH.reshape(-1)), torch.from_numpy(space.keys.reshape(-1)))
-        self._value_arrays[layer][place.index_BLG] = space.values
         queries, attended = space.gather_queries(), space.attended_array
         for rows, keys, values, mask_BLP, weight, array, by_query in place.groups:
             np.matmul(queries[rows], keys[layer], out=array)

@@ -23,13 +23,13 @@ PASS_TOKENS = 48  # a further pass over prompts costs what so many tokens cost
 
 
 class PromptReader:
-    def __init__(self, decode: DecodeModel, lm_head, tokens: Slots, drafter: Drafter | None, settings, first_row: int) -> None:
+    def __init__(self, decode: DecodeModel, tokens: Slots, drafter: Drafter | None, settings, first_row: int) -> None:
         """
         Args:
             settings: temperature, top_p, top_k.
             first_row: of the `PROMPT_ROWS` rows for prompts.
         """
-        self.decode, self.lm_head, self.tokens, self.drafter, self.settings = decode, lm_head, tokens, drafter, settings
+        self.decode, self.tokens, self.drafter, self.settings = decode, tokens, drafter, settings
         self.first_row, self.aux_layers = first_row, () if drafter is None else drafter.aux_layers
         self.forget()
 
@@ -108,7 +108,7 @@ class PromptReader:
                 at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
                 here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)
                 hidden_UD = here_UD if hidden_UD is None else torch.where((last_U >= start).unsqueeze(1), here_UD, hidden_UD)
-        return None if last_U is None else self.lm_head(hidden_UD)
+        return None if last_U is None else self.decode.logits(hidden_UD)
 
 
 def passes(lengths: Sequence[int]) -> list[int]:

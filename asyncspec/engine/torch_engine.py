@@ -74,7 +74,7 @@ class TorchEngine:
         # What steps cost beside one another: on processors their own time, which others that share them (the trainer, say) do not lengthen.
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
-        self._prompts = PromptReader(self.decode, self.model.lm_head, self.tokens, self.drafter, self.settings, slots + 1)
+        self._prompts = PromptReader(self.decode, self.tokens, self.drafter, self.settings, slots + 1)
         self._drafting = longest > 0
         self._keeping, self._missed_S = True, np.zeros(slots + 1, dtype=bool)  # features for the draft, and rows of which some were not kept
 
@@ -289,7 +289,7 @@ class TorchEngine:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
         read_BJ = position_BJ - 1
         hidden_BJD, features_BJD = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers if self._keeping else ())
-        logits_BJV = self.model.lm_head(hidden_BJD)
+        logits_BJV = self.decode.logits(hidden_BJD)
         self._lap("target")
         p_BJV = sampling_distribution(logits_BJV, *self.settings)
         if K:

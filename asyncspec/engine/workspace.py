@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 PAD = 16  # numbers behind x: the constant, then zeros, so that what follows begins at a whole vector
-KEPT, KEPT_BYTES = 16, 1 << 20  # workspaces that are kept, and how large each may be, about
+KEPT, KEPT_BYTES = 64, 1 << 20  # workspaces that are kept, and how large each may be, about
 
 
 class LayerShape(NamedTuple):
@@ -89,7 +89,7 @@ class Workspace:
         self.kv = joined[:, Q * H :]  # [T * G, 2H]
         if self.heads.array is not None:  # for `NumpyKVCache`
             heads_BLGRH, attended_BLGQH = joined.numpy().reshape(B, L, G, R, H), self.attended.array.reshape(B, L, G, Q, H)
-            self.keys, self.values = heads_BLGRH[:, :, :, Q], heads_BLGRH[:, :, :, Q + 1]
+            self.keys_BLGH, self.values = heads_BLGRH[:, :, :, Q], heads_BLGRH[:, :, :, Q + 1].view(f"V{4 * H}").reshape(-1)  # [T * G]
             # Where L is 1 these are views, else they are copied: all that attends to the same keys is one matrix.
             self._queries_BGQLH, self._attended_BGQLH = heads_BLGRH[:, :, :, :Q].transpose(0, 2, 3, 1, 4), attended_BLGQH.transpose(0, 2, 3, 1, 4)
             of_one = L == 1

@@ -61,7 +61,7 @@ class DraftModelDrafter:
         for step in range(draft_length):
             if step:
                 hidden_B1D, _ = self.decode.hidden_states(0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), self.slots.spans(0, count, step))
-                logits_BV = self.decode.lm_head(hidden_B1D.squeeze(1))
+                logits_BV = self.decode.logits(hidden_B1D.squeeze(1))
             distributions.append(sampling_distribution(logits_BV, *self.settings))
             tokens.append(sample(distributions[-1], uniform_BK[:, step]))
         # The proposals but the last have been read; `observe` takes back those that are rejected.
@@ -82,4 +82,4 @@ class DraftModelDrafter:
         hidden_BWD, _ = self.decode.hidden_states(
             first_row, slots.token_SP[rows].gather(1, position_BW), position_BW, slots.spans(first_row, count))
         self.read[rows] = slots.length[rows]
-        return self.decode.lm_head(hidden_BWD[:, -1])
+        return self.decode.logits(hidden_BWD[:, -1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from asyncspec.engine.decode import MLP, Block, Matrix, RoPE, interleaved, layer_shape, scale, scaled
-from asyncspec.engine.kv_cache import Place
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.numpy_cache import make_cache
 from asyncspec.engine.workspace import Buffer, Workspace, Workspaces
@@ -47,11 +46,10 @@ class DecodeEagle3(Block):
         logits_BV = logits_BU.new_full((len(logits_BU), self.draft.shape.vocab_size), float("-inf"))
         return logits_BV.index_copy_(1, self.draft.d2t_U, logits_BU)
 
-    def __call__(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
+    def project(self, space: Workspace) -> None:
         space.normalize_inputs()
         self.wqkv.write(space.units, space.heads)
         space.widen()
-        self.attend(space, place, rotation)
 
 
 def eagle3_drafter(draft: Eagle3, model, slots: Slots, settings) -> FeatureDrafter:

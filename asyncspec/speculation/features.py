@@ -31,8 +31,8 @@ class FeatureDrafter:
         """
         Args:
             draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
-            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features there as x, calling it
-                reads x and an embedding and leaves as x what is to be fed back, `logits` are those for the token after.
+            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features there as x, `read` puts keys
+                and values of x and an embedding in the cache, calling it besides leaves as x what is to be fed back, `logits` are those for the token after.
             embedding_VD: the target's.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
@@ -94,7 +94,7 @@ class FeatureDrafter:
         width = int((self.slots.length[rows] - 1 - self.read[rows]).max())
         if width > 0:
             self._store()
-            self._read(first_row, self.slots.length_S[rows], width, self.slots.spans(first_row, count, -1))
+            self._read(first_row, self.slots.length_S[rows] - 1, width)
             self.read[rows] = self.slots.length[rows] - 1
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
@@ -109,20 +109,18 @@ class FeatureDrafter:
 
     def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Distributions and tokens, once the `width` positions before each row's last token are read."""
-        space, logits_BV = self._read(0, length_B, width, spans)
-        q_BV = sampling_distribution(logits_BV, *self.settings)
-        uniforms = uniform_BK.unbind(1)
-        tokens, distributions = [sample(q_BV, uniforms[0])], [q_BV]
-        if len(uniforms) > 1:
-            position_BK = length_B.unsqueeze(1) + self.slots.index_P[: len(uniforms) - 1] - 1
-            place = self.decode.cache.at(0, position_BK, spans)
-            rotations = self.decode.rope.at(position_BK).unflatten(0, position_BK.shape).unbind(1)
-            for uniform_B, step, rotation in zip(uniforms[1:], place.each(), rotations):
-                space.embedding_TD.copy_(F.embedding(tokens[-1], self._embedding_VD))
-                self.decode(space, step, rotation)
-                q_BV = sampling_distribution(self.decode.logits(space), *self.settings)
-                tokens.append(sample(q_BV, uniform_B))
-                distributions.append(q_BV)
+        (B, K), slots, decode = uniform_BK.shape, self.slots, self.decode
+        if width > 1:
+            self._read(0, length_B - 2, width - 1)
+        space, position_BK = decode.spaces(B, 1), (length_B.unsqueeze(1) + (slots.index_P[:K] - 2)).clamp_(min=0)
+        token_B = self._fuse(0, position_BK[:, :1], space).squeeze(1)
+        place, rotations = decode.cache.at(0, position_BK, spans), decode.rope.at(position_BK).unflatten(0, (B, K)).unbind(1)
+        tokens, distributions = [], []
+        for uniform_B, step, rotation in zip(uniform_BK.unbind(1), place.each(), rotations):
+            space.embedding_TD.copy_(F.embedding(token_B, self._embedding_VD))
+            decode(space, step, rotation)
+            distributions.append(sampling_distribution(decode.logits(space), *self.settings))
+            tokens.append(token_B := sample(distributions[-1], uniform_B))
         return torch.stack(distributions, 1), torch.stack(tokens, 1)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
@@ -137,23 +135,16 @@ class FeatureDrafter:
     def leave(self, row: int) -> None:
         pass
 
-    def _read(self, first_row: int, length_B, width: int, spans: Spans) -> tuple[Workspace, torch.Tensor]:
-        """Read the `width` positions before each row's last token; what was read before is read again alike.
-
-        Returns:
-            The workspace of the last of these positions, and their logits.
-        """
-        count, slots = len(length_B), self.slots
-        rows = slice(first_row, first_row + count)
-        position_BW = (length_B.unsqueeze(1) - (1 + width) + slots.index_P[:width]).clamp_(min=0)
-        features_TE = self._feature_TE[(self._start_S1[rows] + position_BW).flatten()]
-        token_BW = slots.token_SP[rows].gather(1, position_BW + 1)
-        space = self.decode.spaces(count, width)
-        self.decode.fuse(features_TE, space)
+    def _read(self, first_row: int, end_B, width: int) -> None:
+        """Read the `width` positions before each row's end; what was read before is read again alike."""
+        position_BW = (end_B.unsqueeze(1) + (self.slots.index_P[:width] - width)).clamp_(min=0)
+        space = self.decode.spaces(len(end_B), width)
+        token_BW = self._fuse(first_row, position_BW, space)
         space.embedding_TD.copy_(F.embedding(token_BW.flatten(), self._embedding_VD))
-        self.decode(space, self.decode.cache.at(first_row, position_BW, spans), self.decode.rope.at(position_BW))
-        last = space
-        if width > 1:
-            last = self.decode.spaces(count, 1)
-            last.x.tensor.copy_(space.x.tensor.unflatten(0, (count, width))[:, -1])
-        return last, self.decode.logits(last)
+        self.decode.read(space, self.decode.cache.at(first_row, position_BW, []), self.decode.rope.at(position_BW))
+
+    def _fuse(self, first_row: int, position_BW, space: Workspace) -> torch.Tensor:
+        """Put the features of these positions in the workspace; returns the tokens after them."""
+        rows = slice(first_row, first_row + len(position_BW))
+        self.decode.fuse(self._feature_TE[(self._start_S1[rows] + position_BW).flatten()], space)
+        return self.slots.token_SP[rows].gather(1, position_BW + 1)

@@ -43,6 +43,11 @@ class DecodeMTP:
     def logits(self, space: Workspace) -> torch.Tensor:
         return self.lm_head(space.x.tensor)
 
+    def read(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
+        space.normalize_inputs()
+        self.fc.write(space.units, space.x)
+        self.layer.read(space, place, rotation)
+
     def __call__(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
         space.normalize_inputs()
         self.fc.write(space.units, space.x)
