@@ -61,7 +61,7 @@ def split(length_B: np.ndarray) -> tuple[list[int], int]:
         The row after each group's last, and the row positions then read.
     """
     B, whole = len(length_B), len(length_B) * int(length_B.max())
-    if B < GROUP_ROWS:
+    if B < GROUP_ROWS or whole - int(length_B.sum()) <= GROUP_GAIN:
         return [B], whole
     first_B, second_B = np.maximum.accumulate(length_B), np.maximum.accumulate(length_B[::-1])[::-1]
     row_B = np.arange(1, B)

@@ -214,16 +214,16 @@ class TorchEngine:
         self._sequences += [None] * (rows[-1] + 1 - len(self._sequences))
         for row, sequence in zip(rows, new):
             self._sequences[row] = replace(sequence, started_at=now)
-        row_B = torch.tensor(rows, device=self.device)
         sources = [prompts.row(s.request) for s in new]
-        longest, source_B = int(tokens.length[sources].max()), torch.tensor(sources, device=self.device)
-        self.decode.cache.copy(sources, rows, longest)
+        lengths = tokens.length[sources].tolist()
+        limits = [length + s.request.max_response_tokens for length, s in zip(lengths, new)]
+        row_B, source_B, limit_B = torch.tensor([rows, sources, limits], device=self.device).unbind()
+        self.decode.cache.copy(sources, rows, longest := max(lengths))
         self._copy_for_drafter(sources, rows)
         length_B, p_BV = tokens.length_S[source_B], prompts.first_token_distribution(source_B)
         tokens.token_SP[row_B, :longest] = tokens.token_SP[source_B, :longest]
         tokens.prompt_S[row_B], tokens.length_S[row_B] = length_B, length_B + 1
-        limits = [int(tokens.length[source]) + s.request.max_response_tokens for source, s in zip(sources, new)]
-        self.limit_S[row_B] = limit_B = torch.tensor(limits, device=self.device)
+        self.limit_S[row_B] = limit_B
         seeds = [s.request.seeds[s.sample] for s in new]
         if self.drafter is not None and self.drafter.remembers:
             # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
@@ -394,6 +394,8 @@ class TorchEngine:
             return
         length_B = tokens.length[:B].copy()
         tokens.ends, now = kv_cache.split(length_B)
+        if now - int(length_B.sum()) < kv_cache.GROUP_GAIN:
+            return
         order_B = np.argsort(-length_B, kind="stable")
         ends, least = kv_cache.split(length_B[order_B])
         if now - least < kv_cache.GROUP_GAIN * max(1, 1 + len(ends) - len(tokens.ends)):

@@ -66,11 +66,11 @@ def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ, count_B=None) -> tuple[
     B, J, V = p_BJV.shape
     K = J - 1
     p_BK = p_BJV[:, :K].gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
-    q_BK = 1.0 if q_BKV is None else q_BKV.gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
-    accepted_BK = accept_BK * q_BK < p_BK
+    if q_BKV is not None:
+        accept_BK = accept_BK * q_BKV.gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
+    kept_B = torch.where(accept_BK < p_BK, K, torch.arange(K, device=draft_BK.device)).amin(-1)  # up to the first that is rejected
     if count_B is not None:
-        accepted_BK = accepted_BK & (torch.arange(K, device=draft_BK.device) < count_B.unsqueeze(1))
-    kept_B = accepted_BK.to(torch.int64).cumprod(-1).sum(-1)
+        kept_B = torch.minimum(kept_B, count_B)
     last_B1 = kept_B.unsqueeze(1)
     p_BV = p_BJV.gather(1, last_B1.unsqueeze(-1).expand(B, 1, V)).squeeze(1)
     # Where nothing was rejected q is zero, so that "p - q" is p itself: the bonus token.
@@ -84,5 +84,5 @@ def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ, count_B=None) -> tuple[
     # Rounding can leave nothing where p and q are all but equal; then p is what is meant.
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     own_B = sample(residual_BV, target_BJ.gather(1, last_B1).squeeze(1))
-    token_BJ = torch.nn.functional.pad(draft_BK, (0, 1)).scatter_(1, last_B1, own_B.unsqueeze(1))
-    return token_BJ, kept_B + 1
+    own_B1 = own_B.unsqueeze(1)
+    return torch.cat([draft_BK, own_B1], 1).scatter_(1, last_B1, own_B1), kept_B + 1
