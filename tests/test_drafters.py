@@ -35,7 +35,7 @@ class RandomLength(FixedLength):
     def __init__(self, always_keeps=False):
         self.longest, self.rng, self.always_keeps = LONGEST, np.random.default_rng(0), always_keeps
 
-    def choose(self, live, missed_B=None):
+    def choose(self, live, missed_S=None):
         self.keeps = self.always_keeps or self.rng.random() < 0.5
         return int(self.rng.integers(0, 5))
 
@@ -251,7 +251,7 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
         def __init__(self, pattern):
             self.longest, self.pattern, self.step = 3, pattern, -1
 
-        def choose(self, live, missed_B=None):
+        def choose(self, live, missed_S=None):
             self.step += 1
             return self.pattern[self.step % len(self.pattern)]
 
@@ -278,8 +278,8 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
 
 
 def test_a_lookup_is_told_what_would_have_been_proposed_while_it_rests(small_shape, small_policy, maker):
-    engine = engine_of(small_shape, small_policy, maker["ngram"], 12, "auto", top_k=1)
-    run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)])
+    engine = engine_of(small_shape, small_policy, maker["ngram"], 12, "auto")
+    run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)], samples=8)
     assert engine.lengths._tokens > 0
 
 
@@ -291,13 +291,14 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
     engine, entered, missed, met = engine_of(small_shape, small_policy, maker["eagle3"], 12), set(), set(), []
 
     class Recording(RandomLength):
-        kept = True
+        watches = kept = True
 
-        def choose(self, live, missed_B=None):
+        def choose(self, live, missed_S=None):
             k = super().choose(live)
             sequences = [(s.request.request_id, s.sample) for s in engine._sequences]
             if not self.kept:  # those that came since are without features, too
                 missed.update(set(sequences) - entered)
+            missed_B = missed_S[:live]
             assert missed_B.tolist() == [s in missed for s in sequences]
             met.append(missed_B.any() and not missed_B.all())
             entered.update(sequences)
@@ -331,7 +332,7 @@ class NowAndThen(FixedLength):
         super().__init__(LONGEST)
         self.step = 0
 
-    def choose(self, live, missed_B=None):
+    def choose(self, live, missed_S=None):
         self.step += 1
         return 0 if self.step % 3 else 3
 

@@ -234,6 +234,8 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     from asyncspec.speculation.draft_length import FixedLength
 
     class Counting(FixedLength):
+        watches = True
+
         verified = accepted = 0
 
         def observe(self, live, draft_length, seconds, kept_B, found_B=None, usual=True, missed_B=None):

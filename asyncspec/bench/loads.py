@@ -32,30 +32,37 @@ class Watched:
     """A draft length controller that counts what it decides and what comes of it."""
 
     def __init__(self, inner) -> None:
-        self.inner, self.longest = inner, inner.longest
-        self.steps: list[tuple] = []  # live, draft length, kept_B, found_B: evaluated afterwards, so that watching costs nothing
+        self.inner, self.longest, self.watches = inner, inner.longest, True
+        # Evaluated afterwards, so that watching costs little: live sequences and draft length of each step; of those with a draft
+        # length, it, kept_B and found_B.
+        self.steps: list[tuple[int, int]] = []
+        self.kept: list[tuple] = []
 
     @property
     def keeps(self) -> bool:
         return self.inner.keeps
 
-    def choose(self, live: int, missed_B=None) -> int:
-        return self.inner.choose(live, missed_B)
+    def choose(self, live: int, missed_S=None) -> int:
+        draft_length = self.inner.choose(live, missed_S)
+        self.watches = draft_length > 0 or self.inner.watches
+        self.steps.append((live, draft_length))
+        return draft_length
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B, found_B=None, usual=True, missed_B=None) -> None:
         self.inner.observe(live, draft_length, seconds, kept_B, found_B, usual, missed_B)
-        self.steps.append((live, draft_length, kept_B, found_B))
+        if draft_length:
+            self.kept.append((draft_length, kept_B, found_B))
 
     def summary(self) -> dict[str, float]:
         """Acceptance length and draft length over rows; acceptance of each position, given that those before were accepted."""
-        rows = sum(live for live, *_ in self.steps)
+        rows = sum(live for live, _ in self.steps)
         if not rows:
             return {}
-        result = {"acceptance_length": 1 + sum(int(kept_B.sum()) for *_, kept_B, _ in self.steps) / rows,
-                  "draft_length": sum(live * k for live, k, *_ in self.steps) / rows}
+        result = {"acceptance_length": 1 + sum(int(kept_B.sum()) for _, kept_B, _ in self.kept) / rows,
+                  "draft_length": sum(live * k for live, k in self.steps) / rows}
         for position in range(LONGEST):
             tried = kept = 0
-            for _, k, kept_B, found_B in self.steps:
+            for k, kept_B, found_B in self.kept:
                 if k > position:
                     count_B = k if found_B is None else found_B
                     tried += int(((kept_B >= position) & (count_B > position)).sum())

@@ -248,20 +248,21 @@ class TorchEngine:
             self._arrange(1)
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
-        K = self.lengths.choose(B, self._missed_S[:B])
+        lengths = self.lengths
+        K = lengths.choose(B, self._missed_S)
         self._drafting = K > 0
-        self._keeping = K > 0 or self.lengths.keeps or not self.aux_layers
+        self._keeping = K > 0 or lengths.keeps or not self.aux_layers
         if K:  # not this step's own work
             self.drafter.catch_up()
-        start = self._clock()
+        start = self._clock() if lengths.watches else 0.0
         self._arrange(K + 1)
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
         kept_B, finished_B, found_B = self._advance(B, K)
-        seconds = self._clock() - start
         if not self._keeping:
             self._missed_S[:B] = True
-        self.lengths.observe(B, K, seconds, kept_B, found_B, usual, self._missed_S[:B])
+        if lengths.watches:
+            lengths.observe(B, K, self._clock() - start, kept_B, found_B, usual, self._missed_S[:B])
         return self._retired(finished_B.nonzero()[0].tolist())
 
     def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

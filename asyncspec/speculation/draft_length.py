@@ -43,19 +43,19 @@ STEADY = 1.1  # where what is held takes so many times as long after a try as be
 DOUBT = 0.1  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; one without speculation for so many more, once it is not new or where nothing comes near to it. One step in HOLD of it is learned from.
-HOLD, HOLD_LONG, NEAR = 8, 32, 0.9
+# cost; one without speculation for `hold_long`, once it is not new or where nothing comes near to it. One step in HOLD of it is observed.
+HOLD, NEAR = 8, 0.9
 
 
 class FixedLength:
     """Always the same k."""
 
-    keeps = True
+    keeps, watches = True, False
 
     def __init__(self, draft_length: int) -> None:
         self.longest = draft_length
 
-    def choose(self, live: int, missed_B: np.ndarray | None = None) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None) -> int:
         return self.longest
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
@@ -95,7 +95,7 @@ class Acceptance:
 class AutoLength:
     """The k whose expected tokens and time promise most; for drafters that always have proposals."""
 
-    longest = LONGEST
+    longest, hold_long = LONGEST, 32
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
         """
@@ -106,6 +106,7 @@ class AutoLength:
         self.acceptance = Acceptance()
         self._held_tokens = [[0.0, 0.0] for _ in range(LONGEST + 1)]  # emitted while a k was held, and rows; forgotten over a window
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
+        self.watches = True  # whether the step that was chosen for last is to be observed
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), _plausible(np.asarray(seconds, dtype=float))
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._drift: dict[int, float] = {}
@@ -120,19 +121,22 @@ class AutoLength:
         self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
         self._passed_s = 0.0  # of steps since the budget was kept last
 
-    def choose(self, live: int, missed_B: np.ndarray | None = None) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None) -> int:
         """
         Args:
-            missed_B: bool, rows of which not all features were kept, since `keeps` was False; None: none.
+            missed_S: bool, rows of which not all features were kept, since `keeps` was False, the live ones first; None: none.
         """
         if self._held and live == self._live:
             self._held -= 1
+            self.watches = self._choice > 0 or self._exploring or self._held % HOLD == HOLD - 1
             return self._choice
+        self.watches = True
         if self._seen:
             self._learn_from(*zip(*self._seen))
             self._seen.clear()
         self._live, self._held, self._share, self.keeps = live, HOLD - 1, EXPLORE_SHARE, True
-        costs, rates = self._costs(live), self._rates(live)
+        costs = self._costs(live)
+        rates = [emitted / cost for emitted, cost in zip(self._emitted(), costs)]
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
         # Neighbours of the best: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held. First the one that
@@ -144,7 +148,7 @@ class AutoLength:
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
         settled = self._holds[bucket] >= SETTLED
-        self._exploring = affordable and settled and not self._exploring and (missed_B is None or 2 * np.count_nonzero(missed_B) <= live)
+        self._exploring = affordable and settled and not self._exploring and (missed_S is None or 2 * np.count_nonzero(missed_S[:live]) <= live)
         self._choice = other if self._exploring else best
         if self._exploring:
             self._turn += not likely
@@ -152,17 +156,15 @@ class AutoLength:
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
         elif not best:
             if self._holds[bucket] >= EARLY_HOLDS or max(rates[1:]) < NEAR * self._best_rate:
-                self._held = HOLD_LONG - 1
+                self._held = self.hold_long - 1
             if max(rates[1:]) < NEAR * self._best_rate:
                 self._share = FAR_SHARE
-                # Keeping features costs about a fiftieth of a step: only when something is to be tried, or would pay once few are left.
-                alone = self._rates(1)
-                self.keeps = affordable or max(alone) > alone[0]
+                self.keeps = affordable or self._pays_alone()
         return self._choice
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
                 usual: bool = True, missed_B: np.ndarray | None = None) -> None:
-        """Learn from a step, before the next choice.
+        """Learn from a step, before the next choice; not if it does not watch.
 
         Args:
             draft_length: the k that `choose` gave.
@@ -170,17 +172,20 @@ class AutoLength:
             kept_B: int64, accepted proposals of each row.
             found_B: int64, how many proposals a lookup has found for each row; the most of them were verified.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
-            missed_B: as for `choose`. What is tried is judged by the others.
+            missed_B: as for `choose`, of the live rows. What is tried is judged by the others.
         """
-        self._passed_s += seconds
+        if not self.watches:
+            return
+        self._passed_s += seconds if draft_length or self._exploring else HOLD * seconds
         if self._exploring and missed_B is not None and missed_B.any():
             kept_B = kept_B[~missed_B]
-        if draft_length or self._exploring or self._held % HOLD == HOLD - 1:
-            self._seen.append((draft_length, seconds, kept_B, found_B, usual))
+        self._seen.append((draft_length, seconds, kept_B, found_B, usual))
 
-    def _rates(self, live: int) -> list[float]:
-        """Expected tokens a second for each row, for k = 0..LONGEST."""
-        return [e / s for e, s in zip(self._emitted(), self._costs(live))]
+    def _pays_alone(self) -> bool:
+        """Whether speculation would pay once a single sequence is left. Otherwise features are kept only when something is to be tried: that costs
+        about a fiftieth of a step."""
+        rates = [emitted / cost for emitted, cost in zip(self._emitted(), self._costs(1))]
+        return max(rates) > rates[0]
 
     def _emitted(self) -> list[float]:
         """Expected tokens of a row for k = 0..LONGEST: as while each was held; what acceptance by position promises stands in for it."""
@@ -293,6 +298,8 @@ class LookupLength(AutoLength):
     finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
     """
 
+    hold_long = 64
+
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
         """
         Args:
@@ -331,6 +338,9 @@ class LookupLength(AutoLength):
         promise_KJ = self._promise_KJ
         before_KJ = np.concatenate([np.ones((LONGEST + 1, 1)), promise_KJ[:, :-1]], 1)
         self._expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
+
+    def _pays_alone(self) -> bool:
+        return True  # there are no features
 
     def _promised(self) -> list[float]:
         # Looking back compares the lengths over the same text, each from where its own verifications would end: what was kept while one of them was

@@ -26,7 +26,7 @@ class _Lookup:
     aux_layers: tuple[int, ...] = ()
     remembers, looks_up = False, True
     learn = None  # see `LookupLength.learn`
-    HINDSIGHT = 16  # one finished rollout in so many is looked back at
+    HINDSIGHT = 32  # one finished rollout in so many is looked back at
     STRETCH = 512  # tokens of it, at most
 
     def __init__(self, slots: Slots) -> None:
