@@ -227,6 +227,21 @@ def test_rows_attended_to_in_groups_give_the_same_output(small_shape, small_poli
     assert sum(exchanges) > 5, sum(exchanges)
 
 
+@pytest.mark.parametrize("method", [None, *METHODS])
+def test_torch_attends_as_numpy_does(small_shape, small_policy, maker, method, monkeypatch):
+    prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
+    done = []
+    for by_numpy in (True, False):
+        monkeypatch.setattr(numpy_cache, "numpy_attends", lambda *_, by_numpy=by_numpy: by_numpy)
+        engine = engine_of(small_shape, small_policy, method and maker[method], 12, 0, top_k=1)
+        if method:
+            engine.lengths = RandomLength(always_keeps=True)
+        done.append(run(engine, prompts))
+    assert all(torch.equal(c.tokens, done[1][key].tokens) for key, c in done[0].items())
+    if method != "suffix":  # whose proposals depend on the order in which rollouts end
+        assert all((c.proposed, c.accepted) == (done[1][key].proposed, done[1][key].accepted) for key, c in done[0].items())
+
+
 @pytest.mark.parametrize("k", [1, 3, "random"])
 def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small_policy, k):
     """So its cache holds at every step exactly what the policy's does."""

@@ -80,9 +80,10 @@ class Matrix:
             else:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Buffer) -> torch.Tensor:
+        x_TI = x.tensor if isinstance(x, Buffer) else x
         if self._array is not None and len(x_TI) > 1:
-            return torch.from_numpy(np.dot(x_TI.numpy(), self._array))
+            return torch.from_numpy(np.matmul(x_TI.numpy() if x is x_TI else x.array, self._array))
         return self._packed_product(x_TI) if self._is_large(x_TI) else torch.mm(x_TI, self.weight)
 
     def write(self, x: Buffer, out: Buffer) -> None:
@@ -320,17 +321,17 @@ class DecodeModel:
 
     def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0) -> list[torch.Tensor]:
         B, L = token_BL.shape
-        x_TD = F.embedding(token_BL.flatten(), self.embedding)
         where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
         space = self.spaces(B, L)
         if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
+            x_TD = F.embedding(token_BL.flatten(), self.embedding)
             pairs = torch.view_as_real(rotation[..., : self.rope.half].unsqueeze(1)).contiguous()
             outputs = self.compiled(x_TD, self._weights, self.cache.flat, where.index, where.groups[0].mask, pairs)
             inputs = [x_TD, *outputs]
             kept = [inputs[index] for index in aux_layers if index < len(self.layers)]
             space.x.tensor.copy_(outputs[-1])
         else:
-            space.x.tensor.copy_(x_TD)
+            torch.index_select(self.embedding, 0, token_BL.flatten(), out=space.x.tensor)
             for index, layer in enumerate(self.layers):
                 if index in aux_layers:
                     kept.append(space.x.tensor.clone())

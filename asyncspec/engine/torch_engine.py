@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 import numpy as np
@@ -213,7 +213,7 @@ class TorchEngine:
         rows += range(len(self._sequences), len(self._sequences) + len(new) - len(rows))
         self._sequences += [None] * (rows[-1] + 1 - len(self._sequences))
         for row, sequence in zip(rows, new):
-            self._sequences[row] = replace(sequence, started_at=now)
+            self._sequences[row] = _Sequence(sequence.request, sequence.sample, now)
         sources = [prompts.row(s.request) for s in new]
         lengths = tokens.length[sources].tolist()
         limits = [length + s.request.max_response_tokens for length, s in zip(lengths, new)]

@@ -40,7 +40,7 @@ class DecodeEagle3(Block):
 
     def logits(self, space: Workspace) -> torch.Tensor:
         space.normalize()
-        logits_BU = self.lm_head(space.unit.tensor)
+        logits_BU = self.lm_head(space.unit)
         if self.draft.d2t_U is None:
             return logits_BU
         logits_BV = logits_BU.new_full((len(logits_BU), self.draft.shape.vocab_size), float("-inf"))

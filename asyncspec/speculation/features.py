@@ -12,7 +12,6 @@ from typing import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from asyncspec.engine import memory
 from asyncspec.engine.graphs import Graphs
@@ -117,7 +116,7 @@ class FeatureDrafter:
         place, rotations = decode.cache.at(0, position_BK, spans), decode.rope.at(position_BK).unflatten(0, (B, K)).unbind(1)
         tokens, distributions = [], []
         for uniform_B, step, rotation in zip(uniform_BK.unbind(1), place.each(), rotations):
-            space.embedding_TD.copy_(F.embedding(token_B, self._embedding_VD))
+            torch.index_select(self._embedding_VD, 0, token_B, out=space.embedding_TD)
             decode(space, step, rotation)
             distributions.append(sampling_distribution(decode.logits(space), *self.settings))
             tokens.append(token_B := sample(distributions[-1], uniform_B))
@@ -140,7 +139,7 @@ class FeatureDrafter:
         position_BW = (end_B.unsqueeze(1) + (self.slots.index_P[:width] - width)).clamp_(min=0)
         space = self.decode.spaces(len(end_B), width)
         token_BW = self._fuse(first_row, position_BW, space)
-        space.embedding_TD.copy_(F.embedding(token_BW.flatten(), self._embedding_VD))
+        torch.index_select(self._embedding_VD, 0, token_BW.flatten(), out=space.embedding_TD)
         self.decode.read(space, self.decode.cache.at(first_row, position_BW, []), self.decode.rope.at(position_BW))
 
     def _fuse(self, first_row: int, position_BW, space: Workspace) -> torch.Tensor:

@@ -41,7 +41,7 @@ class DecodeMTP:
         space.x.tensor.copy_(features_TE)
 
     def logits(self, space: Workspace) -> torch.Tensor:
-        return self.lm_head(space.x.tensor)
+        return self.lm_head(space.x)
 
     def read(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
         space.normalize_inputs()
