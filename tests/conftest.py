@@ -4,8 +4,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("untimed", deadline=None)  # how long an example takes tells of the machine
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

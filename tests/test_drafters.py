@@ -209,13 +209,13 @@ def test_rows_attended_to_in_groups_give_the_same_output(small_shape, small_poli
         engine = engine_of(small_shape, small_policy, method and maker[method], 12, 0, **greedy)
         if method:  # features that were not kept differ from row to row, and with them what is proposed
             engine.lengths = RandomLength(always_keeps=True)
-        exchange = engine._move
+        exchange = engine.rows.move
 
         def counting(source, target):
             exchanges.append(target == engine.slots)
             exchange(source, target)
 
-        engine._move = counting
+        engine.rows.move = counting
         # Greedy samples of a prompt are all alike, and as long.
         return {key: c.tokens.tolist() for key, c in run(engine, prompts, samples=1 if greedy else 3).items()}
 
@@ -310,7 +310,7 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
 
         def choose(self, live, missed_S=None):
             k = super().choose(live)
-            sequences = [(s.request.request_id, s.sample) for s in engine._sequences]
+            sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
             if not self.kept:  # those that came since are without features, too
                 missed.update(set(sequences) - entered)
             missed_B = missed_S[:live]
@@ -323,7 +323,7 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
             return k
 
         def observe(self, live, draft_length, seconds, kept_B, found_B=None, usual=True, missed_B=None):
-            sequences = [(s.request.request_id, s.sample) for s in engine._sequences]
+            sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
             assert missed_B.tolist() == [s in missed for s in sequences]  # rows may have changed places
 
     engine.lengths = Recording()

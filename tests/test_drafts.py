@@ -35,7 +35,7 @@ def rollouts(seed=0, B=5, L=14):
     return tokens_BL, mask_BL
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, VOCABULARY - 1))
 def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, kept):
     """Coarse-graining: KL over the kept tokens and the rest is at most the whole KL, acceptance at least the whole one."""
@@ -54,7 +54,7 @@ def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, ke
     torch.testing.assert_close(every.compared(logq), (whole, overlap), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, VOCABULARY))
 def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
     """With all tokens kept, truncated and whole targets agree within a draft's vocabulary; with fewer, acceptance stays a bound."""

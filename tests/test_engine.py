@@ -85,7 +85,7 @@ def test_speculative_sequences_fit_the_exact_distribution(small_shape, small_pol
 @pytest.mark.parametrize("k, stops", [(1, True), (3, True), (1, False), (3, False)])
 def test_acceptance_by_position_makes_up_the_acceptance_length(small_shape, small_policy, contrary_draft, k, stops):
     engine = make(small_shape, small_policy, contrary_draft, slots=32, k=k)
-    engine._stops_V &= stops
+    engine.rows.stops_V &= stops
     done = run(engine, [[2, 3], [4, 5, 2], [3]], samples=30, length=40).values()
     for c in done:
         assert sum(c.accepted_at) == c.accepted and c.verifications == sum(c.reached_at[:1])

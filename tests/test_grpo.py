@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec import messages as m
@@ -45,7 +45,6 @@ def loss_inputs(seed, n=20):
             logprob + 0.5 * torch.randn(n, generator=g), torch.randn(n, generator=g))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_on_policy_gradient_is_the_policy_gradient(seed):
     logprob, _, _, advantage = loss_inputs(seed)
@@ -55,7 +54,6 @@ def test_on_policy_gradient_is_the_policy_gradient(seed):
     torch.testing.assert_close(logprob.grad, -advantage)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_importance_weight_is_truncated_and_clipped_tokens_have_no_gradient(seed):
     logprob, proximal, behaviour, advantage = loss_inputs(seed)
@@ -242,7 +240,6 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
         step(12, bad)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 6), st.integers(1, 200))
 def test_a_group_is_divided_into_passes_that_hold_all_of_it_within_the_limit(lengths, prompt, most):
     n = sum(lengths)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec import topology
@@ -14,7 +14,6 @@ from asyncspec.doctor import Node, judge
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), counts), min_size=1, max_size=6), st.booleans(), st.data())
 def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting, data):
     nodes = [*nodes, (1, {"trainer": 1, "logprob": 1, "generator": 1})]
@@ -31,7 +30,6 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
             assert sum(names.get(name, "").removesuffix("_rank") == role for name in here) == count
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["trainer", "logprob", "generator"]), max_size=30), st.booleans(), st.integers(1, 8))
 def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gpus):
     roles = sorted(played)

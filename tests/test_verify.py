@@ -24,7 +24,7 @@ def pooled(observed, expected, least=5):
     return [torch.cat([x[:rare].sum()[None], x[rare:]]) for x in (observed, expected)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), draft_length=st.integers(1, 4), vocabulary=st.integers(2, 7))
 def test_each_emitted_token_has_the_targets_distribution(seed, draft_length, vocabulary):
     # Independent positions, so that position j is distributed as p[j] whatever came before, if it is emitted.
@@ -62,7 +62,7 @@ def test_a_proposal_the_target_excludes_is_never_emitted():
     assert (count_B == 1).all() and (token_BJ[:, 0] > 0).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), u=st.integers(0, 2**23 - 1) | st.just(2**23 - 1))
 def test_sample_never_returns_a_token_of_weight_zero(seed, u):
     weights = random_distributions(seed, 1, 8)
@@ -70,7 +70,7 @@ def test_sample_never_returns_a_token_of_weight_zero(seed, u):
     assert weights[0, sample(weights, torch.tensor([u * 2.0**-23]))[0]] > 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), temperature=st.floats(0.3, 2), top_p=st.floats(0.05, 1), top_k=st.integers(0, 9))
 def test_sampling_distribution_keeps_the_most_probable_tokens(seed, temperature, top_p, top_k):
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))

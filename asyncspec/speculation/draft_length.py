@@ -119,7 +119,7 @@ class AutoLength:
         self._best = self._choice = self._live = self._held = 0
         self._share = EXPLORE_SHARE
         self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
-        self._passed_s = 0.0  # of steps since the budget was kept last
+        self._passed = 0  # steps since the budget was kept last
 
     def choose(self, live: int, missed_S: np.ndarray | None = None) -> int:
         """
@@ -128,12 +128,14 @@ class AutoLength:
         """
         if self._held and live == self._live:
             self._held -= 1
+            self._passed += 1
             self.watches = self._choice > 0 or self._exploring or self._held % HOLD == HOLD - 1
             return self._choice
         self.watches = True
         if self._seen:
             self._learn_from(*zip(*self._seen))
             self._seen.clear()
+        self._passed = 1
         self._live, self._held, self._share, self.keeps = live, HOLD - 1, EXPLORE_SHARE, True
         costs = self._costs(live)
         rates = [emitted / cost for emitted, cost in zip(self._emitted(), costs)]
@@ -176,7 +178,6 @@ class AutoLength:
         """
         if not self.watches:
             return
-        self._passed_s += seconds if draft_length or self._exploring else HOLD * seconds
         if self._exploring and missed_B is not None and missed_B.any():
             kept_B = kept_B[~missed_B]
         self._seen.append((draft_length, seconds, kept_B, found_B, usual))
@@ -228,8 +229,7 @@ class AutoLength:
             self.budget_s -= _least_charge(self._best, len(seconds)) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
         self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
         share = self._share * (1 + EARLY_TIMES * (EARLY_HOLDS / (EARLY_HOLDS + self._holds[self._bucket(self._live)])) ** 2)
-        self.budget_s = min(max(self.budget_s, -self._most_s) + share * self._passed_s, self._most_s)
-        self._passed_s = 0.0
+        self.budget_s = min(max(self.budget_s, -self._most_s) + share * self._passed * sum(seconds) / len(seconds), self._most_s)
 
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
         """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike.

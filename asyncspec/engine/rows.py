@@ -1,0 +1,166 @@
+"""The rows of an engine's batch: what belongs to a sequence while it generates, and how sequences come, grow, move and go.
+
+In a step live sequences occupy rows 0..live-1: a row that has become free goes to a sequence that waits, or else to the last one. All per-token
+state lies in tensors; Python touches a sequence only when it enters and when it leaves.
+
+Shape suffixes: S rows, P positions, B live rows, J positions of a verification, R streams of random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import numpy as np
+import torch
+
+from asyncspec.engine import kv_cache
+from asyncspec.engine.base import Completion, Request, at_least
+from asyncspec.models.shape import PolicyShape
+from asyncspec.speculation import counter_rng
+from asyncspec.speculation.base import Slots
+
+
+@dataclass(frozen=True)
+class Sample:
+    request: Request
+    number: int
+    started_at: float = 0.0
+
+
+class Rows:
+    def __init__(self, shape: PolicyShape, slots: int, tokens: Slots, longest: int, copy: Callable[[Sequence[int], Sequence[int], int], None]) -> None:
+        """
+        Args:
+            tokens: of more rows than slots: one for exchanging two, behind it those for prompts.
+            longest: draft length.
+            copy: copies what others keep of rows: sources, rows, how many positions.
+        """
+        self.slots, self.tokens, self._copy, device = slots, tokens, copy, tokens.device
+
+        def state(*size, dtype=torch.int64):
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        self.eos_token_ids, self.stops_V = shape.eos_token_ids, state(shape.vocab_size, dtype=torch.bool)
+        self.stops_V[list(shape.eos_token_ids)] = True
+        self.limit_S = state(slots + 1)
+        # Random numbers of every position of a row, made when its sequence enters.
+        self.uniform_SPR = state(slots + 1, tokens.positions, counter_rng.STREAMS, dtype=torch.float32)
+        self.logprob_SP = state(slots + 1, tokens.positions, dtype=torch.float32)
+        self.version_SP = state(slots + 1, tokens.positions, dtype=torch.int32)
+        self.missed_S = np.zeros(slots + 1, dtype=bool)  # rows of which some features were not kept for the draft
+        self.counter_S3 = np.zeros((slots + 1, 3), dtype=np.int64)  # on the host: verifications, proposed, accepted
+        # Verifications that came to j proposals, and that accepted j.
+        self.reached_SJ, self.accepted_SJ = (np.zeros((slots + 1, longest + 1), dtype=np.int64) for _ in range(2))
+        self.samples: list[Sample | None] = []  # of rows from 0; None for those that are free
+        self._free: list[int] = []  # rows whose sequences finished in the last step
+
+    @property
+    def live(self) -> int:
+        return len(self.samples) - len(self._free)
+
+    @property
+    def begun_tokens(self) -> int:
+        """How many tokens the live sequences have emitted."""
+        rows = [row for row, sample in enumerate(self.samples) if sample is not None]
+        return int((self.tokens.length_S[rows] - self.tokens.prompt_S[rows]).sum())
+
+    def forget(self) -> None:
+        self.samples.clear()
+        self._free.clear()
+
+    def assign(self, new: Sequence[Sample]) -> list[int]:
+        """Rows for them, those that are free first."""
+        rows, self._free = sorted(self._free)[: len(new)], sorted(self._free)[len(new) :]
+        rows += range(len(self.samples), len(self.samples) + len(new) - len(rows))
+        self.samples += [None] * (rows[-1] + 1 - len(self.samples))
+        for row, sample in zip(rows, new):
+            self.samples[row] = sample
+        return rows
+
+    def commit(self, token_BJ, p_BJV, count_B, version: int) -> torch.Tensor:
+        """Append the first count_B tokens of each row (None: its only one), cut at the stop token and the length limit.
+
+        Returns:
+            finished_B, bool.
+        """
+        B, J = token_BJ.shape
+        rows, tokens = slice(0, B), self.tokens
+        length_B, limit_B = tokens.length_S[rows], self.limit_S[rows]
+        position_BJ = length_B.unsqueeze(1) + tokens.index_P[:J]
+        # Entries past the count are rubbish; they lie past the length and are overwritten by what comes next.
+        tokens.token_SP[rows].scatter_(1, position_BJ, token_BJ)
+        self.logprob_SP[rows].scatter_(1, position_BJ, p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log_())
+        self.version_SP[rows].scatter_(1, position_BJ, version)
+        stop_BJ = self.stops_V[token_BJ]
+        if count_B is None:
+            stopped_B, length_B = stop_BJ[:, 0], length_B + 1
+        else:
+            stop_BJ &= tokens.index_P[:J] < count_B.unsqueeze(1)
+            first_stop_B = torch.where(stop_BJ, tokens.index_P[:J], J).amin(1)
+            count_B = torch.minimum(torch.minimum(count_B, first_stop_B + 1), limit_B - length_B)
+            stopped_B, length_B = first_stop_B < count_B, length_B + count_B
+        tokens.length_S[rows] = length_B
+        return stopped_B | (length_B >= limit_B)
+
+    def count(self, before_B: np.ndarray, kept_B: np.ndarray, offered: int | np.ndarray) -> None:
+        """Count a verification of rows that were so long before it: proposals offered, and kept."""
+        B = len(before_B)
+        counter_B3, emitted_B, row_B = self.counter_S3[:B], self.tokens.length[:B] - before_B, np.arange(B)
+        accepted_B = np.minimum(kept_B, emitted_B)
+        counter_B3[:, 1] += offered
+        counter_B3[:, 2] += accepted_B
+        self.reached_SJ[row_B, np.minimum(offered, emitted_B)] += 1
+        self.accepted_SJ[row_B, accepted_B] += 1
+
+    def retire(self, row: int) -> Completion:
+        """Hand out what finished in this row; it is free."""
+        tokens, sample = self.tokens, self.samples[row]
+        start, end = len(sample.request.prompt), int(tokens.length[row])
+        verifications, proposed, accepted = self.counter_S3[row].tolist()
+        response = tokens.token_SP[row, start:end].to("cpu", torch.int32)
+        self.samples[row] = None
+        self._free.append(row)
+        return Completion(
+            sample.request.request_id, sample.number, response, self.logprob_SP[row, start:end].cpu().clone(),
+            self.version_SP[row, start:end].cpu().clone(), int(response[-1]) not in self.eos_token_ids,
+            verifications, proposed, accepted, sample.started_at, at_least(self.reached_SJ[row]), at_least(self.accepted_SJ[row]))
+
+    def close(self) -> None:
+        """Move the last sequences into rows that nobody waits for."""
+        for row in sorted(self._free, reverse=True):
+            last = self.samples.pop()
+            if row < len(self.samples):
+                self.move(len(self.samples), row)
+                self.samples[row] = last
+        self._free.clear()
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row, with all that belongs to it but its name in `samples`."""
+        tokens = self.tokens
+        self._copy([source], [target], int(tokens.length[source]))
+        for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
+                       self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self.missed_S):
+            tensor[target] = tensor[source]
+
+    def part(self) -> None:
+        """Part the rows into groups of like length, to be attended to together; where that would save much, exchange rows for it first."""
+        tokens, B, spare = self.tokens, self.live, self.slots
+        length_B = tokens.length[:B].copy()
+        tokens.ends, now = kv_cache.split(length_B)
+        if now - int(length_B.sum()) < kv_cache.GROUP_GAIN:
+            return
+        order_B = np.argsort(-length_B, kind="stable")
+        ends, least = kv_cache.split(length_B[order_B])
+        if now - least < kv_cache.GROUP_GAIN * max(1, 1 + len(ends) - len(tokens.ends)):
+            return
+        group_B = np.empty(B, dtype=np.int64)  # that each row belongs to, by its length
+        group_B[order_B] = np.searchsorted(ends, np.arange(B), side="right")
+        for group, (start, end) in enumerate(zip([0, *ends], ends)):
+            wrong, missing = start + (group_B[start:end] != group).nonzero()[0], end + (group_B[end:] == group).nonzero()[0]
+            for front, back in zip(wrong.tolist(), missing.tolist()):
+                for source, target in ((front, spare), (back, front), (spare, back)):
+                    self.move(source, target)
+                self.samples[front], self.samples[back] = self.samples[back], self.samples[front]
+                group_B[front], group_B[back] = group_B[back], group_B[front]
+        tokens.ends = ends
