@@ -143,10 +143,10 @@ def test_rows_are_parted_where_less_is_read(lengths):
 
 
 @pytest.mark.parametrize("cache", [kv_cache.KVCache, numpy_cache.NumpyKVCache])
-@pytest.mark.parametrize("B,L,G,Q", [(1, 1, 1, 1), (5, 1, 2, 3), (4, 3, 2, 2), (3, 4, 1, 5), (2, 7, 3, 1)])
-def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q):
+@pytest.mark.parametrize("B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)])
+def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
     """Passes of L positions, rows of every length, in two groups; then as many of one position."""
-    H, P, first, layers, R = 8, 40, 2, 2, Q + 2
+    H, first, layers, R = 8, 2, 2, Q + 2
     shape, g = LayerShape(16, G, Q, H, 8, 1e-6, False), torch.Generator().manual_seed(0)
     made = cache(layers, first + B, P, shape, "cpu", torch.float32) if cache is kv_cache.KVCache else cache(layers, first + B, P, shape)
     heads = torch.randn(B, P, G, R, H, generator=g)  # of one layer; the other has them negative

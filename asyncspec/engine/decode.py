@@ -23,8 +23,8 @@ from threadpoolctl import threadpool_info
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
-from asyncspec.engine.numpy_cache import NumpyKVCache, make_cache
 from asyncspec.engine.memory import Arena
+from asyncspec.engine.numpy_cache import NumpyKVCache, NumpyPlace, make_cache
 from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace, Workspaces
 from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape, dtype_of
@@ -252,7 +252,7 @@ class Mixture:
 
 
 class DecodeModel:
-    """A policy over its own `KVCache`."""
+    """A policy over its own KV cache."""
 
     def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device, compiled: bool = False) -> None:
         """
@@ -288,10 +288,12 @@ class DecodeModel:
         """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is live.
 
         Raises:
-            ValueError: the policy is a mixture of experts.
+            ValueError: the policy is a mixture of experts, or the cache is not one that torch attends to.
         """
         if shape.experts is not None:
             raise ValueError("layers with a mixture of experts are not compiled")
+        if not isinstance(self.cache, KVCache):
+            raise ValueError("a model that is to be compiled is made with compiled=True")
         self.compiled, self._weights = CompiledLayers(shape, self.cache.positions), [layer.weights for layer in self.layers]
         self.compiled.prepare(self._weights, self.cache.flat)
 
@@ -359,14 +361,14 @@ class Block:
         """Heads, from what comes into the layer; widened."""
         raise NotImplementedError
 
-    def read(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+    def read(self, space: Workspace, where: Place | NumpyPlace, rotation: torch.Tensor) -> None:
         """Keys and values go to the cache: all that later positions ask of a draft's layer."""
         self.project(space)
         space.rotate(rotation)
         space.narrow()
         self.cache.write(self.index, where, space)
 
-    def __call__(self, space: Workspace, where: Place, rotation: torch.Tensor) -> None:
+    def __call__(self, space: Workspace, where: Place | NumpyPlace, rotation: torch.Tensor) -> None:
         """Besides, x becomes what comes out of the layer."""
         self.read(space, where, rotation)
         self.cache.attend(self.index, where, space)

@@ -54,6 +54,11 @@ class Place(NamedTuple):
             yield Place((B, 1), index.reshape(-1), groups)
 
 
+def whole_span(span: int, positions: int) -> int:
+    """Whole vectors: a softmax over 57 takes longer than one over 64. And the same views serve many steps."""
+    return min(-(-span // SPAN_STEP) * SPAN_STEP, positions)
+
+
 def split(length_B: np.ndarray) -> tuple[list[int], int]:
     """Where to part rows in groups so that little padding is read: in two where that saves most, and these again.
 
@@ -92,14 +97,13 @@ class KVCache:
 
         Args:
             spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater than
-                every position in it. None for who only writes.
+                every position in it; empty for who only writes.
         """
         (B, L), G = position_BL.shape, self.groups
         index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()
         groups, start = [], 0
         for end, span in spans:
-            # Whole vectors: a softmax over 57 takes longer than one over 64. And the same views serve many steps.
-            count, span = end - start, min(-(-span // SPAN_STEP) * SPAN_STEP, self.positions)
+            count, span = end - start, whole_span(span, self.positions)
             seen = (self._index_P[:span] <= position_BL[start:end].unsqueeze(-1)).view(count, 1, L, 1, span)
             mask = torch.where(seen.expand(-1, G, -1, self.queries, -1), self._mask[1], self._mask[0])
             keys, values = self._views(first_row + start, first_row + end, span)

@@ -3,7 +3,7 @@
 A call of numpy's costs a third of one of torch's, and its products of small matrices are faster on processors that MKL slows. Keys lie position
 by position, as a product with queries reads them.
 
-Shape suffixes: those of kv_cache.py; T = B * L tokens, Q queries of a group, C = Q * L that attend to the same keys.
+Shape suffixes: those of kv_cache.py; Q queries of a group, C = Q * L that attend to the same keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from asyncspec.engine import memory
-from asyncspec.engine.kv_cache import SPAN_STEP, KVCache, Spans, runs
+from asyncspec.engine.kv_cache import KVCache, Spans, runs, whole_span
 from asyncspec.engine.workspace import LayerShape, Workspace
+
+ALIASING = 512  # numbers: what lies so far apart competes for the same places of a processor's cache
 
 
 class NumpyGroup(NamedTuple):
@@ -53,12 +55,13 @@ class NumpyKVCache:
 
     def __init__(self, layers: int, slots: int, positions: int, shape: LayerShape) -> None:
         self.shape, self.positions, (_, G, _, H, *_) = shape, positions, shape
-        self.keys = memory.zeros(layers, slots, G, H, positions, dtype=torch.float32, device="cpu")
+        stride = positions + 16 * (positions % ALIASING == 0)
+        self.keys = memory.zeros(layers, slots, G, H, stride, dtype=torch.float32, device="cpu")
         self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
         self._flat_keys = list(self.keys.numpy().reshape(layers, -1))
         self._flat_values = list(self.values.numpy().reshape(layers, -1).view(f"V{4 * H}"))  # a value is one item: half the time of a row of numbers
         self._start_SG = np.arange(slots * G).reshape(slots, 1, G) * positions
-        self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * positions
+        self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * stride
         # A window of it is the mask of a position.
         self._seen = np.repeat(np.float32([0.0, -np.inf]), positions)
         self._views = lru_cache(maxsize=256)(self._make_views)
@@ -68,7 +71,7 @@ class NumpyKVCache:
         (B, L), (_, G, Q, *_) = position_BL.shape, self.shape
         position_BL, rows, groups, start = position_BL.numpy(), slice(first_row, first_row + B), [], 0
         for end, span in spans:
-            span = min(-(-span // SPAN_STEP) * SPAN_STEP, self.positions)
+            span = whole_span(span, self.positions)
             keys, values, window = self._views(first_row + start, first_row + end, span)
             mask_BLP = window[self.positions - 1 - position_BL[start:end]]
             groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
@@ -104,7 +107,7 @@ class NumpyKVCache:
 
 
 def numpy_attends(device, dtype: torch.dtype) -> bool:
-    """Several threads attend to many rows faster by torch."""
+    """Several threads attend to many rows faster by torch. numpy is taken to have as many, see `loading.use_threads`."""
     return torch.device(device).type == "cpu" and dtype is torch.float32 and torch.get_num_threads() == 1
 
 

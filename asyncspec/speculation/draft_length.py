@@ -298,7 +298,7 @@ class LookupLength(AutoLength):
     finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
     """
 
-    hold_long = 64
+    hold_long = 64  # choosing costs more here, and hindsight goes on meanwhile
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
         """
@@ -367,7 +367,7 @@ class LookupLength(AutoLength):
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
         window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
-        forget = max(0.5, 1 - rows * (1 if k or self._exploring else HOLD) / window)
+        forget = max(0.5, 1 - rows * self._passed / len(seconds) / window)
         # Of positions that are not tried, too: what they kept when the past was shorter says little of what is promised now.
         self._kept_J *= forget
         self._of_KJ *= forget

@@ -30,7 +30,8 @@ class DecodeEagle3(Block):
         a = layer.self_attn
         q, k, v = (w.weight.view(G, -1, H, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj))
         norms = torch.cat([scale(layer.input_layernorm), scale(layer.hidden_norm)])
-        self.wqkv = Matrix(scaled(torch.cat([interleaved(q, 2) * H**-0.5, interleaved(k, 2), v], 1).flatten(0, 2), norms), self.arena)
+        queries, others = scaled(interleaved(q, 2), norms * H**-0.5), scaled(torch.cat([interleaved(k, 2), v], 1), norms)
+        self.wqkv = Matrix(torch.cat([queries, others], 1).flatten(0, 2), self.arena)
         self.wo, self.fc = Matrix(a.o_proj.weight, self.arena), Matrix(self.draft.fc.weight, self.arena)
         self.lm_head = Matrix(scaled(self.draft.lm_head.weight, scale(self.draft.norm)), self.arena)
         self.mlp.reload()

@@ -7,7 +7,7 @@ import torch
 from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, layer_shape, scale, scaled
 from asyncspec.engine.kv_cache import Place
 from asyncspec.engine.memory import Arena
-from asyncspec.engine.numpy_cache import make_cache
+from asyncspec.engine.numpy_cache import NumpyPlace, make_cache
 from asyncspec.engine.workspace import Workspace, Workspaces
 from asyncspec.models.mtp import MTP
 from asyncspec.models.policy import cast, dtype_of
@@ -43,16 +43,19 @@ class DecodeMTP:
     def logits(self, space: Workspace) -> torch.Tensor:
         return self.lm_head(space.x)
 
-    def read(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
-        space.normalize_inputs()
-        self.fc.write(space.units, space.x)
+    def read(self, space: Workspace, place: Place | NumpyPlace, rotation: torch.Tensor) -> None:
+        self._join(space)
         self.layer.read(space, place, rotation)
 
-    def __call__(self, space: Workspace, place: Place, rotation: torch.Tensor) -> None:
-        space.normalize_inputs()
-        self.fc.write(space.units, space.x)
+    def __call__(self, space: Workspace, place: Place | NumpyPlace, rotation: torch.Tensor) -> None:
+        self._join(space)
         self.layer(space, place, rotation)
         space.x.tensor.copy_(self.norm(space))
+
+    def _join(self, space: Workspace) -> None:
+        """x = both inputs, normalized, in one product."""
+        space.normalize_inputs()
+        self.fc.write(space.units, space.x)
 
 
 def mtp_drafter(draft: MTP, model, slots: Slots, settings) -> FeatureDrafter:
