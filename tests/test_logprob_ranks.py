@@ -138,7 +138,7 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
 def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tmp_path):
     run_dir, steps = tmp_path / "run", 6
     run = Running.new(run_dir, "--steps", str(steps), "logprob.ranks=2", "logprob.tensor_parallel=2", "checkpoint.every=2",
-                      SILENT, "deployment.faults=logprob_rank1:work:15:kill,logprob_rank1:swap:2:freeze")
+                      SILENT, "deployment.faults=logprob_rank1:work:3:kill,logprob_rank1:swap:2:freeze")  # the first before there is a second version
     output = run.end()
     deaths = len(re.findall("logprob_rank1 died: .*all is started again from the last checkpoint", output))
     assert deaths >= 2, output
