@@ -82,13 +82,13 @@ class Matrix:
 
     def __call__(self, x: torch.Tensor | Buffer) -> torch.Tensor:
         x_TI = x.tensor if isinstance(x, Buffer) else x
-        if self._array is not None and len(x_TI) > 1:
+        if self._array is not None:
             return torch.from_numpy(np.matmul(x_TI.numpy() if x is x_TI else x.array, self._array))
         return self._packed_product(x_TI) if self._is_large(x_TI) else torch.mm(x_TI, self.weight)
 
     def write(self, x: Buffer, out: Buffer) -> None:
         """out = x @ weight.T."""
-        if self._array is not None and len(x.tensor) > 1:
+        if self._array is not None:
             np.matmul(x.array, self._array, out=out.array)
         elif self._is_large(x.tensor):
             out.tensor.copy_(self._packed_product(x.tensor))
@@ -97,7 +97,7 @@ class Matrix:
 
     def add(self, x: Buffer, space: Workspace) -> None:
         """The workspace's x += x @ weight.T."""
-        if self._array is not None and len(x.tensor) > 1:
+        if self._array is not None:
             np.matmul(x.array, self._array, out=space.change.array)
             space.x.tensor.add_(space.change.tensor)
         elif self._is_large(x.tensor):
