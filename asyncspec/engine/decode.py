@@ -2,9 +2,9 @@
 
 On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
 the model's modules: it reads their parameters and does in 20 operations a layer what they do in 70, in memory of which all views are made
-once (workspace.py). Norms' weights and the scale of attention go into matrices, matrices that read the same input are joined, the norms of a token and of all its heads
-are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so that
-rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
+once (workspace.py). Norms' weights and the scale of attention go into matrices, matrices that read the same input are joined, the norms of
+a token and of all its heads are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as
+Llama 3's are already, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
 same logits.
 
 Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a token, N = T * K sorted by expert.
@@ -12,6 +12,7 @@ Shape suffixes: those of workspace.py, and P cache positions, O outputs of a mat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 
@@ -344,7 +345,7 @@ class DecodeModel:
         return [kept_TD.view(B, L, -1) for kept_TD in (hidden_TD, *kept)]
 
 
-class Block:
+class Block(ABC):
     """What a layer of the policy and that of a draft have in common: all but how heads come to be. `wo` and `mlp` are theirs to give."""
 
     wo: Matrix
@@ -357,9 +358,9 @@ class Block:
         """
         self.index, self.cache = index, cache
 
+    @abstractmethod
     def project(self, space: Workspace) -> None:
         """Heads, from what comes into the layer; widened."""
-        raise NotImplementedError
 
     def read(self, space: Workspace, where: Place | NumpyPlace, rotation: torch.Tensor) -> None:
         """Keys and values go to the cache: all that later positions ask of a draft's layer."""

@@ -138,7 +138,7 @@ class AutoLength:
         self._passed = 1
         self._live, self._held, self._share, self.keeps = live, HOLD - 1, EXPLORE_SHARE, True
         costs = self._costs(live)
-        rates = [emitted / cost for emitted, cost in zip(self._emitted(), costs)]
+        rates = self._rates(costs)
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
         # Neighbours of the best: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held. First the one that
@@ -185,8 +185,12 @@ class AutoLength:
     def _pays_alone(self) -> bool:
         """Whether speculation would pay once a single sequence is left. Otherwise features are kept only when something is to be tried: that costs
         about a fiftieth of a step."""
-        rates = [emitted / cost for emitted, cost in zip(self._emitted(), self._costs(1))]
+        rates = self._rates(self._costs(1))
         return max(rates) > rates[0]
+
+    def _rates(self, costs: Sequence[float]) -> list[float]:
+        """Expected tokens a second for each row, for k = 0..LONGEST."""
+        return [emitted / cost for emitted, cost in zip(self._emitted(), costs)]
 
     def _emitted(self) -> list[float]:
         """Expected tokens of a row for k = 0..LONGEST: as while each was held; what acceptance by position promises stands in for it."""

@@ -1,9 +1,10 @@
 """Drafters that read the target's hidden states: EAGLE-3, and the policy's own multi-token-prediction module.
 
 Position t of such a draft reads the target's features of position t and token t+1, and predicts token t+2; drafting on, it reads
-its own hidden state in place of the target's. Features wait in a buffer until the drafter is asked for proposals; then keys and values of
-all it has missed but the last are made in one pass, right-aligned over the rows, and it drafts on from there, the last missed position first. A draft replaced in between costs
-acceptance, never exactness: proposals are verified against the very distribution they were drawn from.
+its own hidden state in place of the target's. Features wait in a buffer until the drafter is asked for proposals; then keys and
+values of all it has missed but the last position are made in one pass, right-aligned over the rows, and it drafts on from there,
+that position first. A draft replaced in between costs acceptance, never exactness: proposals are verified against the very
+distribution they were drawn from.
 """
 
 from __future__ import annotations
