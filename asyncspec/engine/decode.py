@@ -4,8 +4,8 @@ On a CPU, and on a GPU with few sequences, an engine step costs what launching i
 the model's modules: it reads their parameters and does in 20 operations a layer what they do in 70, in memory of which all views are made
 once (workspace.py). Norms' weights and the scale of attention go into matrices, matrices that read the same input are joined, the norms of
 a token and of all its heads are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as
-Llama 3's are already, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both forward passes to the
-same logits.
+Llama 3's are already, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change;
+tests/test_engine.py holds both forward passes to the same logits.
 
 Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a token, N = T * K sorted by expert.
 """
