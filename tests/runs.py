@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "launch" / "async.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
-         "sampling.max_response_tokens=64", "engine.slots=16", "speculation.draft_length=3"]  # auto calibrates for seconds
+         "sampling.max_response_tokens=64", "engine.slots=16", "speculation.draft_length=3",  # auto calibrates for seconds
+         "deployment.start_timeout_s=300"]  # five of Ray's actors beside another test, on two slow cores
+ENDED_S = 20  # what was told to end, on a busy machine; in time, deployment.stop_timeout_s bounds it
 SILENT = "deployment.silent_timeout_s=3"  # where actors are frozen; in two seconds those of two runs on two cores are not always heard
 
 
@@ -67,9 +69,9 @@ def alive(pids):
     return result
 
 
-def gone_within(pids, seconds):
-    """Those that are still alive after so long."""
-    deadline = time.monotonic() + seconds
+def outliving(pids):
+    """Those that are still alive though they had time to end."""
+    deadline = time.monotonic() + ENDED_S
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive(pids)
@@ -85,7 +87,7 @@ def forking():
 class Running:
     """A run under way; its output goes to a file beside its directory."""
 
-    def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=280):
+    def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=580):
         self.run_dir, self.deadline = run_dir, time.monotonic() + seconds
         self.output_file = run_dir.with_suffix(f".{time.monotonic_ns()}.out")
         self.process = subprocess.Popen([*launcher, *args], stdout=open(self.output_file, "w"), stderr=subprocess.STDOUT, cwd=run_dir.parent,
@@ -133,4 +135,4 @@ class Running:
             except ProcessLookupError:
                 pass
         self.process.wait()
-        assert not gone_within(everyone, 10)
+        assert not outliving(everyone)

@@ -66,7 +66,7 @@ def test_of_a_run_that_goes_on_only_what_can_be_known_is_judged():
 
 
 def audit(directory):
-    return subprocess.run([sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=120)
 
 
 def test_what_a_resumed_run_made_void_is_trained_again():

@@ -53,13 +53,13 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
         **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SEEN": str(tmp_path), "CODE": str(code), "SECONDS_OF_WORK": "30" if warned else "0.2",
         "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": str(ROOT)})
     asked = tmp_path / "srun"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "launch/" not in (asked.read_text() if asked.exists() else "") and time.monotonic() < deadline:
         time.sleep(0.05)
     if warned:
         time.sleep(0.3)  # until the script, which has started the stand-in, heeds signals as well
         process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == code
+    assert process.wait(60) == code
     launched = [line for line in asked.read_text().splitlines() if "launch/" in line]
     command = {"ray": "ray.py", "torchrun": "async.py", "monarch": "monarch.py --hosts node2:20041"}[script.stem]
     assert len(launched) == 1 and launched[0].endswith(f"{ROOT}/launch/{command} --steps 3")

@@ -32,7 +32,7 @@ def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions(
         done += engine.poll()
         if engine.version == 0 and time.monotonic() - start > expected / 4:
             engine.load_policy({"weight": torch.ones(config.mock.weights)}, 1)
-    assert 0.95 * expected < time.monotonic() - start < 1.5 * expected  # sleeping is never shorter than asked, longer where others run
+    assert 0.95 * expected < time.monotonic() - start < 5 * expected  # sleeping is never shorter than asked, longer where others run
     assert sorted(c.sample for c in done) == seeds
     for c in done:
         assert len(c.versions) == len(c.tokens) and torch.all(c.versions.diff() >= 0)

@@ -66,7 +66,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
                 assert actor in frozen, output
                 continue
             # Three times silent_timeout_s while it loads, and what a busy machine adds.
-            assert lost[actor]["time"] - marker.stat().st_mtime < 20, (actor, place, output)
+            assert lost[actor]["time"] - marker.stat().st_mtime < 60, (actor, place, output)
             assert kind == "kill" or actor in frozen, output
     assert all(event["seconds"] < 120 for event in named("joined").values())
 
@@ -193,12 +193,12 @@ def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "30", SILENT, "deployment.stall_timeout_s=4")
+    run = Running.new(run_dir, "--steps", "30", SILENT, "deployment.stall_timeout_s=8")
     run.wait_for_steps(3)
     everyone = [run.process.pid, *descendants(run.process.pid)]
     for pid in everyone:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(6)
+    time.sleep(10)
     for pid in everyone:
         os.kill(pid, signal.SIGCONT)
     run.end()

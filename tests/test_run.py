@@ -14,14 +14,14 @@ import torch
 
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
-from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, gone_within, ledger, pid_of, rows
+from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows
 
 KEYS = """step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
 time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
 spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
 
 
-def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=180, groups=4, **kwargs):
+def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=400, groups=4, **kwargs):
     command = [*launcher, "--run-dir", str(run_dir), *SMALL, f"rl.groups_per_step={groups}", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent, **kwargs)
 
@@ -134,7 +134,7 @@ def test_without_a_draft_nothing_is_speculated(tmp_path):
 def start_and_wait_for_steps(run_dir, launcher, steps=2):
     process = subprocess.Popen([*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL], stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if (run_dir / "metrics.jsonl").exists() and len(rows(run_dir)) >= steps:
             return process
@@ -150,7 +150,7 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
     everyone = [process.pid, *descendants(process.pid)]
     assert len(everyone) >= 7  # torchrun, launcher, five actors
     os.killpg(process.pid, signal.SIGINT)
-    left = gone_within(everyone, 5)
+    left = outliving(everyone)
     output = process.communicate()[0]
     assert not left, output
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file(), output
@@ -172,9 +172,9 @@ def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
     time.sleep(after)
     everyone = [process.pid, *descendants(process.pid)]
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "stopped early: interrupted" in output, output
-    assert not gone_within(everyone, 5)
+    assert not outliving(everyone)
 
 
 @pytest.mark.parametrize("actor", ["trainer", "generator0"])
@@ -183,11 +183,11 @@ def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_name
     process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT, "deployment.restarts=0", "deployment.replacements=0"))
     everyone = [process.pid, *descendants(process.pid)]
     os.kill(pid_of(run_dir, actor), signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert f"failed: {actor} died" in output and f"asyncspec train --resume {run_dir}" in output
     assert actor == "trainer" or (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
-    assert not gone_within(everyone, 5)
+    assert not outliving(everyone)
 
 
 def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_trained_once(tmp_path):
@@ -196,12 +196,12 @@ def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_t
     command = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--run-dir", str(run_dir), *SMALL, "--steps", str(steps),
                "deployment.generators=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < 3:
         assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
         time.sleep(0.05)
     os.kill(pid_of(run_dir, "generator0"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert "generator0 died" in output, output
     metrics = rows(run_dir)
@@ -235,7 +235,7 @@ def test_no_actor_outlives_a_killed_launcher(tmp_path, launcher):
     os.kill(pid_of(tmp_path / "run", "generator0"), signal.SIGSTOP)  # nor one that cannot see it
     process.kill()
     process.wait()
-    assert not gone_within(everyone, 10)
+    assert not outliving(everyone)
 
 
 REWARDS = """

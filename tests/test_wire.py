@@ -281,11 +281,11 @@ def test_an_actor_notices_that_the_controller_is_gone():
     settle(server, until=lambda: server.receive() is not None)
     assert client.lost_for() == 0
     server.socket.close(0)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not client.lost_for() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert 0.1 <= client.lost_for() < 5
+    assert 0.1 <= client.lost_for() < 30
     client.close(0)
 
 
@@ -330,8 +330,8 @@ def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
             clients[name] = (transport.Outbox(inbox.address), transport.ControlClient(server.address, name))
             clients[name][0].put(m.Ready(name))
             clients[name][1].send(m.Ready(name))
-        heard, told, until = [], [], time.monotonic() + 1.5
-        while time.monotonic() < until:
+        heard, told, start = [], [], time.monotonic()
+        while time.monotonic() < start + 1.5 or not (heard and told) and time.monotonic() < start + 30:
             for outbox, _ in clients.values():
                 outbox.flush()
             if (item := inbox.take()) is not None:
