@@ -88,7 +88,7 @@ def test_what_has_no_room_is_one_line(tmp_path, cluster, monkeypatch):
 def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "10000", "deployment.nodes=trainer+logprob,generator", "deployment.silent_timeout_s=15", launcher=SCRIPT)
+    run = Running.new(run_dir, "--steps", "10000", "deployment.nodes=trainer+logprob,generator", "deployment.silent_timeout_s=15", "deployment.standby=0", launcher=SCRIPT)
     run.wait_for_steps(1)
     actors = actors_of(run_dir)
     raylets = {name: parent_of(pid) for name, pid in actors.items()}

@@ -30,7 +30,8 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
-CALIBRATION_S, CALIBRATION_ROUNDS = 4.0, 6
+CALIBRATION_S, CALIBRATION_ROUNDS = 4.0, 6  # the most it takes; rounds of each number of live rows,
+LEAST_CALIBRATION_S = 0.4  # and more within this time: where a step is short, what else the machine does lasts for many
 
 
 class TorchEngine:
@@ -312,7 +313,7 @@ class TorchEngine:
     def _calibrated(self) -> AutoLength | LookupLength:
         """Time steps of several sizes on rows without sequences, before there are any.
 
-        Each number of live rows gets a share of what is left of CALIBRATION_S. Slow engines are measured less, and where nothing is left,
+        Each number of live rows gets at most a share of what is left of CALIBRATION_S. Slow engines are measured less, and where nothing is left,
         extrapolated; every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
@@ -325,8 +326,9 @@ class TorchEngine:
                 for of in measured * TIMES:  # they are captured before they are measured
                     self._time_step(live, *of)
                 ends += time.perf_counter() - began
-            until = (now := time.perf_counter()) + (ends - now) / (len(lives) - i)
-            while len(rounds) < CALIBRATION_ROUNDS and time.perf_counter() < until or not table and not rounds:
+            began = time.perf_counter()
+            until, least = began + (ends - began) / (len(lives) - i), began + LEAST_CALIBRATION_S
+            while (now := time.perf_counter()) < until and (len(rounds) < CALIBRATION_ROUNDS or now < least) or not table and not rounds:
                 order = measured if len(rounds) % 2 else measured[::-1]
                 took = {of: self._time_step(live, *of) for of in order}
                 rounds.append([took[of] for of in measured])
