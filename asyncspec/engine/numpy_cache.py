@@ -27,10 +27,10 @@ class NumpyGroup(NamedTuple):
     rows: slice  # of rows times key-value groups
     keys: tuple[np.ndarray, ...]  # of each layer, [rows, H, span]
     values: tuple[np.ndarray, ...]  # of each layer, [rows, span, H]
-    mask_B1LP: np.ndarray  # float32, 0 or -inf, of the last positions: those before them every query sees
+    mask_BLP: np.ndarray  # float32, 0 or -inf
     weight: torch.Tensor  # scores and weights of whichever layer, [rows, C, span]
     array: np.ndarray  # the same memory
-    masked: np.ndarray  # what the mask is for, [B, G * Q, L, last positions]
+    by_query: np.ndarray  # the same as [B, G * Q, L, span]
 
 
 class NumpyPlace(NamedTuple):
@@ -43,10 +43,10 @@ class NumpyPlace(NamedTuple):
 
     def each(self) -> Iterator["NumpyPlace"]:
         """The L positions one by one, for L passes of one position each."""
-        own = [_weights(*g.masked.shape[:2], 1, len(g.array) // len(g.masked), *g.array.shape[-1:], g.masked.shape[-1]) for g in self.groups]
+        own = [_weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups]
         steps = (np.ascontiguousarray(index.reshape(*self.shape, -1).swapaxes(0, 1)).reshape(self.shape[1], -1) for index in (self.index, self.key_index))
         for step, (index, key_index) in enumerate(zip(*steps)):
-            groups = tuple(NumpyGroup(*g[:3], g.mask_B1LP[:, :, step : step + 1], *weights) for g, weights in zip(self.groups, own))
+            groups = tuple(NumpyGroup(*g[:3], g.mask_BLP[:, step : step + 1], *weights) for g, weights in zip(self.groups, own))
             yield NumpyPlace((self.shape[0], 1), index, key_index, groups)
 
 
@@ -73,10 +73,8 @@ class NumpyKVCache:
         for end, span in spans:
             span = whole_span(span, self.positions)
             keys, values, window = self._views(first_row + start, first_row + end, span)
-            own_BL = position_BL[start:end]
-            last = span - 1 - int(own_BL.min())
-            mask_B1LP = window[:, span - last :][self.positions - 1 - own_BL[:, None]]
-            groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_B1LP, *_weights(end - start, G * Q, L, G, span, last)))
+            mask_BLP = window[self.positions - 1 - position_BL[start:end]]
+            groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
             start = end
         index_BLG, index_BLGH = self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None]
         return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups))
@@ -94,9 +92,9 @@ class NumpyKVCache:
     def attend(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
         """See `KVCache.attend`."""
         queries, attended = space.gather_queries(), space.attended_array
-        for rows, keys, values, mask_B1LP, weight, array, masked in place.groups:
+        for rows, keys, values, mask_BLP, weight, array, by_query in place.groups:
             np.matmul(queries[rows], keys[layer], out=array)
-            np.add(masked, mask_B1LP, out=masked)
+            np.add(by_query, mask_BLP[:, None], out=by_query)
             torch.softmax(weight, -1, out=weight)
             np.matmul(array, values[layer], out=attended[rows])
         space.scatter_attended()
@@ -119,7 +117,7 @@ def make_cache(layers: int, slots: int, positions: int, shape: LayerShape, devic
     return KVCache(layers, slots, positions, shape, device, dtype)
 
 
-def _weights(B: int, heads: int, L: int, groups: int, span: int, last: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+def _weights(B: int, heads: int, L: int, groups: int, span: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
     weight = torch.empty(B * groups, heads // groups * L, span)
     array = weight.numpy()
-    return weight, array, array.reshape(B, heads, L, span)[..., span - last :]
+    return weight, array, array.reshape(B, heads, L, span)
