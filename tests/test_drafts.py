@@ -15,7 +15,7 @@ from asyncspec.config import resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts import offline
 from asyncspec.drafts.supervision import Target, pack, supervise, unpack
-from asyncspec.drafts.training import DraftTrainer, unrolled_loss
+from asyncspec.drafts.training import DraftTrainer, imitation, unrolled_loss
 from asyncspec.models import CheckpointError, policy
 from test_run import rows, train
 
@@ -69,6 +69,34 @@ def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
     assert (coarse[1] >= whole[1] - 1e-6).all()
     if kept == VOCABULARY:
         torch.testing.assert_close(coarse, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_draft_that_cannot_be_the_policy_learns_what_is_accepted_more():
+    """One distribution for two contexts, one of them four times in five. By cross-entropy it becomes their mean."""
+    target, weight = Target(torch.tensor([[[0.49, 0.49, 0.02]], [[0.49, 0.02, 0.49]]]).log()), torch.tensor([[0.8], [0.2]])
+
+    def accepted(loss):
+        logits = torch.zeros(3, requires_grad=True)
+        optimizer = torch.optim.Adam([logits], lr=0.05)
+        for _ in range(300):
+            entropy, overlap = target.compared(logits.log_softmax(-1).expand(2, 1, 3))
+            optimizer.zero_grad()
+            (loss(entropy, overlap) * weight).sum().backward()
+            optimizer.step()
+        return (overlap * weight).sum().item()
+
+    assert accepted(imitation) > accepted(lambda entropy, overlap: entropy) + 0.01
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.integers(0, VOCABULARY))
+def test_nothing_is_learned_where_the_draft_is_the_policy(seed, kept):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 1, VOCABULARY, generator=generator, dtype=torch.float64, requires_grad=True)
+    logq = logits.log_softmax(-1)
+    target = Target(logq.detach()) if kept in (0, VOCABULARY) else Target(*logq.detach().topk(kept))
+    imitation(*target.compared(logq)).sum().backward()
+    assert logits.grad.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("method", drafts.METHODS)

@@ -52,17 +52,17 @@ class Target(NamedTuple):
     def compared(self, logq_BLV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy against a draft's log-distributions, and the share of its proposals that would be accepted, both [B, L].
 
-        The latter is sum over outcomes of min(p, q), a bound from above if not all tokens were kept.
+        The latter is sum over outcomes of min(p, q), a bound from above if not all tokens were kept. Both have gradients.
         """
         p_BLM = self.logprob_BLM.exp()
         if self.token_BLM is None:
-            return -(p_BLM * logq_BLV).sum(-1), torch.minimum(p_BLM, logq_BLV.detach().exp()).sum(-1)
+            return -(p_BLM * logq_BLV).sum(-1), torch.minimum(p_BLM, logq_BLV.exp()).sum(-1)
         logq_BLM = logq_BLV.gather(-1, self.token_BLM)
         q_BLM = logq_BLM.exp() * (self.logprob_BLM > float("-inf"))  # a token the draft has not got has none of its mass
         rest_BL = (1 - p_BLM.sum(-1)).clamp(min=0) if self.rest_BL is None else self.rest_BL
         q_rest_BL = (1 - q_BLM.sum(-1)).clamp(min=LEAST_REST)
         entropy_BL = -(p_BLM * logq_BLM).sum(-1) - rest_BL * q_rest_BL.log()
-        return entropy_BL, (torch.minimum(p_BLM, q_BLM).sum(-1) + torch.minimum(rest_BL, q_rest_BL)).detach()
+        return entropy_BL, torch.minimum(p_BLM, q_BLM).sum(-1) + torch.minimum(rest_BL, q_rest_BL)
 
 
 class Supervision(NamedTuple):

@@ -17,8 +17,26 @@ from asyncspec.drafts.supervision import Supervision
 from asyncspec.models.policy import hidden_states
 
 
+LEAST_OVERLAP = 1e-6  # so that its logarithm is finite
+
+
+def imitation(entropy_BL: torch.Tensor, overlap_BL: torch.Tensor) -> torch.Tensor:
+    """What a draft minimises at each position: cross-entropy while its proposals are seldom accepted there, minus the logarithm of how often they are
+    accepted once they mostly are.
+
+    A draft too small to be the policy gets more accepted by the latter, but learns it slowly from far away. Both are of LK losses (arXiv 2602.23881),
+    which weigh them by a batch's acceptance; here it is each position's own, squared. At 2,500 steps of `asyncspec draft train`, acceptance length at
+    k=3, 7: 3.33, 4.16 by cross-entropy alone, 3.38, 4.38 by this, 3.36, 4.25 by its sixth power.
+
+    Args:
+        entropy_BL, overlap_BL: of `Target.compared`.
+    """
+    share_BL = overlap_BL.detach().square()
+    return (1 - share_BL) * entropy_BL - share_BL * overlap_BL.clamp(min=LEAST_OVERLAP).log()
+
+
 def distillation_loss(draft, supervision: Supervision, temperature: float) -> tuple[torch.Tensor, list[float]]:
-    """Soft cross-entropy of a separate draft model, at the positions whose next token the policy sampled.
+    """`imitation` of a separate draft model, at the positions whose next token the policy sampled.
 
     Args:
         draft: a small policy.
@@ -34,11 +52,11 @@ def distillation_loss(draft, supervision: Supervision, temperature: float) -> tu
     mask_BL = mask_BL[:, 1:].to(logq_BLV.dtype)
     count = mask_BL.sum().clamp(min=1)
     entropy_BL, overlap_BL = target.between(0, logq_BLV.shape[1]).compared(logq_BLV)
-    return (entropy_BL * mask_BL).sum() / count, [float((overlap_BL * mask_BL).sum() / count)]
+    return (imitation(entropy_BL, overlap_BL) * mask_BL).sum() / count, [float((overlap_BL.detach() * mask_BL).sum() / count)]
 
 
 def unrolled_loss(draft, supervision: Supervision, unroll: int, temperature: float = 1.0) -> tuple[torch.Tensor, list[float]]:
-    """Soft cross-entropy of a draft over hidden states (`Eagle3`, `MTP`), unrolled over the positions it will really draft.
+    """`imitation` of a draft over hidden states (`Eagle3`, `MTP`), unrolled over the positions it will really draft.
 
     This is EAGLE-3's training-time test (arXiv 2503.01840). Pass 0 reads the target's features everywhere; pass j reads at position t
     the output of pass j-1 at t-1, as it does when drafting its (j+1)-th token. In pass j, position t attends to pass-0 keys up to
@@ -72,8 +90,8 @@ def unrolled_loss(draft, supervision: Supervision, unroll: int, temperature: flo
         count = live_BT.sum().clamp(min=1)
         out_BTD, logits_BTV = draft(hidden_BTD, next_BTD, rope, attend)
         entropy_BT, overlap_BT = target.compared((logits_BTV / temperature).log_softmax(-1))
-        loss = loss + (entropy_BT * live_BT).sum() / count
-        rates.append(float((overlap_BT * live_BT).sum() / count))
+        loss = loss + (imitation(entropy_BT, overlap_BT) * live_BT).sum() / count
+        rates.append(float((overlap_BT.detach() * live_BT).sum() / count))
         hidden_BTD = F.pad(out_BTD[:, :-1], (0, 0, 1, 0))
     return loss / unroll, rates
 
