@@ -82,8 +82,8 @@ def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     output = run.end()
     assert len(list((run_dir / "faults").iterdir())) == count, output
     check(run_dir, steps)
-    # Both may be frozen at once, which is one restart.
-    assert output.count("all is started again from the last checkpoint") >= count - 1, output
+    # Each of the controller's faults may come with one of the trainer's, which is one restart.
+    assert output.count("all is started again from the last checkpoint") >= count - planned.count("controller:"), output
 
 
 def test_actors_may_be_lost_while_starting(tmp_path):
