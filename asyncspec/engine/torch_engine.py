@@ -30,8 +30,8 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
-CALIBRATION_S, CALIBRATION_ROUNDS = 4.0, 6  # the most it takes; rounds of each number of live rows,
-LEAST_CALIBRATION_S = 0.4  # and more within this time: where a step is short, what else the machine does lasts for many
+CALIBRATION_S = 4.0  # at most
+CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4  # of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
 
 
 class TorchEngine:
