@@ -17,6 +17,7 @@ from asyncspec.engine.base import Request
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
+from asyncspec.speculation import drafting
 from asyncspec.speculation.base import Slots
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 from asyncspec.drafts import draft as drafts
@@ -257,9 +258,60 @@ def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small
     assert accepted >= 0.999 * proposed - cut and accepted > 0.5 * proposed
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("method", ["eagle3", "eagle3 of few tokens", "mtp"])
+def test_a_compiled_proposal_is_that_of_passes_launched_one_by_one(small_shape, small_policy, maker, method, temperature):
+    check_compiled(engine_of(small_shape, small_policy, maker[method], 12, "random", temperature=temperature))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_compiled_proposal_for_other_families(other, method):
+    torch.manual_seed(6)
+    engine = engine_of(*other, drafter_for(drafts.new(method, *other)), 12, "random")
+    if other[0].experts is not None and method == "mtp":
+        assert engine.drafter._compiled is None
+    else:
+        check_compiled(engine)
+
+
+def check_compiled(engine):
+    """While sequences come and go, at once and in parts, and prompts of one token among them."""
+    compiled, launched, of = engine.drafter._compiled.propose, engine.drafter._launched, []
+
+    def both(uniform_BK, temperature):
+        (B, K), read = uniform_BK.shape, engine.drafter.read.copy()
+        expected_BK, expected_BKV = launched(B, K, uniform_BK)
+        engine.drafter.read[:] = read
+        token_BK, q_BKV = compiled(uniform_BK, temperature)
+        assert torch.equal(token_BK, expected_BK)
+        assert torch.allclose(q_BKV, expected_BKV, rtol=1e-4, atol=1e-6)
+        of.append((B, K))
+        return token_BK, q_BKV
+
+    engine.drafter._compiled.propose = both
+    run(engine, [[2 + i % 4] * (1 + i % 8) for i in range(24)], samples=3)
+    rows = {B for B, _ in of}
+    assert min(rows) < 4 and max(rows) == 12 and {K for _, K in of} == {1, 2, 3, 4}, of
+    assert len(drafting._draft.signatures) == 1, "compiled for arguments of several kinds"
+
+
+def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
+    """Whatever logits and uniform numbers: what is drawn is where the cumulative sum passes, never a token of probability zero."""
+    rng = np.random.default_rng(0)
+    for scale in (0.0, 1.0, 30.0, 1e4):
+        logits_U = (scale * rng.standard_normal(50)).astype(np.float32)
+        expected_V = torch.from_numpy(logits_U / np.float32(0.8)).softmax(-1).double()
+        for uniform in (0.0, 1 - 2**-23, *(rng.integers(0, 2**23, 40) / 2**23)):
+            q_V = np.zeros(50, np.float32)
+            token = drafting._draw(logits_U.copy(), np.float32(0.8), np.float32(uniform), np.empty(0, np.int64), q_V, np.empty(50, np.int32))
+            assert np.allclose(q_V, expected_V, rtol=1e-4, atol=1e-30) and q_V[token] > 0
+            assert q_V[:token].sum(dtype=np.float64) <= uniform * q_V.sum(dtype=np.float64) + 1e-12 < q_V[: token + 1].sum(dtype=np.float64) + 2e-12
+
+
+@pytest.mark.parametrize("greedy", [{"top_k": 1}, {"temperature": 1e-3}])
 @pytest.mark.parametrize("pattern", [[0, 0, 3, 0, 3], [3, 0, 0, 0]])
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
-def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, method, pattern):
+def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, method, pattern, greedy):
     """A draft asked now and then proposes what it would have proposed had it been asked always."""
 
     class Now(FixedLength):
@@ -271,7 +323,7 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
             return self.pattern[self.step % len(self.pattern)]
 
     def proposals(pattern):
-        engine = engine_of(small_shape, small_policy, maker[method], 12, 3, top_k=1)
+        engine = engine_of(small_shape, small_policy, maker[method], 12, 3, **greedy)
         engine.lengths = Now(pattern)
         seen, propose = [], engine.drafter.propose
 

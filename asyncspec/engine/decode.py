@@ -81,6 +81,10 @@ class Matrix:
             else:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
+    def to_numpy(self) -> np.ndarray:
+        """[I, O]"""
+        return self.weight.numpy()
+
     def __call__(self, x: torch.Tensor | Buffer) -> torch.Tensor:
         x_TI = x.tensor if isinstance(x, Buffer) else x
         if self._array is not None:
@@ -159,6 +163,10 @@ class RoPE:
         cos_PH, sin_PH = table.chunk(2, dim=-1)
         half = cos_PH.shape[-1] // 2
         return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), queries)
+
+    def to_numpy(self) -> np.ndarray:
+        """Cosine and sine of each position and pair of a head, float32 [P, H / 2, 2]."""
+        return torch.view_as_real(self._rotation_PR[:, : self.half]).numpy()
 
     def at(self, position_BL: torch.Tensor) -> torch.Tensor:
         """[T, 1, R * H / 2], complex: those of a group's heads."""

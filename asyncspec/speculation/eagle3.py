@@ -11,6 +11,7 @@ from asyncspec.engine.workspace import Buffer, Workspace, Workspaces
 from asyncspec.models.eagle3 import Eagle3
 from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
+from asyncspec.speculation.drafting import Weights
 from asyncspec.speculation.features import FeatureDrafter
 
 
@@ -46,6 +47,12 @@ class DecodeEagle3(Block):
             return logits_BU
         logits_BV = logits_BU.new_full((len(logits_BU), self.draft.shape.vocab_size), float("-inf"))
         return logits_BV.index_copy_(1, self.draft.d2t_U, logits_BU)
+
+    def to_numpy(self, embedding_VD: torch.Tensor) -> Weights:
+        some = {} if self.draft.d2t_U is None else {"token_U": self.draft.d2t_U.numpy()}
+        return Weights(
+            embedding_VD.detach().numpy(), self.wqkv.to_numpy(), self.wo.to_numpy(), self.mlp.inward.to_numpy(), self.mlp.outward.to_numpy(),
+            self.lm_head.to_numpy(), self.rope.to_numpy(), fuse_ED=self.fc.to_numpy(), **some)
 
     def project(self, space: Workspace) -> None:
         space.normalize_inputs()

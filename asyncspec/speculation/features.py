@@ -17,8 +17,10 @@ import torch
 from asyncspec.engine import memory
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import Spans, runs
+from asyncspec.engine.numpy_cache import NumpyKVCache
 from asyncspec.engine.workspace import Workspace
 from asyncspec.speculation.base import Proposal, Slots
+from asyncspec.speculation.drafting import CompiledDraft
 from asyncspec.speculation.verify import sample, sampling_distribution
 
 UNSTORED = 32  # steps without speculation whose features are written at once
@@ -33,6 +35,7 @@ class FeatureDrafter:
             draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
             decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features there as x, `read` puts keys
                 and values of x and an embedding in the cache, calling it besides leaves as x what is to be fed back, `logits` are those for the token after.
+                `to_numpy` gives what drafting.py wants to do the same, or None.
             embedding_VD: the target's.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
@@ -46,10 +49,17 @@ class FeatureDrafter:
         self._unstored_at: list[torch.Tensor] = []  # and the positions
         self.read = np.zeros(size[0], dtype=np.int64)  # positions below are in the KV cache
         self.graphs: Graphs | None = None
+        self._compiled: CompiledDraft | None = None
+        _, top_p, top_k = settings
+        self._whole = top_p >= 1.0 and not 0 < top_k < len(embedding_VD)  # whether all tokens may be sampled
         self.reload()
 
     def reload(self) -> None:
         self.decode.reload()
+        if isinstance(self.decode.cache, NumpyKVCache) and (weights := self.decode.to_numpy(self._embedding_VD)) is not None:
+            if self._compiled is None:
+                self._compiled = CompiledDraft(self.slots, self.read, self.feature_SPE, self.decode.cache, self.draft.shape.norm_eps)
+            self._compiled.reload(weights)
 
     def launch_by(self, graphs: Graphs) -> None:
         self.graphs = graphs
@@ -94,18 +104,29 @@ class FeatureDrafter:
         width = int((self.slots.length[rows] - 1 - self.read[rows]).max())
         if width > 0:
             self._store()
-            self._read(first_row, self.slots.length_S[rows] - 1, width)
+            if self._compiled is not None:
+                self._compiled.read(first_row, self.slots.length[rows] - 1)
+            else:
+                self._read(first_row, self.slots.length_S[rows] - 1, width)
             self.read[rows] = self.slots.length[rows] - 1
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         self._store()
+        if self._compiled is not None and self._whole:
+            draft_BK, q_BKV = self._compiled.propose(uniform_BK, self.settings[0])
+        else:
+            draft_BK, q_BKV = self._launched(count, draft_length, uniform_BK)
+        self.read[:count] = self.slots.length[:count] - 1
+        return Proposal(draft_BK, q_BKV)
+
+    def _launched(self, count: int, draft_length: int, uniform_BK) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and distributions, by passes that are launched one by one, or by a graph of them."""
         inputs, width, spans = (self.slots.length_S[:count], uniform_BK), self.unread(count), self.slots.spans(0, count, draft_length - 2)
         if self.graphs is None or width > draft_length + 1:  # which a draft has to read after it has rested
             q_BKV, draft_BK = self._proposal(*inputs, spans, width)
         else:
             q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, width)
-        self.read[:count] = self.slots.length[:count] - 1
-        return Proposal(draft_BK, q_BKV)
+        return draft_BK, q_BKV
 
     def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Distributions and tokens, once the `width` positions before each row's last token are read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import DecodeLayer, Matrix, RMSNorm, RoPE, layer_shape, scale, scaled
+from asyncspec.engine.decode import MLP, DecodeLayer, Matrix, RMSNorm, RoPE, layer_shape, scale, scaled
 from asyncspec.engine.kv_cache import Place
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.numpy_cache import NumpyPlace, make_cache
@@ -12,6 +12,7 @@ from asyncspec.engine.workspace import Workspace, Workspaces
 from asyncspec.models.mtp import MTP
 from asyncspec.models.policy import cast, dtype_of
 from asyncspec.speculation.base import Slots
+from asyncspec.speculation.drafting import Weights
 from asyncspec.speculation.features import FeatureDrafter
 
 
@@ -36,6 +37,16 @@ class DecodeMTP:
         self.norm.reload()
         self.fc = Matrix(scaled(self.draft.fc.weight, torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)])), self.arena)
         self.lm_head = Matrix(self.head.weight, self.arena)
+
+    def to_numpy(self, embedding_VD: torch.Tensor) -> Weights | None:
+        """None: of a mixture of experts."""
+        layer = self.layer
+        if not isinstance(layer.mlp, MLP):
+            return None
+        norms = {} if layer.head_norm is None else {"inverse_RH": layer.head_norm.inverse_RH.numpy()}
+        return Weights(
+            embedding_VD.detach().numpy(), layer.wqkv.to_numpy(), layer.wo.to_numpy(), layer.mlp.inward.to_numpy(), layer.mlp.outward.to_numpy(),
+            self.lm_head.to_numpy(), self.rope.to_numpy(), join_ID=self.fc.to_numpy(), norm_D=self.norm.weight.numpy(), **norms)
 
     def fuse(self, features_TE: torch.Tensor, space: Workspace) -> None:
         space.x.tensor.copy_(features_TE)
