@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.speculation import draft_length
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, LookupLength
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, LookupLength, calibration
 
 
 @pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, 7), (0.6, 3)])
@@ -103,6 +103,27 @@ def test_a_length_that_costs_more_than_can_be_saved_up_is_tried_all_the_same():
         chosen.append(k := lengths.choose(8))
         lengths.observe(8, k, seconds[0, k], (rng.random((8, 7)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1))
     assert np.mean(np.array(chosen[35000:]) >= 5) > 0.9
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.5))
+def test_a_calibration_without_noise_is_taken_as_it_is(seed, bend):
+    """Straight or not; the rounds may differ in the machine's speed."""
+    lengths, rng = [0, 1, 2, 3, 5, LONGEST], np.random.default_rng(seed)
+    seconds = np.array([1.0, *(2.0 + 0.3 * k + bend * max(0, k - 3) for k in lengths[1:]), 7.0])
+    speeds = rng.uniform(0.5, 2.0, 7)
+    result = calibration(lengths, speeds[:, None] * seconds) / np.median(speeds)
+    assert np.allclose(result[[*lengths, -1]], seconds) and len(result) == LONGEST + 2
+
+
+def test_a_calibration_leaves_less_of_the_noise_than_its_medians_do():
+    lengths, rng, before, after = [0, 1, 2, 3, 5, LONGEST], np.random.default_rng(0), [], []
+    seconds = np.array([1.0, *(2.0 + 0.3 * k for k in lengths[1:])])
+    for _ in range(400):
+        rounds = seconds * rng.lognormal(0.0, 0.05, (6, len(lengths))) * rng.lognormal(0.0, 0.3, (6, 1))
+        medians, result = np.median(rounds, 0), calibration(lengths, rounds)
+        before.append(np.log(medians[5] / medians[4] / (seconds[5] / seconds[4])))
+        after.append(np.log(result[LONGEST] / result[5] / (seconds[5] / seconds[4])))
+    assert np.std(after) < 0.6 * np.std(before), (np.std(after), np.std(before))
 
 
 @pytest.mark.parametrize("wrong", [{2: 1.25}, {2: 1.15, 1: 0.95}, {2: 1.1, 1: 0.85}, {2: 1.15, 3: 0.9}, {3: 0.8}], ids=str)  # by what factor a calibration errs

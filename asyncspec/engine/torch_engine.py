@@ -25,7 +25,7 @@ from asyncspec.engine.rows import Rows, Sample
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.base import Drafter, Slots
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength, calibration
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
@@ -335,10 +335,7 @@ class TorchEngine:
             if not rounds:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
-            times_RM = np.array(rounds)
-            of_round_R1 = times_RM.mean(1, keepdims=True)  # what else the machine does slows whole rounds
-            times = np.median(times_RM / of_round_R1, axis=0) * np.median(of_round_R1)
-            table.append(np.append(np.interp(range(LONGEST + 1), lengths, times[: len(lengths)]), times[len(lengths) :]))
+            table.append(calibration(lengths, np.array(rounds)))
         return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))
 
     def _time_step(self, live: int, draft_length: int, verified: int) -> float:

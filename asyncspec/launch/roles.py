@@ -33,8 +33,7 @@ MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": (
           "logprob": ("asyncspec.mock.actors", "MockLogprob"), "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank")}
 # What most of those load that compute.
 _MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.drafts.training", "asyncspec.engine.torch_engine",
-           "asyncspec.models.policy",
-           "asyncspec.speculation.drafting", "asyncspec.speculation.make", "asyncspec.weights")
+           "asyncspec.models.policy", "asyncspec.speculation.drafting", "asyncspec.speculation.make", "asyncspec.weights")
 
 
 def make(spec: ActorSpec):

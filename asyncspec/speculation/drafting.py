@@ -5,8 +5,8 @@ what launching them costs. So the whole proposal is one function, compiled by nu
 On GPUs graphs do the same (engine/graphs.py). Whatever computes a proposal, it is verified against the very distributions it was drawn from, which come
 with it.
 
-Shape suffixes: B rows, K draft length, N positions read, D model dimension, E fused features, I = 2D inputs, V vocabulary, U the draft's own; G key-value groups,
-R = queries of a group, then its key, then its value; H head size, W = G * R * H, A attended, F hidden dimension, S slots, P positions.
+Shape suffixes: B rows, K draft length, N positions read, D model dimension, E fused features, I = 2D inputs, V vocabulary, U the draft's own; G
+key-value groups, R = queries of a group, then its key, then its value; H head size, W = G * R * H, A attended, F hidden dimension, S slots, P positions.
 """
 
 from __future__ import annotations
