@@ -343,7 +343,7 @@ class TorchEngine:
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
         self.rows.uniform_SPR[:live] = 0.0  # which accepts every proposal
-        length = self.max_prompt_tokens // 2 + 1 + min(128, self.max_response_tokens // 4)
+        length = self.max_prompt_tokens // 4 + 1 + min(64, self.max_response_tokens // 8)
         for _ in range(2):  # the draft reads the whole prompt in the first
             self.tokens.length_S[:live] = min(length, self.tokens.positions - LONGEST - 1)
             self.tokens.refresh(live)

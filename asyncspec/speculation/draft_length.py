@@ -43,8 +43,9 @@ STEADY = 1.1  # where what is held takes so many times as long after a try as be
 DOUBT = 0.1  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; one without speculation for `hold_long`, once it is not new or where nothing comes near to it. One step in HOLD of it is observed.
-HOLD, NEAR = 8, 0.9
+# cost; once it is not new for HOLD_S, or `hold_long` steps if that is less; one without speculation for `hold_long`, once it is not new or where
+# nothing comes near to it. One step in HOLD of that is observed.
+HOLD, HOLD_S, NEAR = 8, 0.05, 0.9
 
 
 class FixedLength:
@@ -156,7 +157,10 @@ class AutoLength:
             self._turn += not likely
             self._held = steps - 1
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
-        elif not best:
+        elif best:
+            if self._holds[bucket] >= EARLY_HOLDS:
+                self._held = max(HOLD, min(self.hold_long, int(HOLD_S / costs[best]))) - 1
+        else:
             if self._holds[bucket] >= EARLY_HOLDS or max(rates[1:]) < NEAR * self._best_rate:
                 self._held = self.hold_long - 1
             if max(rates[1:]) < NEAR * self._best_rate:
