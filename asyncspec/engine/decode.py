@@ -25,7 +25,7 @@ from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
 from asyncspec.engine.memory import Arena
-from asyncspec.engine.numpy_cache import NumpyKVCache, NumpyPlace, make_cache
+from asyncspec.engine.numpy_cache import NumpyKVCache, NumpyPlace, Packed, make_cache
 from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace, Workspaces
 from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape, dtype_of
@@ -310,17 +310,25 @@ class DecodeModel:
         """Whether a pass over so many tokens attends over all rows as one group, however they are parted."""
         return self.graphs is not None and tokens <= TOKENS or self.compiled is not None and tokens <= self._compiled_tokens
 
-    def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=()):
+    @property
+    def packs(self) -> bool:
+        """Whether a pass may be over some of the tokens of a rectangle."""
+        return isinstance(self.cache, NumpyKVCache)
+
+    def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=(), packed: Packed | None = None):
         """Read tokens into the cache at rows from `first_row`.
 
         Args:
             position_BL: int64, where each token stands in its row.
             spans: host-side bounds of the positions, see `KVCache.at`.
+            packed: only those tokens, T of them, if it `packs`.
 
         Returns:
-            hidden_BLD after the final norm, and the inputs of `aux_layers`, each [B, L, D].
+            hidden_BLD after the final norm, and the inputs of `aux_layers`, each [B, L, D]; or [T, 1, D].
         """
-        if self.graphs is None or first_row:
+        if packed is not None:
+            hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row, packed)
+        elif self.graphs is None or first_row:
             hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row)
         else:
             hidden_BLD, *kept_BLD = self.graphs(self._pass, (token_BL, position_BL), spans, aux_layers)
@@ -330,9 +338,13 @@ class DecodeModel:
         """[..., V] of [..., D], as `hidden_states` gives them."""
         return self.lm_head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
 
-    def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0) -> list[torch.Tensor]:
-        B, L = token_BL.shape
-        where, rotation, kept = self.cache.at(first_row, position_BL, spans), self.rope.at(position_BL), []
+    def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0, packed: Packed | None = None) -> list[torch.Tensor]:
+        if packed is None:
+            where = self.cache.at(first_row, position_BL, spans)
+        else:
+            where, at_T1 = self.cache.at(first_row, position_BL, spans, packed), torch.from_numpy(packed.at_T).unsqueeze(1)
+            token_BL, position_BL = token_BL.flatten()[at_T1], position_BL.flatten()[at_T1]
+        (B, L), rotation, kept = token_BL.shape, self.rope.at(position_BL), []
         space = self.spaces(B, L)
         if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
             x_TD = F.embedding(token_BL.flatten(), self.embedding)

@@ -18,6 +18,8 @@ from asyncspec.engine import memory
 from asyncspec.engine.kv_cache import KVCache, Spans, runs, whole_span
 from asyncspec.engine.workspace import LayerShape, Workspace
 
+PACKED = 4  # tokens: workspaces are kept for their multiples
+LEFT_OUT = 8  # tokens, from which on it pays to leave them out
 ALIASING = 512  # numbers: what lies so far apart competes for the same places of a processor's cache
 
 
@@ -33,13 +35,42 @@ class NumpyGroup(NamedTuple):
     by_query: np.ndarray  # the same as [B, G * Q, L, span]
 
 
+class Packed(NamedTuple):
+    """Some of B * L tokens, T of them: a pass computes them alone, in a workspace of (T, 1), and lays them out for attention."""
+
+    at_T: np.ndarray  # int64, where each is among B * L
+    of_N: np.ndarray  # int64 [B * L], which of them each is; one that is left out is another of its row
+
+
+def packing(count_B: np.ndarray, J: int) -> tuple[int, Packed | None, np.ndarray | None]:
+    """How to compute the first so many of J tokens of each row.
+
+    Args:
+        count_B: int64, 1 to J.
+
+    Returns:
+        L, the width of a rectangle that holds them; those of B * L to compute, None: all; and for each of B * J tokens which of those that are
+        computed it is, int64 [B, J], one behind its row's count the row's last. None: all are computed.
+    """
+    L, total, index_J = int(count_B.max()), int(count_B.sum()), np.arange(J)
+    if len(count_B) * L - total < LEFT_OUT:
+        of_BJ = np.arange(len(count_B))[:, None] * L + np.minimum(index_J, L - 1)
+        return L, None, None if L == J else of_BJ
+    of_BJ = (count_B.cumsum() - count_B)[:, None] + np.minimum(index_J, count_B[:, None] - 1)
+    at_T = (index_J[:L] < count_B[:, None]).reshape(-1).nonzero()[0]
+    at_T = np.append(at_T, at_T[-1:].repeat(-total % PACKED))  # the last again
+    return L, Packed(at_T, of_BJ[:, :L].reshape(-1)), of_BJ
+
+
 class NumpyPlace(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    index: np.ndarray  # int64 [B * L * G], where each value lies in the flattened cache of a layer
-    key_index: np.ndarray  # int64 [B * L * G * H], the same of each number of a key
+    index: np.ndarray  # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or of `packed`
+    key_index: np.ndarray  # int64 [T * G * H], the same of each number of a key
     groups: tuple[NumpyGroup, ...]
+    packed: Packed | None = None
+    layout: "_Layout | None" = None  # of what is packed
 
     def each(self) -> Iterator["NumpyPlace"]:
         """The L positions one by one, for L passes of one position each."""
@@ -66,8 +97,12 @@ class NumpyKVCache:
         self._seen = np.repeat(np.float32([0.0, -np.inf]), positions)
         self._views = lru_cache(maxsize=256)(self._make_views)
 
-    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans) -> NumpyPlace:
-        """See `KVCache.at`."""
+    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans, packed: Packed | None = None) -> NumpyPlace:
+        """See `KVCache.at`.
+
+        Args:
+            packed: the tokens that are computed, if not all.
+        """
         (B, L), (_, G, Q, *_) = position_BL.shape, self.shape
         position_BL, rows, groups, start = position_BL.numpy(), slice(first_row, first_row + B), [], 0
         for end, span in spans:
@@ -77,7 +112,10 @@ class NumpyKVCache:
             groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
             start = end
         index_BLG, index_BLGH = self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None]
-        return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups))
+        if packed is None:
+            return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups))
+        index_TG, index_TGH = (index.reshape(B * L, -1)[packed.at_T] for index in (index_BLG, index_BLGH))
+        return NumpyPlace((B, L), index_TG.reshape(-1), index_TGH.reshape(-1), tuple(groups), packed, _Layout(B, L, self.shape))
 
     def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
         """Keys and values of all layers, and all masks there are."""
@@ -91,19 +129,48 @@ class NumpyKVCache:
 
     def attend(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
         """See `KVCache.attend`."""
-        queries, attended = space.gather_queries(), space.attended_array
+        packed, layout = place.packed, place.layout
+        if packed is None:
+            queries, attended = space.gather_queries(), space.attended_array
+        else:
+            queries = attended = layout.gather(space.heads.array, packed.of_N)
         for rows, keys, values, mask_BLP, weight, array, by_query in place.groups:
             np.matmul(queries[rows], keys[layer], out=array)
             np.add(by_query, mask_BLP[:, None], out=by_query)
             torch.softmax(weight, -1, out=weight)
             np.matmul(array, values[layer], out=attended[rows])
-        space.scatter_attended()
+        if packed is None:
+            space.scatter_attended()
+        else:
+            layout.scatter(packed.at_T, space.attended.array)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
         """See `KVCache.copy`."""
         for source, copies in runs(sources, rows):
             self.keys[:, copies, ..., :length] = self.keys[:, source, None, ..., :length]
             self.values[:, copies, :, :length] = self.values[:, source, None, :, :length]
+
+
+class _Layout:
+    """Memory where tokens that were packed lie row by row, and all that attends to the same keys is one matrix."""
+
+    def __init__(self, B: int, L: int, shape: LayerShape) -> None:
+        _, G, Q, H, *_ = shape
+        self._heads_NW, self._attended_NA = np.empty((B * L, G * (Q + 2) * H), np.float32), np.empty((B * L, G * Q * H), np.float32)
+        self._gathered_BGQLH = np.empty((B, G, Q, L, H), np.float32)
+        self._queries_BGQLH = self._heads_NW.reshape(B, L, G, Q + 2, H)[:, :, :, :Q].transpose(0, 2, 3, 1, 4)
+        self._attended_BGQLH = self._attended_NA.reshape(B, L, G, Q, H).transpose(0, 2, 3, 1, 4)
+        self._matrices = self._gathered_BGQLH.reshape(B * G, Q * L, H)
+
+    def gather(self, heads_TW: np.ndarray, of_N: np.ndarray) -> np.ndarray:
+        """Queries, [B * G, Q * L, H]; what attends to them may be put in their place."""
+        np.take(heads_TW, of_N, 0, self._heads_NW, "clip")
+        np.copyto(self._gathered_BGQLH, self._queries_BGQLH)
+        return self._matrices
+
+    def scatter(self, at_T: np.ndarray, attended_TA: np.ndarray) -> None:
+        np.copyto(self._attended_BGQLH, self._gathered_BGQLH)
+        np.take(self._attended_NA, at_T, 0, attended_TA, "clip")
 
 
 def numpy_attends(device, dtype: torch.dtype) -> bool:

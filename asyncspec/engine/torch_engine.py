@@ -20,6 +20,7 @@ from asyncspec.engine import kv_cache
 from asyncspec.engine.base import Completion, Request, check_request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import TIMES, Graphs
+from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
 from asyncspec.engine.rows import Rows, Sample
 from asyncspec.models.policy import PolicyShape, build, cast
@@ -259,11 +260,19 @@ class TorchEngine:
         self._lap("draft")
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
-        read_BJ = position_BJ - 1
-        hidden_BJD, features_BJD = self.decode.hidden_states(0, token_B1, read_BJ, tokens.spans(0, B, K), self.aux_layers if self._keeping else ())
-        logits_BJV = self.decode.logits(hidden_BJD)
+        read_BL, needed_B, packed, of_BJ = position_BJ - 1, None, None, None
+        if K and verified is None and self.decode.packs:
+            needed_B = self._needed(proposal.draft_BK, found_B)
+            if needed_B is not None:
+                L, packed, of_BJ = packing(needed_B, K + 1)
+                token_B1, read_BL = token_B1[:, :L], read_BL[:, :L]
+        spans, layers = tokens.spans(0, B, read_BL.shape[1] - 1), self.aux_layers if self._keeping else ()
+        hidden_BLD, features_BLD = self.decode.hidden_states(0, token_B1, read_BL, spans, layers, packed)
+        logits_BLV = self.decode.logits(hidden_BLD)
         self._lap("target")
-        p_BJV = sampling_distribution(logits_BJV, *self.settings)
+        p_BJV = sampling_distribution(logits_BLV, *self.settings)
+        if of_BJ is not None:
+            p_BJV = p_BJV.flatten(0, 1)[torch.from_numpy(of_BJ)]
         if K:
             token_BJ, count_B = verify(p_BJV, proposal.q_BKV, proposal.draft_BK, accept_BJ[:, :K], target_BJ, proposal.count_B)
         else:
@@ -273,13 +282,27 @@ class TorchEngine:
         finished_B = rows.commit(token_BJ, p_BJV, count_B, self.version).cpu().numpy()
         tokens.refresh(B)
         if self.drafter is not None and self._keeping:
-            self.drafter.observe(0, features_BJD, read_BJ)
+            self.drafter.observe(0, features_BLD, read_BL, packed)
         rows.counter_S3[:B, 0] += 1
         kept_B = np.zeros(B, dtype=np.int64)
         if K:
             kept_B = count_B.cpu().numpy() - 1
+            if needed_B is not None:
+                kept_B = np.minimum(kept_B, needed_B)
             rows.count(before_B, kept_B, K if found_B is None else found_B)
         return kept_B, finished_B, found_B
+
+    def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
+        """How many tokens of each row are to be read, int64 [B]: its last one, and its proposals before the first that would end it, by being a stop
+        token or by the limit. What would come behind that never does. None: all."""
+        B, K = draft_BK.shape
+        needed_B = self.rows.limit_S.numpy()[:B] - self.tokens.length[:B]
+        stop_BK = self.rows.stops_V.numpy()[draft_BK.numpy()]
+        if stop_BK.any():
+            needed_B = np.minimum(needed_B, np.where(stop_BK.any(1), stop_BK.argmax(1), K) + 1)
+        elif found_B is None and needed_B.min() > K:
+            return None
+        return np.minimum(needed_B, K + 1 if found_B is None else found_B + 1)
 
     def _retired(self, rows: list[int]) -> list[Completion]:
         """Hand out what finished in these rows."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from asyncspec.engine.graphs import Graphs
+from asyncspec.engine.numpy_cache import Packed
 
 
 class Slots:
@@ -62,8 +63,9 @@ class Drafter(Protocol):
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts, or sequences whose features were not kept: it has observed nothing of them."""
 
-    def observe(self, first_row: int, features_BLD: Sequence[torch.Tensor], position_BL: torch.Tensor) -> None:
-        """The target has read these positions, and the tokens it emitted are appended. Features: the inputs of each of `aux_layers`."""
+    def observe(self, first_row: int, features_BLD: Sequence[torch.Tensor], position_BL: torch.Tensor, packed: Packed | None = None) -> None:
+        """The target has read these positions, or those of them that are packed, and the tokens it emitted are appended. Features: the inputs of each
+        of `aux_layers`, [B, L, D], or [T, 1, D] of what is packed."""
 
     def prefill(self, first_row: int, count: int) -> None:
         """Read these prompts now, in one pass, for all their samples; otherwise that happens at the next proposal."""

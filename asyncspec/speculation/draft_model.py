@@ -39,7 +39,7 @@ class DraftModelDrafter:
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0
 
-    def observe(self, first_row: int, features_BLD, position_BL) -> None:
+    def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
         # Of proposals that were read, those stay that were accepted; the token after them is the target's own.
         rows = slice(first_row, first_row + len(position_BL))
         self.read[rows] = np.minimum(self.read[rows], self.slots.length[rows] - 1)

@@ -17,7 +17,7 @@ import torch
 from asyncspec.engine import memory
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import Spans, runs
-from asyncspec.engine.numpy_cache import NumpyKVCache
+from asyncspec.engine.numpy_cache import NumpyKVCache, Packed
 from asyncspec.engine.workspace import Workspace
 from asyncspec.speculation.base import Proposal, Slots
 from asyncspec.speculation.drafting import CompiledDraft
@@ -67,11 +67,11 @@ class FeatureDrafter:
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0
 
-    def observe(self, first_row: int, features_BLD, position_BL) -> None:
+    def observe(self, first_row: int, features_BLD, position_BL, packed: Packed | None = None) -> None:
         B, L = position_BL.shape
         if first_row or L > 1:
             self._store()
-            self._write(first_row, torch.cat(features_BLD, -1), position_BL)
+            self._write(first_row, torch.cat(features_BLD, -1), position_BL, packed)
             return
         # While nothing is proposed, one write serves many steps: it costs as much as a hundredth of a step.
         waiting = self._unstored_at
@@ -87,10 +87,12 @@ class FeatureDrafter:
             self._unstored.clear()
             self._unstored_at.clear()
 
-    def _write(self, first_row: int, features, position_BL) -> None:
+    def _write(self, first_row: int, features, position_BL, packed: Packed | None = None) -> None:
         """`features` hold those of each position's layers in turn, whatever their shape."""
-        index_BL = self._start_S1[first_row : first_row + len(position_BL)] + position_BL
-        self._feature_TE.index_copy_(0, index_BL.flatten(), features.reshape(-1, self._feature_TE.shape[-1]))
+        index_N = (self._start_S1[first_row : first_row + len(position_BL)] + position_BL).flatten()
+        if packed is not None:
+            index_N = index_N[torch.from_numpy(packed.at_T)]
+        self._feature_TE.index_copy_(0, index_N, features.reshape(-1, self._feature_TE.shape[-1]))
 
     def catch_up(self) -> None:
         self._store()

@@ -35,7 +35,7 @@ class _Lookup:
     def enter(self, first_row: int, count: int) -> None:
         pass
 
-    def observe(self, first_row: int, features_BLD, position_BL) -> None:
+    def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
         pass
 
     def prefill(self, first_row: int, count: int) -> None:
