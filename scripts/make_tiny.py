@@ -4,7 +4,7 @@
 1. policy: a deep, narrow Qwen3 is warmed up by supervision on demonstrations of the sums task, learning rate annealed to
    zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is then
    carried on: the policy knows the method, does not always use it, and errs at random, which is what RL can mend.
-   About 6 minutes on two cores.
+   About 6 minutes with --threads 2 on two cores.
 2. eagle3, mtp, draft_model: drafts trained on rollouts of that policy, supervised by the policy's own distributions.
    About an hour each on one core; mtp and draft_model were made with --draft-steps 4000 --unroll 5, in 20 to 26 minutes. All three learned by
    cross-entropy alone; eagle3 then went on with `drafts.training.imitation`: --only eagle3 --go-on --draft-steps 3000 --draft-lr 1e-3 --seed 5.
@@ -107,7 +107,7 @@ def main():
     parser.add_argument("--unroll", type=int, default=7, help="positions eagle3 and mtp are unrolled over in training")
     parser.add_argument("--draft-lr", type=float, default=2e-3)
     parser.add_argument("--go-on", action="store_true", help="train on the drafts that are in --out")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["policy", *drafts.METHODS], help="make just one; the policy is then read from --out")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

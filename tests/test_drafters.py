@@ -243,6 +243,27 @@ def test_torch_attends_as_numpy_does(small_shape, small_policy, maker, method, m
         assert all((c.proposed, c.accepted) == (done[1][key].proposed, done[1][key].accepted) for key, c in done[0].items())
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_would_come_behind_the_end_is_not_read_and_changes_nothing(small_shape, small_policy, maker, method, monkeypatch):
+    prompts, read, done = [list(p) for p in itertools.product(range(2, 6), repeat=3)], [], []
+    layer_pass = decode.DecodeLayer.project
+
+    def counting(self, space):
+        if self.index == 1:  # a draft's only layer is 0
+            read[-1] += space.rows[0] * space.rows[1]
+        layer_pass(self, space)
+
+    monkeypatch.setattr(decode.DecodeLayer, "project", counting)
+    for packs in (True, False):
+        monkeypatch.setattr(decode.DecodeModel, "packs", packs)
+        read.append(0)
+        done.append(run(engine_of(small_shape, small_policy, maker[method], 12, 7, temperature=0.7), prompts, length=20))
+    assert read[0] < 0.9 * read[1], read
+    for key, completion in done[0].items():
+        assert torch.equal(completion.tokens, done[1][key].tokens)
+        torch.testing.assert_close(completion.logprobs, done[1][key].logprobs, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("k", [1, 3, "random"])
 def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small_policy, k):
     """So its cache holds at every step exactly what the policy's does."""

@@ -142,6 +142,22 @@ def test_rows_are_parted_where_less_is_read(lengths):
     assert read + kv_cache.GROUP_GAIN * (len(groups) - 1) <= len(lengths) * max(lengths)
 
 
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=20))
+def test_a_packing_holds_what_is_needed_and_tells_where(counts):
+    J, count_B = 8, np.array(counts)
+    L, packed, of_BJ = numpy_cache.packing(count_B, J)
+    B, token_BL = len(counts), np.arange(len(counts))[:, None] * 100 + np.arange(L)
+    computed = token_BL.reshape(-1) if packed is None else token_BL.reshape(-1)[packed.at_T]
+    found_BJ = token_BL if of_BJ is None else computed[of_BJ]
+    needed_BJ = np.arange(J) < count_B[:, None]
+    assert L == max(counts) and found_BJ.shape == (B, J)
+    assert (found_BJ[needed_BJ] == (np.arange(B)[:, None] * 100 + np.arange(J))[needed_BJ]).all()
+    assert (found_BJ // 100 == np.arange(B)[:, None]).all()  # what is not needed is of the same row
+    if packed is not None:
+        assert len(packed.at_T) % numpy_cache.PACKED == 0 and sum(counts) <= len(packed.at_T) < sum(counts) + numpy_cache.PACKED
+        assert (computed[packed.of_N].reshape(B, L)[needed_BJ[:, :L]] == token_BL[needed_BJ[:, :L]]).all()
+
+
 @pytest.mark.parametrize("cache", [kv_cache.KVCache, numpy_cache.NumpyKVCache])
 @pytest.mark.parametrize("B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)])
 def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):

@@ -28,7 +28,7 @@ class Training:
     draft_length: int = 3  # k at which the result is measured
     held_out: int = 256  # prompts held out to measure it on, a tenth at most
     seed: int = 0  # of initialisation, prompts and samples
-    threads: int = 2  # CPU threads
+    threads: int = 1  # CPU threads; more pay for wide policies, and cost much where other work shares the cores
 
 
 def check(settings: Training) -> None:

@@ -189,10 +189,10 @@ def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
             at, to = (g * R + r) * H, (g * (R - 2) + r) * H
             for p in range(span):
                 score_P[p] = _0
-            for h in range(0, H, 4):
-                q0, q1, q2, q3 = heads_W[at + h], heads_W[at + h + 1], heads_W[at + h + 2], heads_W[at + h + 3]
+            for h in range(H):
+                query, key_P = heads_W[at + h], key_GHP[g, h]
                 for p in range(span):
-                    score_P[p] += q0 * key_GHP[g, h, p] + q1 * key_GHP[g, h + 1, p] + q2 * key_GHP[g, h + 2, p] + q3 * key_GHP[g, h + 3, p]
+                    score_P[p] += query * key_P[p]
             most = score_P[0]
             for p in range(1, span):
                 most = max(most, score_P[p])
@@ -202,13 +202,13 @@ def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
             total = _0
             for p in range(span):
                 total += score_P[p]
-            by = _1 / total
+            by, out_H = _1 / total, out_A[to : to + H]
             for h in range(H):
-                out_A[to + h] = _0
+                out_H[h] = _0
             for p in range(span):
-                weight = score_P[p] * by
+                weight, value_H = score_P[p] * by, value_GPH[g, p]
                 for h in range(H):
-                    out_A[to + h] += weight * value_GPH[g, p, h]
+                    out_H[h] += weight * value_H[h]
 
 
 @_compiled(fastmath=_FAST)
