@@ -312,7 +312,7 @@ def check_compiled(engine):
     engine.drafter._compiled.propose = both
     run(engine, [[2 + i % 4] * (1 + i % 8) for i in range(24)], samples=3)
     rows = {B for B, _ in of}
-    assert min(rows) < 4 and max(rows) == 12 and {K for _, K in of} == {1, 2, 3, 4}, of
+    assert min(rows) < 6 and max(rows) == 12 and {K for _, K in of} == {1, 2, 3, 4}, of
     assert len(drafting._draft.signatures) == 1, "compiled for arguments of several kinds"
 
 

@@ -12,17 +12,18 @@ key-value groups, R = queries of a group, then its key, then its value; H head s
 from __future__ import annotations
 
 import math
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Sequence
 
 import numpy as np
 import scipy.linalg.cython_blas  # noqa: F401  its BLAS is numba's; loaded here, so that `use_threads` finds it
 import torch
 from numba import njit
 
-from asyncspec.engine.numpy_cache import NumpyKVCache
+from asyncspec.engine.numpy_cache import NumpyKVCache, Packed
 from asyncspec.loading import use_threads
 from asyncspec.speculation.base import Slots
 
+_ALL = np.empty(0, np.int64)
 _1, _0 = np.float32(1.0), np.float32(0.0)
 # exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its Taylor series to r^7.
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -76,6 +77,15 @@ class CompiledDraft:
 
     def reload(self, weights: Weights) -> None:
         self._weights = Weights(*(np.ascontiguousarray(array) for array in weights))
+
+    def store(self, features_BLD: Sequence[torch.Tensor], first_row: int, position_BL: torch.Tensor, packed: Packed | None) -> None:
+        """Keep the features of these positions; see `Drafter.observe`."""
+        parts = tuple(features.numpy().reshape(-1, features.shape[-1]) for features in features_BLD)
+        _store(self._state.feature_SPE, parts, first_row, np.ascontiguousarray(position_BL.numpy()), _ALL if packed is None else packed.at_T)
+
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Each of these rows becomes a copy of its source."""
+        _copy(self._state, np.array(sources), np.array(rows))
 
     def read(self, first_row: int, end_B: np.ndarray) -> None:
         """Keys and values of the positions that rows from `first_row` have not read before `end_B`, int64."""
@@ -261,6 +271,28 @@ def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
     for u in range(U):
         out_V[token_U[u]] = logits_U[u]
     return token_U[drawn]
+
+
+@_compiled()
+def _store(feature_SPE, parts, first_row, position_BL, at_T):
+    """Of each part, [T, D], in turn, the features of these positions; `at_T` tells which they are if not all."""
+    L, D = position_BL.shape[1], parts[0].shape[1]
+    for t in range(len(parts[0])):
+        n = at_T[t] if at_T.size else t
+        feature_E = feature_SPE[first_row + n // L, position_BL[n // L, n % L]]
+        for i in range(len(parts)):
+            feature_E[i * D : (i + 1) * D] = parts[i][t]
+
+
+@_compiled()
+def _copy(s, source_N, row_N):
+    """Of each source what it has read, and its features."""
+    for n in range(len(row_N)):
+        source, row = source_N[n], row_N[n]
+        read, length = s.read_S[source], s.length_S[source]
+        s.key_SGHP[row, :, :, :read] = s.key_SGHP[source, :, :, :read]
+        s.value_SGPH[row, :, :read] = s.value_SGPH[source, :, :read]
+        s.feature_SPE[row, :length] = s.feature_SPE[source, :length]  # all: passes launched one by one read some again
 
 
 @_compiled()

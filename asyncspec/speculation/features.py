@@ -71,7 +71,10 @@ class FeatureDrafter:
         B, L = position_BL.shape
         if first_row or L > 1:
             self._store()
-            self._write(first_row, torch.cat(features_BLD, -1), position_BL, packed)
+            if self._compiled is not None:
+                self._compiled.store(features_BLD, first_row, position_BL, packed)
+            else:
+                self._write(first_row, torch.cat(features_BLD, -1), position_BL, packed)
             return
         # While nothing is proposed, one write serves many steps: it costs as much as a hundredth of a step.
         waiting = self._unstored_at
@@ -148,6 +151,10 @@ class FeatureDrafter:
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         self._store()
+        if self._compiled is not None:
+            self._compiled.copy(sources, rows)
+            self.read[rows] = self.read[sources]
+            return
         length, read = int(self.slots.length[sources].max()), int(self.read[sources].max())
         if read:
             self.decode.cache.copy(sources, rows, read)
