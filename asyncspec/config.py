@@ -190,7 +190,7 @@ class DeploymentConfig:
 class Config:
     steps: int = 120  # optimizer steps
     policy_lag: int = 1  # versions a rollout may be behind the policy that is trained on it; 0: synchronous
-    seed: int = 0  # of the data, its order and every sample
+    seed: int = 0  # of the data, its order and every sample; with speculation.draft_length=auto, which looks at the clock, no run is like another to the bit
     run_dir: str = ""  # where results go; empty: runs/<date>-<time>
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

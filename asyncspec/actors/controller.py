@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import traceback
@@ -33,6 +34,7 @@ from asyncspec.rl import tasks
 from asyncspec.timing import clock
 from asyncspec.timing.exporters import Console
 
+SLOW_START_S = 4.0  # after which it is said who is waited for
 RESTART = 75  # the exit code that asks the launcher to start all again from the last checkpoint
 
 
@@ -154,13 +156,16 @@ class Controller:
 
     def _listen_until(self, missing: Callable[[], set[str]], what: str) -> None:
         """Wait for actors to come so far. Who gives no sign of life meanwhile is killed by its launcher, and then others go on from there."""
-        limit, condemned = self.config.deployment.start_timeout_s, self.crew.condemned
+        limit, condemned, tell_at = self.config.deployment.start_timeout_s, self.crew.condemned, time.monotonic() + SLOW_START_S
         while missing():
             self._listen(0.1)
             self._watch()
             if self.state.stop_reason:
                 return
             now = time.monotonic()
+            if now > tell_at:
+                self.records.line(f"waiting for {', '.join(sorted(missing()))} {what}; what a first start compiles takes some ten seconds, once")
+                tell_at = math.inf
             if late := [name for name in missing() if now - self.crew.since[name] > limit + LATE_WORD_S
                         and now - condemned.get(name, 0.0) > KILLED_S + LATE_WORD_S]:
                 raise RunFailed(f"waited {limit:.0f} s for {', '.join(sorted(late))} {what}; "

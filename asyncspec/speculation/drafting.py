@@ -12,6 +12,7 @@ key-value groups, R = queries of a group, then its key, then its value; H head s
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Callable, NamedTuple, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from asyncspec.engine.numpy_cache import NumpyKVCache, Packed
 from asyncspec.loading import use_threads
 from asyncspec.speculation.base import Slots
 
+_FUNCTIONS: list[Callable] = []  # all that numba compiles here
 _ALL = np.empty(0, np.int64)
 _1, _0 = np.float32(1.0), np.float32(0.0)
 # exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its Taylor series to r^7.
@@ -71,6 +73,7 @@ class CompiledDraft:
             cache: of a single layer.
             eps: of RMSNorm.
         """
+        prepare()
         use_threads(torch.get_num_threads())
         self._state = State(slots.token_SP.numpy(), slots.length, read_S, feature_SPE.numpy(), cache.keys[0].numpy(), cache.values[0].numpy())
         self._eps = np.float32(eps)
@@ -97,14 +100,43 @@ class CompiledDraft:
         return torch.from_numpy(token_BK), torch.from_numpy(q_BKV)
 
 
+@cache
+def prepare() -> None:
+    """Compile all that a proposal takes, for some ten seconds, or load it where that was done before."""
+    try:
+        _rehearse()
+    except Exception:  # what was kept is damaged
+        for function in _FUNCTIONS:
+            function.recompile()  # forgets it
+        _rehearse()
+
+
+def _rehearse() -> None:
+    """Call everything once, on rows of nothing."""
+
+    def zeros(*size: int) -> np.ndarray:
+        return np.zeros(size, np.float32)
+
+    one, none = np.float32(1.0), np.zeros(1, np.int64)
+    weights = Weights(zeros(8, 8), zeros(16, 32), zeros(16, 8), zeros(8, 16), zeros(8, 8), zeros(8, 8), zeros(9, 4, 2))
+    state = State(np.zeros((1, 9), np.int64), np.full(1, 3), none, zeros(1, 9, 8), zeros(1, 1, 8, 9), zeros(1, 1, 9, 8))
+    _draft(weights, state, zeros(1, 1), one, one)
+    _read(weights, state, 0, none, one)
+    _copy(state, none, none)
+    for parts in (1, 3):  # of MTP and of EAGLE-3
+        _store(zeros(1, 9, 8 * parts), (zeros(1, 8),) * parts, 0, np.zeros((1, 1), np.int64), _ALL)
+
+
 def _compiled(**options) -> Callable:
     """As numba's njit; kept on disk, where there is a place for it."""
 
     def decorate(function: Callable) -> Callable:
         try:
-            return njit(cache=True, **options)(function)
+            compiled = njit(cache=True, **options)(function)
         except RuntimeError:  # neither beside the source nor in the user's own cache can anything be written
-            return njit(**options)(function)
+            compiled = njit(**options)(function)
+        _FUNCTIONS.append(compiled)
+        return compiled
 
     return decorate
 
