@@ -1,6 +1,7 @@
 """Every drafter in the engine: exact whatever it proposes, and reading what it should."""
 
 import copy
+import importlib.util
 import itertools
 from functools import partial
 
@@ -327,6 +328,33 @@ def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
             token = drafting._draw(logits_U.copy(), np.float32(0.8), np.float32(uniform), np.empty(0, np.int64), q_V, np.empty(50, np.int32))
             assert np.allclose(q_V, expected_V, rtol=1e-4, atol=1e-30) and q_V[token] > 0
             assert q_V[:token].sum(dtype=np.float64) <= uniform * q_V.sum(dtype=np.float64) + 1e-12 < q_V[: token + 1].sum(dtype=np.float64) + 2e-12
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index of a function, and what it lists
+def test_what_was_compiled_and_kept_damaged_is_compiled_again(tmp_path, monkeypatch, suffix):
+    file = tmp_path / "kept.py"
+    file.write_text("from asyncspec.speculation.drafting import _compiled\n\n\n@_compiled()\ndef double(x):\n    return 2 * x\n")
+    monkeypatch.setattr(drafting, "_FUNCTIONS", [])
+
+    def loaded():
+        spec = importlib.util.spec_from_file_location("kept", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.double
+
+    assert loaded()(2) == 4
+    kept = list(tmp_path.rglob(f"*.{suffix}"))
+    assert kept
+    for one in kept:
+        one.write_bytes(one.read_bytes()[:50])
+    drafting._FUNCTIONS.clear()
+    again, results = loaded(), []
+    with pytest.raises(Exception, match="pickle|EOF|truncated"):
+        again(2)
+    monkeypatch.setattr(drafting, "_rehearse", lambda: results.append(again(3)))
+    drafting.prepare.__wrapped__()
+    assert results == [6]
+    assert loaded()(4) == 8
 
 
 @pytest.mark.parametrize("greedy", [{"top_k": 1}, {"temperature": 1e-3}])
