@@ -115,6 +115,12 @@ def test_a_calibration_without_noise_is_taken_as_it_is(seed, bend):
     assert np.allclose(result[[*lengths, -1]], seconds) and len(result) == LONGEST + 2
 
 
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 1.5, 2.0, 30.0]), min_size=6, max_size=6), min_size=2, max_size=6))
+def test_a_calibration_gives_times_whatever_disturbs_it(rounds):
+    result = calibration([0, 1, 2, 3, 5, LONGEST], np.array(rounds))
+    assert np.isfinite(result).all() and (result > 0).all()
+
+
 def test_a_calibration_leaves_less_of_the_noise_than_its_medians_do():
     lengths, rng, before, after = [0, 1, 2, 3, 5, LONGEST], np.random.default_rng(0), [], []
     seconds = np.array([1.0, *(2.0 + 0.3 * k for k in lengths[1:])])

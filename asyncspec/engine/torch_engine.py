@@ -288,7 +288,7 @@ class TorchEngine:
         if K:
             kept_B = count_B.cpu().numpy() - 1
             if needed_B is not None:
-                kept_B = np.minimum(kept_B, needed_B)
+                kept_B = np.minimum(kept_B, needed_B)  # what comes behind an end is not kept: auto learns what a length really emits
             rows.count(before_B, kept_B, K if found_B is None else found_B)
         return kept_B, finished_B, found_B
 

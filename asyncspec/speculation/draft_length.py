@@ -419,6 +419,7 @@ def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
     Returns:
         float [LONGEST + 1 + others].
     """
+    times_RM = np.maximum(times_RM, 1e-9)  # a coarse clock may say 0
     of_round_R1 = times_RM.mean(1, keepdims=True)  # what else the machine does slows whole rounds
     share_RM = times_RM / of_round_R1
     times_M = np.median(share_RM, axis=0)
@@ -428,7 +429,8 @@ def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
     line_K = np.polyval(np.polyfit(k, timed_K, 1), k)
     scatter = float(((timed_K - line_K) ** 2).sum()) / (len(k) - 2)
     if scatter > 0:
-        times_M[1 : len(lengths)] += (line_K - timed_K) * min(1.0, by_chance / scatter)
+        moved_K = timed_K + (line_K - timed_K) * min(1.0, by_chance / scatter)
+        times_M[1 : len(lengths)] = np.clip(moved_K, timed_K / 2, timed_K * 2)  # a line through what was disturbed may fall below nothing
     times_M *= np.median(of_round_R1)
     return np.append(np.interp(range(LONGEST + 1), lengths, times_M[: len(lengths)]), times_M[len(lengths) :])
 
