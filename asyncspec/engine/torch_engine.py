@@ -288,7 +288,8 @@ class TorchEngine:
         if K:
             kept_B = count_B.cpu().numpy() - 1
             if needed_B is not None:
-                kept_B = np.minimum(kept_B, needed_B)  # what comes behind an end is not kept: auto learns what a length really emits
+                # What comes behind an end that was kept counts as kept, too: that nothing rejected it is all that is known, and a calibration pays for it.
+                kept_B = np.where(kept_B >= needed_B, K if found_B is None else found_B, kept_B)
             rows.count(before_B, kept_B, K if found_B is None else found_B)
         return kept_B, finished_B, found_B
 
