@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.speculation import draft_length
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, LookupLength, calibration
+from asyncspec.speculation.calibration import calibration
+from asyncspec.speculation.draft_length import LONGEST, AutoLength
+from asyncspec.speculation.lookup_length import LookupLength
 
 
 @pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, 7), (0.6, 3)])

@@ -1,7 +1,6 @@
 """Every drafter in the engine: exact whatever it proposes, and reading what it should."""
 
 import copy
-import importlib.util
 import itertools
 from functools import partial
 
@@ -10,15 +9,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from test_engine import ALPHA, exact_sequences, run
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from asyncspec.engine import decode, numpy_cache
 from asyncspec.engine.base import Request
-from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
-from asyncspec.speculation import drafting
 from asyncspec.speculation.base import Slots
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 from asyncspec.drafts import draft as drafts
@@ -280,83 +275,6 @@ def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small
     assert accepted >= 0.999 * proposed - cut and accepted > 0.5 * proposed
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("method", ["eagle3", "eagle3 of few tokens", "mtp"])
-def test_a_compiled_proposal_is_that_of_passes_launched_one_by_one(small_shape, small_policy, maker, method, temperature):
-    check_compiled(engine_of(small_shape, small_policy, maker[method], 12, "random", temperature=temperature))
-
-
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_a_compiled_proposal_for_other_families(other, method):
-    torch.manual_seed(6)
-    engine = engine_of(*other, drafter_for(drafts.new(method, *other)), 12, "random")
-    if other[0].experts is not None and method == "mtp":
-        assert engine.drafter._compiled is None
-    else:
-        check_compiled(engine)
-
-
-def check_compiled(engine):
-    """While sequences come and go, at once and in parts, and prompts of one token among them."""
-    compiled, launched, of = engine.drafter._compiled.propose, engine.drafter._launched, []
-
-    def both(uniform_BK, temperature):
-        (B, K), read = uniform_BK.shape, engine.drafter.read.copy()
-        expected_BK, expected_BKV = launched(B, K, uniform_BK)
-        engine.drafter.read[:] = read
-        token_BK, q_BKV = compiled(uniform_BK, temperature)
-        assert torch.equal(token_BK, expected_BK)
-        assert torch.allclose(q_BKV, expected_BKV, rtol=1e-4, atol=1e-6)
-        of.append((B, K))
-        return token_BK, q_BKV
-
-    engine.drafter._compiled.propose = both
-    run(engine, [[2 + i % 4] * (1 + i % 8) for i in range(24)], samples=3)
-    rows = {B for B, _ in of}
-    assert min(rows) < 6 and max(rows) == 12 and {K for _, K in of} == {1, 2, 3, 4}, of
-    assert len(drafting._draft.signatures) == 1, "compiled for arguments of several kinds"
-
-
-def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
-    """Whatever logits and uniform numbers: what is drawn is where the cumulative sum passes, never a token of probability zero."""
-    rng = np.random.default_rng(0)
-    for scale in (0.0, 1.0, 30.0, 1e4):
-        logits_U = (scale * rng.standard_normal(50)).astype(np.float32)
-        expected_V = torch.from_numpy(logits_U / np.float32(0.8)).softmax(-1).double()
-        for uniform in (0.0, 1 - 2**-23, *(rng.integers(0, 2**23, 40) / 2**23)):
-            q_V = np.zeros(50, np.float32)
-            token = drafting._draw(logits_U.copy(), np.float32(0.8), np.float32(uniform), np.empty(0, np.int64), q_V, np.empty(50, np.int32))
-            assert np.allclose(q_V, expected_V, rtol=1e-4, atol=1e-30) and q_V[token] > 0
-            assert q_V[:token].sum(dtype=np.float64) <= uniform * q_V.sum(dtype=np.float64) + 1e-12 < q_V[: token + 1].sum(dtype=np.float64) + 2e-12
-
-
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index of a function, and what it lists
-def test_what_was_compiled_and_kept_damaged_is_compiled_again(tmp_path, monkeypatch, suffix):
-    file = tmp_path / "kept.py"
-    file.write_text("from asyncspec.speculation.drafting import _compiled\n\n\n@_compiled()\ndef double(x):\n    return 2 * x\n")
-    monkeypatch.setattr(drafting, "_FUNCTIONS", [])
-
-    def loaded():
-        spec = importlib.util.spec_from_file_location("kept", file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.double
-
-    assert loaded()(2) == 4
-    kept = list(tmp_path.rglob(f"*.{suffix}"))
-    assert kept
-    for one in kept:
-        one.write_bytes(one.read_bytes()[:50])
-    drafting._FUNCTIONS.clear()
-    again, results = loaded(), []
-    with pytest.raises(Exception, match="pickle|EOF|truncated"):
-        again(2)
-    monkeypatch.setattr(drafting, "_rehearse", lambda: results.append(again(3)))
-    drafting.prepare.__wrapped__()
-    assert results == [6]
-    assert loaded()(4) == 8
-
-
 @pytest.mark.parametrize("greedy", [{"top_k": 1}, {"temperature": 1e-3}])
 @pytest.mark.parametrize("pattern", [[0, 0, 3, 0, 3], [3, 0, 0, 0]])
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
@@ -439,81 +357,3 @@ def test_shipped_drafts_are_accepted(method):
     loads = Loads([])
     [measured] = loads.steady(0, 100, loads.engine(method, 16, 3))
     assert measured["acceptance_length"] > 3.2  # of at most 4; measured 3.6 to 3.8, so far off that chance does not reach it
-
-
-class NowAndThen(FixedLength):
-    """Two steps without a draft, whose features wait, then one with."""
-
-    def __init__(self):
-        super().__init__(LONGEST)
-        self.step = 0
-
-    def choose(self, live, missed_S=None):
-        self.step += 1
-        return 0 if self.step % 3 else 3
-
-
-class MockCudaGraphs:
-    """As `CudaGraphs`, for a CPU."""
-
-    def capture(self, call):
-        return MockCudaGraph(call)
-
-    def forget(self):
-        pass
-
-
-class MockCudaGraph:
-    """Records the operations of a call and repeats them on the same tensors, as a CUDA graph does; a look at a value is an error."""
-
-    def __init__(self, call):
-        self.operations = operations = []
-
-        class Recorder(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, arguments=(), options=None):
-                assert function is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
-                result = function(*arguments, **(options or {}))
-                operations.append((function, arguments, options or {}, result))
-                return result
-
-        with Recorder():
-            call()
-
-    def replay(self):
-        for function, arguments, options, result in self.operations:
-            again = function(*arguments, **options)
-            for to, tensor in zip(tree_leaves(result), tree_leaves(again)):
-                if isinstance(to, torch.Tensor) and to.data_ptr() != tensor.data_ptr():
-                    to.copy_(tensor)
-
-
-@pytest.mark.parametrize("method,k", [(None, 3), *((method, 3) for method in METHODS), ("eagle3", "now and then")])
-def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy, maker, method, k):
-    for module, name in ((decode, "slowed_by_mkl"), (numpy_cache, "numpy_attends")):  # what numpy computes is no operation of torch's to be recorded
-        monkeypatch.setattr(module, name, lambda *_: False)
-    prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
-    torch.manual_seed(9)
-    new = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}
-    engines = [engine_of(small_shape, small_policy, maker.get(method), 5, k, top_k=1, kv_at_swap="recompute") for _ in range(2)]
-    if k == "now and then":
-        for engine in engines:
-            engine.lengths = NowAndThen()
-    engines[1].launch_by(graphs := Graphs(5, MockCudaGraphs()))
-    results, proposed = [], [[], []]
-    for engine, drafts_ in zip(engines, proposed):
-        if method:
-            def propose(*given, propose=engine.drafter.propose, drafts_=drafts_):
-                proposal = propose(*given)
-                drafts_.append(proposal.draft_BK.tolist())
-                return proposal
-
-            engine.drafter.propose = propose
-        done = run(engine, prompts)
-        engine.submit(Request(100, prompts[-1], [5, 6, 7], 24))
-        engine.poll()
-        for version in range(1, 5):  # with live rows; what was captured before reads the new weights
-            engine.load_policy(new, version)
-        results.append([{key: (c.tokens.tolist(), c.accepted) for key, c in some.items()} for some in (done, run(engine, prompts))])
-    assert results[0] == results[1] and results[0][0] != results[0][1]
-    assert proposed[0] == proposed[1]
-    assert len(graphs._captured) > 2

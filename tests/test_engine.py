@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, decode, graphs, kv_cache, memory, numpy_cache
+from asyncspec.engine import compiled, graphs, kv_cache, matrix, memory, numpy_cache
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
@@ -399,7 +399,7 @@ PRODUCTS = """
 import torch
 from asyncspec.actors.base import held
 from asyncspec.config import load
-from asyncspec.engine.decode import Matrix
+from asyncspec.engine.matrix import Matrix
 from asyncspec.engine.make import make_engine
 from asyncspec.engine.memory import Arena
 
@@ -413,7 +413,7 @@ print(held()["mb"] - before)
 """
 
 
-@pytest.mark.skipif(not decode.slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
+@pytest.mark.skipif(not matrix.slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
 def test_what_onednn_keeps_is_bounded():
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=120, check=True)
     assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200
@@ -422,17 +422,17 @@ def test_what_onednn_keeps_is_bounded():
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("numpy", [True, False])
 def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
-    monkeypatch.setattr(decode, "slowed_by_mkl", lambda device: True)
-    monkeypatch.setattr(decode, "numpy_uses_avx512", lambda: numpy)
+    monkeypatch.setattr(matrix, "slowed_by_mkl", lambda device: True)
+    monkeypatch.setattr(matrix, "numpy_uses_avx512", lambda: numpy)
     for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (300, 64, 384), (3, 512, 768)):  # the last is large
         weight_OI, x_TI, rest_TO = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
         with torch.inference_mode():
-            matrix = decode.Matrix(weight_OI, memory.Arena())
-            torch.testing.assert_close(matrix(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
+            product = matrix.Matrix(weight_OI, memory.Arena())
+            torch.testing.assert_close(product(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
             shape = LayerShape(outputs, 1, 1, 16, 0, 1e-6, False)
             space = Workspace(shape, tokens, 1, torch.float32, "cpu")
-            matrix.write(Buffer.of(x_TI), space.x)
+            product.write(Buffer.of(x_TI), space.x)
             torch.testing.assert_close(space.x.tensor, x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
             space.x.tensor.copy_(rest_TO)
-            matrix.add(Buffer.of(x_TI), space)
+            product.add(Buffer.of(x_TI), space)
             torch.testing.assert_close(space.x.tensor, rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import sys
 import time
 from types import SimpleNamespace
 

@@ -21,7 +21,7 @@ from asyncspec.console import terminal
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.draft import Draft
 from asyncspec.drafts.settings import Training
-from asyncspec.drafts.supervision import Supervision, supervise
+from asyncspec.drafts.supervision import supervise
 from asyncspec.drafts.training import DraftTrainer
 from asyncspec.engine.base import Completion, Request
 from asyncspec.engine.torch_engine import TorchEngine

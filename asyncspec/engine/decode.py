@@ -13,26 +13,21 @@ Shape suffixes: those of workspace.py, and P cache positions, O outputs of a mat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from threadpoolctl import threadpool_info
 
 from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
+from asyncspec.engine.matrix import Matrix, slowed_by_mkl
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.numpy_cache import NumpyKVCache, NumpyPlace, Packed, make_cache
-from asyncspec.engine.workspace import PAD, Buffer, LayerShape, Workspace, Workspaces
+from asyncspec.engine.workspace import PAD, LayerShape, Workspace, Workspaces
 from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape, dtype_of
 
-PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
-LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
-AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
 LEAST_SCALE = 1e-9  # of a norm of heads, that goes into the weight before it
 COMPILED_TOKENS = 96  # up to which compiled layers are faster than eager ones with oneDNN's matrices
 
@@ -61,77 +56,6 @@ class RMSNorm:
         space.normalize()
         unit_TD = space.unit.tensor
         return (unit_TD * self.weight).to(unit_TD.dtype)
-
-
-class Matrix:
-    """x @ weight.T."""
-
-    def __init__(self, weight_OI: torch.Tensor, arena: Arena) -> None:
-        """
-        Args:
-            arena: where a CPU's copy of the weights goes.
-        """
-        weight_OI = arena.keep(weight_OI.detach())
-        # A transposed view: mm on it is half the price of linear where the matrix is small.
-        self.weight = weight_OI.t()
-        self._array = self._packed = None
-        if weight_OI.dtype is torch.float32 and slowed_by_mkl(weight_OI.device.type):
-            if numpy_uses_avx512() and weight_OI.numel() < LARGE:
-                self._array = arena.keep(self.weight).numpy()  # of a view numpy makes a copy each time
-            else:
-                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
-
-    def to_numpy(self) -> np.ndarray:
-        """[I, O]"""
-        return self.weight.numpy()
-
-    def __call__(self, x: torch.Tensor | Buffer) -> torch.Tensor:
-        x_TI = x.tensor if isinstance(x, Buffer) else x
-        if self._array is not None:
-            return torch.from_numpy(np.matmul(x_TI.numpy() if x is x_TI else x.array, self._array))
-        return self._packed_product(x_TI) if self._is_large(x_TI) else torch.mm(x_TI, self.weight)
-
-    def write(self, x: Buffer, out: Buffer) -> None:
-        """out = x @ weight.T."""
-        if self._array is not None:
-            np.matmul(x.array, self._array, out=out.array)
-        elif self._is_large(x.tensor):
-            out.tensor.copy_(self._packed_product(x.tensor))
-        else:
-            torch.mm(x.tensor, self.weight, out=out.tensor)
-
-    def add(self, x: Buffer, space: Workspace) -> None:
-        """The workspace's x += x @ weight.T."""
-        if self._array is not None:
-            np.matmul(x.array, self._array, out=space.change.array)
-            space.x.tensor.add_(space.change.tensor)
-        elif self._is_large(x.tensor):
-            space.x.tensor.add_(self._packed_product(x.tensor))
-        else:
-            space.x.tensor.addmm_(x.tensor, self.weight)
-
-    def _is_large(self, x_TI: torch.Tensor) -> bool:
-        return self._packed is not None and len(x_TI) * self.weight.numel() >= PACKED_FROM
-
-    def _packed_product(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x_TI.contiguous(), self._packed, None, "none", [], "")
-
-
-@lru_cache
-def slowed_by_mkl(device: str) -> bool:
-    """Whether torch's own products use half of the processor: on AMD's with AVX-512. oneDNN and numpy then have better ones."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
-@lru_cache
-def numpy_uses_avx512() -> bool:
-    """Whether numpy's BLAS does; which kernels it takes is settled when it is loaded, and OPENBLAS_CORETYPE can settle it otherwise."""
-    return any(library.get("architecture") in AVX512_KERNELS for library in threadpool_info() if library["internal_api"] == "openblas")
 
 
 def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:

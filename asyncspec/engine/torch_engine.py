@@ -26,7 +26,9 @@ from asyncspec.engine.rows import Rows, Sample
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.base import Drafter, Slots
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, LookupLength, calibration
+from asyncspec.speculation.calibration import calibration
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.speculation.lookup_length import LookupLength
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 

@@ -21,6 +21,7 @@ from typing import Sequence
 import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
+from asyncspec.speculation.calibration import plausible
 
 EXPLORE_SHARE, FAR_SHARE = 0.003, 0.001  # the second where nothing comes near to no speculation
 EARLY_TIMES, EARLY_HOLDS = 9, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
@@ -28,9 +29,6 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
-HINDSIGHT_PRIOR = 32.0  # proposals kept that what looking back promises counts for beside what verifications kept
-HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
-LOOKUP_WINDOW, LOOKUP_STEPS = 1536, 96  # row verifications, or steps, over which acceptance of lookups is remembered: it rises with the past
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
 HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
@@ -108,7 +106,7 @@ class AutoLength:
         self._held_tokens = [[0.0, 0.0] for _ in range(LONGEST + 1)]  # emitted while a k was held, and rows; forgotten over a window
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
         self.watches = True  # whether the step that was chosen for last is to be observed
-        self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), _plausible(np.asarray(seconds, dtype=float))
+        self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), plausible(np.asarray(seconds, dtype=float))
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
@@ -299,158 +297,9 @@ class AutoLength:
         return bucket
 
 
-class LookupLength(AutoLength):
-    """For lookups, which may have found nothing.
-
-    What a k would bring is known in hindsight, also while nothing is looked up: the drafter tells what it would have proposed in some of the
-    finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
-    """
-
-    hold_long = 64  # choosing costs more here, and hindsight goes on meanwhile
-
-    def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
-        """
-        Args:
-            seconds: float [len(lives), LONGEST + 2], by how many proposals are verified; the last: looked, and found nothing.
-        """
-        super().__init__(lives, seconds)
-        self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
-        self._share_KM: dict[int, np.ndarray] = {}  # by bucket: of steps, by the most proposals that a row has
-        self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
-        self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))  # the same, of those that would keep one fewer
-        # Rows that kept so many, and for each k those that kept one fewer and so were asked; forgotten over a window.
-        self._kept_J, self._of_KJ = np.zeros(LONGEST), np.zeros((LONGEST + 1, LONGEST))
-
-    def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
-        """Look back at a response.
-
-        Args:
-            count_R: int64, how many proposals would have been found before each of its tokens, up to LONGEST.
-            kept_R: int64, how many of them agree with what followed.
-        """
-        forget = max(0.5, 1 - len(count_R) / HINDSIGHT_WINDOW)
-        self._tokens = self._tokens * forget + len(count_R)
-        verified: list[int] = []  # where the verifications of each k would begin, one k after the other
-        ends = [0]
-        for k in range(1, LONGEST + 1):
-            jump, at = (np.minimum(kept_R, k) + 1).tolist(), 0
-            while at < len(jump):
-                verified.append(at)
-                at += jump[at]
-            ends.append(len(verified))
-        k_V = np.repeat(range(1, LONGEST + 1), np.diff(ends))
-        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget + _at_least(_table(k_V, kept_R[verified]))
-        self._found_KM = self._found_KM * forget + _table(k_V, count_R[verified])
-        self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
-        self._share_KM.clear()
-        promise_KJ = self._promise_KJ
-        before_KJ = np.concatenate([np.ones((LONGEST + 1, 1)), promise_KJ[:, :-1]], 1)
-        self._expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
-
-    def _pays_alone(self) -> bool:
-        return True  # there are no features
-
-    def _promised(self) -> list[float]:
-        # Looking back compares the lengths over the same text, each from where its own verifications would end: what was kept while one of them was
-        # held tells less of the others. But it promises too much where rollouts copy from others that ended while they ran, most of all of long
-        # copies. So for each position it is corrected by what verifications kept; one that none has come to as the one before it.
-        share, share_J = 1.0, []
-        for kept, hoped in zip(self._kept_J.tolist(), (self._of_KJ * self._expected_KJ).sum(0).tolist()):
-            share = (HINDSIGHT_PRIOR * share + kept) / (HINDSIGHT_PRIOR + hoped)
-            share_J.append(share)
-        return (1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)).tolist()
-
-    def _emitted(self) -> list[float]:
-        return self._promised()
-
-    def _costs(self, live: int) -> list[float]:
-        bucket, seconds = self._bucket(live), self._seconds(live)
-        if not self._tokens:
-            return seconds[:-1]
-        if bucket not in self._share_KM:
-            below_KM = (self._found_KM.cumsum(1)[1:] / self._found_KM[1:].sum(1, keepdims=True)) ** live  # that no row has more
-            self._share_KM[bucket] = np.diff(below_KM, axis=1, prepend=0.0)
-        return [seconds[0], *(self._share_KM[bucket] @ [seconds[-1], *seconds[1:-1]]).tolist()]
-
-    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
-        k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
-        window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
-        forget = max(0.5, 1 - rows * self._passed / len(seconds) / window)
-        # Of positions that are not tried, too: what they kept when the past was shorter says little of what is promised now.
-        self._kept_J *= forget
-        self._of_KJ *= forget
-        if k:
-            kept_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1))
-            self._kept_J += kept_J
-            self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
-        self._spent(k, seconds)
-        by_entry: dict[int, list[float]] = {}
-        for spent, found_B in zip(seconds, found_NB):
-            by_entry.setdefault((int(found_B.max()) or LONGEST + 1) if k else 0, []).append(spent)
-        for entry, times in by_entry.items():
-            self._took(entry, times)
-
-
-def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
-    """float [LONGEST + 1, LONGEST + 1]: for each k how often there were so many, k at most."""
-    return np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2).reshape(LONGEST + 1, -1).astype(float)
-
-
-def _at_least(count_M: np.ndarray) -> np.ndarray:
-    """Of how often there were 0..LONGEST, how often there were 1, 2, ... or more; along the last axis."""
-    return count_M[..., :0:-1].cumsum(-1)[..., ::-1]
-
-
 def _least_charge(best: int, steps: int) -> float:
     """Of a step, for a try of so many beside `best`."""
     return 0.0 if not best else LEAST_CHARGE if steps == 1 else LEAST_CHARGE_HELD
-
-
-def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
-    """What a step takes, by its draft length, from several rounds that timed some lengths.
-
-    One more proposal takes about as long as the one before: to draft, and to verify. So what was timed is moved toward the straight line through all
-    lengths but 0, by as much of its distance as chance explains (empirical Bayes; Efron and Morris, 1973).
-
-    Args:
-        lengths: that were timed, ascending, 0 the first and LONGEST the last.
-        times_RM: float, seconds, of each round those of the lengths, and then others that are taken as they are.
-
-    Returns:
-        float [LONGEST + 1 + others].
-    """
-    times_RM = np.maximum(times_RM, 1e-9)  # a coarse clock may say 0
-    of_round_R1 = times_RM.mean(1, keepdims=True)  # what else the machine does slows whole rounds
-    share_RM = times_RM / of_round_R1
-    times_M = np.median(share_RM, axis=0)
-    k, timed_K = np.array(lengths[1:], dtype=float), times_M[1 : len(lengths)]
-    deviation_K = 1.86 * np.median(abs(share_RM - times_M), axis=0)[1 : len(lengths)]  # of a median of one, were they normal
-    by_chance = float(deviation_K.max()) ** 2 / len(times_RM)  # of few rounds some deviate too little by chance, too
-    line_K = np.polyval(np.polyfit(k, timed_K, 1), k)
-    scatter = float(((timed_K - line_K) ** 2).sum()) / (len(k) - 2)
-    if scatter > 0:
-        moved_K = timed_K + (line_K - timed_K) * min(1.0, by_chance / scatter)
-        times_M[1 : len(lengths)] = np.clip(moved_K, timed_K / 2, timed_K * 2)  # a line through what was disturbed may fall below nothing
-    times_M *= np.median(of_round_R1)
-    return np.append(np.interp(range(LONGEST + 1), lengths, times_M[: len(lengths)]), times_M[len(lengths) :])
-
-
-def _plausible(seconds: np.ndarray) -> np.ndarray:
-    """What a calibration measured, float [lives, entries], without what cannot be: that a longer draft takes less, or a lookup that finds nothing less
-    than none. Neighbours that say so are replaced by their mean: the nearest rising values by squares (Ayer et al., 1955)."""
-    result = seconds.copy()
-    for row in result:
-        means, counts = [], []
-        for value in row[: LONGEST + 1].tolist():
-            means.append(value)
-            counts.append(1)
-            while len(means) > 1 and means[-2] > means[-1]:
-                mean, count = means.pop(), counts.pop()
-                means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
-                counts[-1] += count
-        row[: LONGEST + 1] = np.repeat(means, counts)
-        row[LONGEST + 1:] = np.maximum(row[LONGEST + 1:], row[0])
-    return result
 
 
 def _move(values, key, to: float, weight: float) -> None:

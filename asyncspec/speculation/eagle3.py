@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import MLP, Block, Matrix, RoPE, interleaved, layer_shape, scale, scaled
+from asyncspec.engine.decode import MLP, Block, RoPE, interleaved, layer_shape, scale, scaled
+from asyncspec.engine.matrix import Matrix
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.numpy_cache import make_cache
 from asyncspec.engine.workspace import Buffer, Workspace, Workspaces

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from asyncspec.engine.decode import MLP, DecodeLayer, Matrix, RMSNorm, RoPE, layer_shape, scale, scaled
+from asyncspec.engine.decode import MLP, DecodeLayer, RMSNorm, RoPE, layer_shape, scale, scaled
 from asyncspec.engine.kv_cache import Place
+from asyncspec.engine.matrix import Matrix
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.numpy_cache import NumpyPlace, make_cache
 from asyncspec.engine.workspace import Workspace, Workspaces

@@ -1,0 +1,93 @@
+"""The engine's passes as graphs, by a double that records operations and repeats them on the same tensors."""
+
+import itertools
+
+import pytest
+import torch
+from test_drafters import METHODS, engine_of, maker  # noqa: F401  a fixture
+from test_engine import run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from asyncspec.engine import matrix, numpy_cache
+from asyncspec.engine.base import Request
+from asyncspec.engine.graphs import Graphs
+from asyncspec.speculation.draft_length import LONGEST, FixedLength
+
+
+class NowAndThen(FixedLength):
+    """Two steps without a draft, whose features wait, then one with."""
+
+    def __init__(self):
+        super().__init__(LONGEST)
+        self.step = 0
+
+    def choose(self, live, missed_S=None):
+        self.step += 1
+        return 0 if self.step % 3 else 3
+
+
+class MockCudaGraphs:
+    """As `CudaGraphs`, for a CPU."""
+
+    def capture(self, call):
+        return MockCudaGraph(call)
+
+    def forget(self):
+        pass
+
+
+class MockCudaGraph:
+    """Records the operations of a call and repeats them on the same tensors, as a CUDA graph does; a look at a value is an error."""
+
+    def __init__(self, call):
+        self.operations = operations = []
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, arguments=(), options=None):
+                assert function is not torch.ops.aten._local_scalar_dense.default, "waits for the device"
+                result = function(*arguments, **(options or {}))
+                operations.append((function, arguments, options or {}, result))
+                return result
+
+        with Recorder():
+            call()
+
+    def replay(self):
+        for function, arguments, options, result in self.operations:
+            again = function(*arguments, **options)
+            for to, tensor in zip(tree_leaves(result), tree_leaves(again)):
+                if isinstance(to, torch.Tensor) and to.data_ptr() != tensor.data_ptr():
+                    to.copy_(tensor)
+
+
+@pytest.mark.parametrize("method,k", [(None, 3), *((method, 3) for method in METHODS), ("eagle3", "now and then")])
+def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy, maker, method, k):
+    for module, name in ((matrix, "slowed_by_mkl"), (numpy_cache, "numpy_attends")):  # what numpy computes is no operation of torch's to be recorded
+        monkeypatch.setattr(module, name, lambda *_: False)
+    prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
+    torch.manual_seed(9)
+    new = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}
+    engines = [engine_of(small_shape, small_policy, maker.get(method), 5, k, top_k=1, kv_at_swap="recompute") for _ in range(2)]
+    if k == "now and then":
+        for engine in engines:
+            engine.lengths = NowAndThen()
+    engines[1].launch_by(graphs := Graphs(5, MockCudaGraphs()))
+    results, proposed = [], [[], []]
+    for engine, drafts_ in zip(engines, proposed):
+        if method:
+            def propose(*given, propose=engine.drafter.propose, drafts_=drafts_):
+                proposal = propose(*given)
+                drafts_.append(proposal.draft_BK.tolist())
+                return proposal
+
+            engine.drafter.propose = propose
+        done = run(engine, prompts)
+        engine.submit(Request(100, prompts[-1], [5, 6, 7], 24))
+        engine.poll()
+        for version in range(1, 5):  # with live rows; what was captured before reads the new weights
+            engine.load_policy(new, version)
+        results.append([{key: (c.tokens.tolist(), c.accepted) for key, c in some.items()} for some in (done, run(engine, prompts))])
+    assert results[0] == results[1] and results[0][0] != results[0][1]
+    assert proposed[0] == proposed[1]
+    assert len(graphs._captured) > 2
