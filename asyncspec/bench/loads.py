@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from typing import Callable, Sequence
 
+import numpy as np
 import torch
 
 from asyncspec import config as configuration
-from asyncspec.engine.base import Request
+from asyncspec.drafts.offline import acceptance_length
+from asyncspec.engine.base import Completion, Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch.roles import devices
 from asyncspec.loading import use_threads
@@ -33,10 +35,7 @@ class Watched:
 
     def __init__(self, inner) -> None:
         self.inner, self.longest, self.watches = inner, inner.longest, True
-        # Evaluated afterwards, so that watching costs little: live sequences and draft length of each step; of those with a draft
-        # length, it, kept_B and found_B.
-        self.steps: list[tuple[int, int]] = []
-        self.kept: list[tuple] = []
+        self.steps: list[tuple[int, int]] = []  # live sequences and draft length of each
 
     @property
     def keeps(self) -> bool:
@@ -50,26 +49,18 @@ class Watched:
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B, found_B=None, usual=True, missed_B=None) -> None:
         self.inner.observe(live, draft_length, seconds, kept_B, found_B, usual, missed_B)
-        if draft_length:
-            self.kept.append((draft_length, kept_B, found_B))
 
     def summary(self) -> dict[str, float]:
-        """Acceptance length and draft length over rows; acceptance of each position, given that those before were accepted."""
+        """Draft length over rows."""
         rows = sum(live for live, _ in self.steps)
-        if not rows:
-            return {}
-        result = {"acceptance_length": 1 + sum(int(kept_B.sum()) for _, kept_B, _ in self.kept) / rows,
-                  "draft_length": sum(live * k for live, k in self.steps) / rows}
-        for position in range(LONGEST):
-            tried = kept = 0
-            for k, kept_B, found_B in self.kept:
-                if k > position:
-                    count_B = k if found_B is None else found_B
-                    tried += int(((kept_B >= position) & (count_B > position)).sum())
-                    kept += int((kept_B > position).sum())
-            if tried:
-                result[f"acceptance_{position + 1}"] = kept / tried
-        return result
+        return {"draft_length": sum(live * k for live, k in self.steps) / rows} if rows else {}
+
+
+def accepted(done: Sequence[Completion]) -> dict[str, float]:
+    """Of finished rollouts: acceptance length, and acceptance of each position, given that those before were accepted."""
+    result = {"acceptance_length": acceptance_length(list(enumerate(done)))}
+    reached_J, accepted_J = (np.sum([getattr(c, at) for c in done], 0) if done else [] for at in ("reached_at", "accepted_at"))
+    return result | {f"acceptance_{j}": float(kept / reached) for j, (reached, kept) in enumerate(zip(reached_J, accepted_J), 1) if reached}
 
 
 class Loads:
@@ -181,17 +172,18 @@ class Loads:
         """
         turns, all_ = TURNS if len(engines) > 1 else 1, [left(engine) for engine in engines]
         tokens, steps, seconds = ([0] * len(engines) for _ in range(3))
+        done: list[list[Completion]] = [[] for _ in engines]
         for turn in range(1, turns + 1):
             there = list(enumerate(engines))
             for i, engine in there if (turn + repetition) % 2 else reversed(there):
                 began, rest = time.perf_counter(), all_[i] * (1 - turn / turns)
                 while left(engine) > rest:
-                    tokens[i] += sum(len(c.tokens) for c in engine.poll())
+                    done[i] += engine.poll()
                     steps[i] += 1
                 seconds[i] += time.perf_counter() - began
         results = []
         for i, engine in enumerate(engines):
-            tokens[i] += engine.begun_tokens
+            tokens[i] = engine.begun_tokens + sum(len(c.tokens) for c in done[i])
             result = {"tokens": tokens[i], "seconds": seconds[i], "tokens_per_s": tokens[i] / seconds[i], "step_ms": 1e3 * seconds[i] / steps[i]}
-            results.append(result | (engine.lengths.summary() if isinstance(engine.lengths, Watched) else {}))
+            results.append(result | (engine.lengths.summary() | accepted(done[i]) if isinstance(engine.lengths, Watched) else {}))
         return results
