@@ -7,9 +7,9 @@ then those of a running job. The past that suffix decoding copies from is that a
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 from typing import Callable, Sequence
 
-import numpy as np
 import torch
 
 from asyncspec import config as configuration
@@ -58,9 +58,12 @@ class Watched:
 
 def accepted(done: Sequence[Completion]) -> dict[str, float]:
     """Of finished rollouts: acceptance length, and acceptance of each position, given that those before were accepted."""
-    result = {"acceptance_length": acceptance_length(list(enumerate(done)))}
-    reached_J, accepted_J = (np.sum([getattr(c, at) for c in done], 0) if done else [] for at in ("reached_at", "accepted_at"))
-    return result | {f"acceptance_{j}": float(kept / reached) for j, (reached, kept) in enumerate(zip(reached_J, accepted_J), 1) if reached}
+
+    def summed(at: str) -> list[int]:
+        return [sum(counts) for counts in zip_longest(*(getattr(c, at) for c in done), fillvalue=0)]
+
+    positions = enumerate(zip(summed("reached_at"), summed("accepted_at")), 1)
+    return {"acceptance_length": acceptance_length(list(enumerate(done)))} | {f"acceptance_{j}": kept / reached for j, (reached, kept) in positions if reached}
 
 
 class Loads:
