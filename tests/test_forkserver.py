@@ -141,6 +141,21 @@ forkserver._main()
     assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # this test's own
 
 
+def test_numba_is_loaded_for_the_embedded_engine_alone():
+    """vLLM's engine looks at every value in every module, and does not start where numba's are."""
+    text = """
+import sys
+from asyncspec.config import load
+from asyncspec.launch import roles
+config = load("tiny", ["run_dir=/none", "speculation.draft_length=3", f"engine.kind={sys.argv[1]}"])
+roles.warm(roles.libraries(config, roles.specs(config)))
+print("numba" in sys.modules)
+"""
+    for kind, loaded in (("torch", True), ("vllm", False)):
+        done = subprocess.run([sys.executable, "-c", text, kind], capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{loaded}\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("what,code", [
     (("end", "0"), 0), (("end", "7"), 7), (("end", "a reason"), 1), (("raise",), 1), (("kill", "9"), -9), (("kill", "11"), -11)])
 def test_its_end_is_that_of_the_process_that_stands_for_it(started, what, code):

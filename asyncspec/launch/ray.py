@@ -51,9 +51,9 @@ class _Host:
     def here(self) -> None:
         """Answer."""
 
-    def warm(self) -> None:
-        """Load what every role needs, before there is one to play."""
-        roles.warm()
+    def warm(self, modules: list[str]) -> None:
+        """Load what the roles of the run need, before there is one to play."""
+        roles.warm(modules)
 
     def prepare(self, spec: dict, directory: str) -> tuple[int, str, str]:
         """Make the actor; returns the process id, the Ray node, and the controller's address if it is the controller.
@@ -113,6 +113,7 @@ class _Pool(attempts.Pool):
         self._host = "127.0.0.1" if alone else "auto"  # which each process replaces by its node's address
         self._processes: list[_Process] = []
         self._spares: list[list[_Process]] = [[] for _ in bundles]  # by node
+        self._libraries: list[str] = []  # that a spare loads
         self._asked: dict[int, list] = {}  # by node: what says of each process that it is there
         self._interrupt = interrupt
         self._console = _Console(Path(config.run_dir) / "logs" / f"{CONSOLE}.log")
@@ -122,6 +123,7 @@ class _Pool(attempts.Pool):
         for node, gpus in enumerate(self._gpus):
             device = "cuda:0" if gpus else "cpu"
             found += roles.specs(config, version, node if config.deployment.nodes else None, self._host, lambda wanted, played: [device] * len(played))
+        self._libraries = roles.libraries(config, found)
         return found
 
     def make(self, name: str) -> "_Process":
@@ -138,7 +140,7 @@ class _Pool(attempts.Pool):
             # With GPUs a spare would need a share of one that it does not use.
             if len(self._spares[place]) < count and not self._gpus[place]:
                 self._spares[place].append(self._make(place))
-                self._spares[place][-1].warm()
+                self._spares[place][-1].warm(self._libraries)
 
     def _make(self, place: int, name: str = "") -> "_Process":
         """
@@ -172,9 +174,9 @@ class _Process(attempts.Process):
         self._prepared: tuple[int, str, str] | Exception | None = None
         self._ended = False  # and its process id may be another's
 
-    def warm(self) -> None:
-        """Load what every role needs, before there is one to play; does not wait."""
-        self._host.warm.remote()
+    def warm(self, modules: list[str]) -> None:
+        """Load what the roles of the run need, before there is one to play; does not wait."""
+        self._host.warm.remote(modules)
 
     def play(self, spec: ActorSpec) -> None:
         self._prepared, self._preparing = None, self._host.prepare.remote(msgspec.structs.asdict(spec), os.getcwd())

@@ -33,7 +33,9 @@ MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": (
           "logprob": ("asyncspec.mock.actors", "MockLogprob"), "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank")}
 # What most of those load that compute.
 _MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.drafts.training", "asyncspec.engine.torch_engine",
-           "asyncspec.models.policy", "asyncspec.speculation.drafting", "asyncspec.speculation.make", "asyncspec.weights")
+           "asyncspec.models.policy", "asyncspec.speculation.make", "asyncspec.weights")
+# What the embedded engine adds: numba, beside whose modules vLLM's engine does not start (it looks at every value in every module).
+_DRAFTING = "asyncspec.speculation.drafting"
 
 
 def make(spec: ActorSpec):
@@ -193,11 +195,13 @@ def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[
         found[(MOCKED if mocked else CLASSES)[spec.role][0]] = None
         if not mocked and spec.role != "controller" and (spec.role != "generator" or config.engine.kind == "torch"):
             found |= dict.fromkeys(_MODELS)
+        if spec.role == "generator" and config.engine.kind == "torch":
+            found[_DRAFTING] = None
     return list(found)
 
 
-def warm() -> None:
-    """Load the libraries that actors need, in a process that waits for a role."""
+def warm(modules: Sequence[str]) -> None:
+    """Load these `libraries`, in a process that waits for a role."""
     with uncollected():
-        for module in (*(module for module, _ in CLASSES.values()), *_MODELS):
+        for module in modules:
             importlib.import_module(module)
