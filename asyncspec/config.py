@@ -27,7 +27,7 @@ from asyncspec import topology
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
-LONGEST_DRAFT = 7  # the longest draft that speculation.draft_length=auto considers
+LONGEST_DRAFT = 15  # the longest draft that speculation.draft_length=auto considers
 
 
 class ConfigError(ValueError):

@@ -36,7 +36,7 @@ from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load,
     ("trainer.optimizer.beta2=1", "below 1"),
     ("seed=-1", "seed=-1: expected at least 0"),
     ("deployment.stall_timeout_s=0", "more than 0"),
-    ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=184"),
+    ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=176"),
     ("model.path=asset:tiny/eagle3", "architectures=['LlamaForCausalLMEagle3']: expected ['LlamaForCausalLM']; a policy's model_type is 'qwen3', 'llama'"),
     ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
     ("engine.kind=vllm", "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: its k is fixed; "

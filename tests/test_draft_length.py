@@ -11,18 +11,23 @@ from asyncspec.speculation.draft_length import LONGEST, AutoLength
 from asyncspec.speculation.lookup_length import LookupLength
 
 
-@pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, 7), (0.6, 3)])
+def costs(*seconds):
+    """Of a step of each draft length, float [LONGEST + 1]: the first, then as many more as it takes, each longer as the last two differ."""
+    return np.array([*seconds, *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds)))])
+
+
+@pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, LONGEST), (0.6, 3)])
 def test_auto_learns_which_length_pays(acceptance, best):
-    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2)
+    seconds = np.array([costs(1.0, 1.3, 1.4)] * 2)
     lengths, rng = AutoLength([1, 64], seconds * 1e-3), np.random.default_rng(0)
     chosen = []
     for _ in range(4000):
         k = lengths.choose(8)
-        kept = (rng.random((8, 7)) < acceptance).cumprod(1)[:, :k].sum(1)
+        kept = (rng.random((8, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1)
         chosen.append(k)
         lengths.observe(8, k, seconds[0, k] * 1e-3 * rng.lognormal(0, 0.05), kept)
     late = np.array(chosen[2000:])
-    rate = (1 + np.cumsum(acceptance ** np.arange(1, 8))) / seconds[0, 1:]
+    rate = (1 + np.cumsum(acceptance ** np.arange(1, LONGEST + 1))) / seconds[0, 1:]
     rate = np.concatenate([[1 / seconds[0, 0]], rate])
     assert int(rate.argmax()) == best
     time_spent, tokens = seconds[0, late].sum(), (rate[late] * seconds[0, late]).sum()
@@ -33,12 +38,12 @@ def test_auto_learns_which_length_pays(acceptance, best):
 @pytest.mark.parametrize("scale", [1e-3, 2.0])  # of a step's seconds
 @pytest.mark.parametrize("first", [1.3, 1.8])  # what the first proposal costs
 def test_auto_finds_out_that_a_draft_has_become_good(scale, first):
-    seconds = np.array([[1.0, *(first + 0.1 * k for k in range(7))]] * 2)
+    seconds = np.array([costs(1.0, first, first + 0.1)] * 2)
     lengths, rng = AutoLength([1, 64], seconds * scale), np.random.default_rng(0)
     chosen = []
     for step in range(16000):
         k = lengths.choose(8)
-        kept = (rng.random((8, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
+        kept = (rng.random((8, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
         chosen.append(k)
         lengths.observe(8, k, seconds[0, k] * scale, kept)
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
@@ -46,13 +51,13 @@ def test_auto_finds_out_that_a_draft_has_become_good(scale, first):
 
 
 def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
-    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2) * 1e-3
+    seconds = np.array([costs(1.0, 1.3, 1.4)] * 2) * 1e-3
     lengths, rng, chosen = AutoLength([1, 64], seconds), np.random.default_rng(0), []
     for step in range(8000):
         live = int(rng.integers(8, 17))
         k = lengths.choose(live)
         chosen.append(k)
-        lengths.observe(live, k, seconds[0, k], (rng.random((live, 7)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1))
+        lengths.observe(live, k, seconds[0, k], (rng.random((live, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1))
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.01
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
 
@@ -72,14 +77,14 @@ def test_a_position_not_tried_is_taken_for_like_the_one_before_it():
 
 
 def test_features_are_kept_only_to_try_and_auto_still_finds_out():
-    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]] * 2) * 1e-3
+    seconds = np.array([costs(1.0, 1.3, 1.4)] * 2) * 1e-3
     lengths, rng, chosen, kept = AutoLength([1, 64], seconds), np.random.default_rng(0), [], []
     missed_B = np.zeros(8, dtype=bool)
     for step in range(16000):
         chosen.append(k := lengths.choose(8, missed_B))
         kept.append(k > 0 or lengths.keeps)
         missed_B |= not kept[-1]
-        kept_B = (rng.random((8, 7)) < (0.0 if step < 8000 else 0.9)).cumprod(1)[:, :k].sum(1)
+        kept_B = (rng.random((8, LONGEST)) < (0.0 if step < 8000 else 0.9)).cumprod(1)[:, :k].sum(1)
         if k and step < 8000 and 2000 < step:
             assert missed_B.sum() <= 4
         lengths.observe(8, k, seconds[0, k], kept_B[~missed_B] if k else kept_B)
@@ -99,11 +104,11 @@ def test_what_is_tried_is_judged_by_rows_that_miss_nothing():
 
 
 def test_a_length_that_costs_more_than_can_be_saved_up_is_tried_all_the_same():
-    seconds, rng, chosen = np.array([[1.0, 2.3, 3.2, 3.4, 3.6, 3.8, 4.0, 4.2]] * 2) * 0.06, np.random.default_rng(0), []
+    seconds, rng, chosen = np.array([costs(1.0, 2.3, 3.2, 3.4)] * 2) * 0.06, np.random.default_rng(0), []
     lengths = AutoLength([1, 64], seconds)
     for step in range(40000):
         chosen.append(k := lengths.choose(8))
-        lengths.observe(8, k, seconds[0, k], (rng.random((8, 7)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1))
+        lengths.observe(8, k, seconds[0, k], (rng.random((8, LONGEST)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1))
     assert np.mean(np.array(chosen[35000:]) >= 5) > 0.9
 
 
@@ -136,37 +141,37 @@ def test_a_calibration_leaves_less_of_the_noise_than_its_medians_do():
 
 @pytest.mark.parametrize("wrong", [{2: 1.25}, {2: 1.15, 1: 0.95}, {2: 1.1, 1: 0.85}, {2: 1.15, 3: 0.9}, {3: 0.8}], ids=str)  # by what factor a calibration errs
 def test_a_calibration_that_was_wrong_is_found_out_within_hundreds_of_steps(wrong):
-    seconds = np.array([1.0, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6]) * 3e-3
-    acceptance, held = (0.66, 0.61, 0.42, 0.4, 0.4, 0.4, 0.4), []  # k=2 pays best: 8% more than k=1, 4% more than k=3
+    seconds = costs(1.0, 1.4, 1.6) * 3e-3
+    acceptance, held = (0.66, 0.61, 0.42, *[0.4] * (LONGEST - 3)), []  # k=2 pays best: 8% more than k=1, 4% more than k=3
     for seed in range(20):
         lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
         for _ in range(600):
             chosen.append(k := lengths.choose(16))
-            lengths.observe(16, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, 7)) < acceptance).cumprod(1)[:, :k].sum(1))
+            lengths.observe(16, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1))
         held.append(np.mean(np.array(chosen[-200:]) == 2))
     assert np.mean(held) > 0.85, held
 
 
 def test_a_calibration_in_which_no_speculation_is_the_slower_does_not_keep_a_useless_draft():
-    seconds, wrong = np.array([1.0, 1.2, 1.3, 1.45, 1.6, 1.75, 1.9, 2.05]) * 0.033, np.array([1.37, 1.0, 1.0, 0.72, 0.86, 1.0, 1.0, 1.0])
+    seconds, wrong = costs(1.0, 1.2, 1.3, 1.45) * 0.033, np.array([1.37, 1.0, 1.0, 0.72, 0.86, *[1.0] * (LONGEST - 4)])
     for seed in range(10):  # as it was measured on a processor that was shared
         lengths, rng, spent = AutoLength([1, 64], np.array([seconds * wrong] * 2)), np.random.default_rng(seed), []
         for _ in range(1500):
             k = lengths.choose(64)
             spent.append(seconds[k])
-            lengths.observe(64, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, 7)) < 0.02).cumprod(1)[:, :k].sum(1))
+            lengths.observe(64, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, LONGEST)) < 0.02).cumprod(1)[:, :k].sum(1))
         assert np.mean(spent[500:]) < 1.01 * seconds[0]
 
 
 @pytest.mark.parametrize("wrong", [{1: 0.7, 2: 1.2, 3: 1.1, 4: 1.1, 5: 1.2}, {3: 0.75}], ids=str)
 def test_what_was_calibrated_too_fast_does_not_stay_because_all_others_seem_slow_beside_it(wrong):
-    seconds, late = np.array([1.0, 1.45, 1.7, 1.95, 2.2, 2.45, 2.7, 2.95]) * 6e-3, []
-    emitted = np.concatenate([[1.0], 1 + (0.93 ** np.arange(1, 8)).cumsum()])
+    seconds, late = costs(1.0, 1.45, 1.7) * 6e-3, []
+    emitted = np.concatenate([[1.0], 1 + (0.93 ** np.arange(1, LONGEST + 1)).cumsum()])
     for seed in range(30):
         lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
         for _ in range(300):
             chosen.append(k := lengths.choose(1))
-            lengths.observe(1, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((1, 7)) < 0.93).cumprod(1)[:, :k].sum(1))
+            lengths.observe(1, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((1, LONGEST)) < 0.93).cumprod(1)[:, :k].sum(1))
         late.append(emitted[chosen[100:300]].sum() / seconds[chosen[100:300]].sum() / max(emitted / seconds))
     assert min(late) > 0.95, late
 
@@ -191,7 +196,7 @@ def test_comparisons_correct_a_calibration_by_bayes_rule(compared):
     error_E = covariance_EE @ compared_NE.T @ (weight_N * np.array([log_ratio for _, _, log_ratio, _ in compared]))
     found_E = np.log(np.array(lengths._table[bucket]) / seconds)
     assert found_E - found_E[0] == pytest.approx(error_E - error_E[0], abs=1e-9)
-    assert lengths._deviation(bucket, 3, 5) == pytest.approx(np.sqrt((eye[3] - eye[5]) @ covariance_EE @ (eye[3] - eye[5])), abs=1e-9)
+    assert lengths._deviations(bucket, 5)[3] == pytest.approx(np.sqrt((eye[3] - eye[5]) @ covariance_EE @ (eye[3] - eye[5])), abs=1e-9)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 1, max_size=LONGEST + 2))
@@ -206,7 +211,7 @@ def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(mea
 
 
 def test_lookups_are_made_while_they_pay():
-    seconds = np.array([[1.0, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 1.1]] * 2) * 1e-3
+    seconds = np.array([[*costs(1.0, 1.3, 1.4), 1.1]] * 2) * 1e-3
     lengths, rng, chosen = LookupLength([1, 64], seconds), np.random.default_rng(0), []
     for step in range(8000):
         # Good, then no more, then told to be good again, which it is not.
@@ -228,7 +233,7 @@ def test_looking_back_counts_the_verifications_of_each_length():
     for kept in (3, 3, 0) * 3:
         lengths.learn(np.full(12, 3), np.full(12, kept))
     assert lengths._emitted() == pytest.approx([1, *(3 / (1 + 2 / (min(k, 3) + 1)) for k in range(1, LONGEST + 1))], rel=0.05)
-    assert lengths._costs(1) == pytest.approx([1, 2, 3, 4, 4, 4, 4, 4])  # never more than three to verify
+    assert lengths._costs(1) == pytest.approx([1, 2, 3, *[4] * (LONGEST - 2)])  # never more than three to verify
 
 
 def test_the_more_rows_the_likelier_is_one_that_has_found_something():
@@ -258,13 +263,13 @@ def test_what_one_length_keeps_is_not_taken_for_what_another_would():
 
 def test_times_are_compared_whatever_slows_all_alike_for_a_while():
     """As longer sequences do: steps get half as slow again within 100, then begin anew."""
-    seconds = np.array([1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]) * 1e-3
+    seconds = costs(1.0, 1.2) * 1e-3
     lengths, rng = AutoLength([1, 64], np.array([seconds] * 2)), np.random.default_rng(0)
     held = np.zeros(LONGEST + 1)
     for step in range(20000):
         k = lengths.choose(8)
         held[k] += 1
-        kept_B = (rng.random((8, 7)) < 0.8).cumprod(1)[:, :k].sum(1)
+        kept_B = (rng.random((8, LONGEST)) < 0.8).cumprod(1)[:, :k].sum(1)
         lengths.observe(8, k, seconds[k] * (1 + 0.5 * (step % 100) / 100), kept_B)
     row = np.array(lengths._seconds(8))
     often = np.flatnonzero(held > 100)

@@ -16,12 +16,13 @@ from rich.table import Table
 
 from asyncspec.bench.harness import Benchmark, Samples, median, median_error, ratio, spread
 from asyncspec.bench.loads import METHODS, Loads
+from asyncspec.speculation.draft_length import LONGEST
 
 JOB_ROLLOUTS, JOB_SLOTS = 64, 16
-JOB_LENGTHS = (*range(1, 8), "auto")
+JOB_LENGTHS = (*range(1, 8), LONGEST, "auto")
 LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
-FIXED = (1, 2, 3, 5, 7)
+FIXED = (1, 2, 3, 5, 7, LONGEST)
 ROLLOUTS, ROLLOUTS_SLOT = 32, 3  # of a measurement, and more for each slot, besides those that are still live when it ends
 PAIRS, MOST_PAIRS, ERROR = 8, 20, 0.007  # of auto beside the best, once it is known which is best: until the median's standard error is so small
 NEVER_LOSES = 0.97  # of the best's tokens a second, at least
@@ -105,7 +106,7 @@ class SpeculationBenchmark(Benchmark):
             job.add_column(column, justify="right")
         for variant in (f"job eagle3 {k}" for k in ("none", *JOB_LENGTHS)):
             low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples["job eagle3 none"])])
-            by_position = [f"{median(samples, variant, f'acceptance_{i}'):.2f}" for i in range(1, 8) if all(f"acceptance_{i}" in s for s in samples[variant])]
+            by_position = [f"{median(samples, variant, f'acceptance_{i}'):.2f}" for i in range(1, LONGEST + 1) if all(f"acceptance_{i}" in s for s in samples[variant])]
             length = f"{median(samples, variant, 'acceptance_length'):.2f}" if by_position else ""
             job.add_row(variant.split()[2], f"{median(samples, variant, 'tokens_per_s'):.0f}", f"{middle:.2f} ({low:.2f} to {high:.2f})",
                         length, " ".join(by_position))

@@ -343,7 +343,7 @@ class TorchEngine:
         extrapolated; every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
-        lengths, table, ends = (0, 1, 2, 3, 5, LONGEST), [], time.perf_counter() + CALIBRATION_S
+        lengths, table, ends = (0, 1, 2, 4, 8, LONGEST), [], time.perf_counter() + CALIBRATION_S
         measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
         for i, live in enumerate(lives):
             rounds: list[list[float]] = []

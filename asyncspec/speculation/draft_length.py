@@ -140,12 +140,13 @@ class AutoLength:
         rates = self._rates(costs)
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
-        # Neighbours of the best: one longer, one shorter, and a jump over a length that does not pay alone. Near ones are held. First the one that
-        # may be best by most, for all that is known; if none may, all in turn.
-        others, bucket = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST], self._bucket(live)
-        hoped = {k: rates[k] * (1 + DOUBT * self._deviation(bucket, k, best)) for k in others}
-        likely = max(hoped.values()) > self._best_rate
-        other = max(others, key=hoped.__getitem__) if likely else others[self._turn % len(others)]
+        # First the one that may be best by most, for all that is known; if none may, in turn the neighbours of the best: one longer, one shorter, and a
+        # jump over a length that does not pay alone. What comes near is held.
+        bucket = self._bucket(live)
+        hoped = [rate * (1 + DOUBT * deviation) for rate, deviation in zip(rates, self._deviations(bucket, best))]
+        likely = max(hoped) > self._best_rate  # the best's own deviation is nothing
+        neighbours = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
+        other = hoped.index(max(hoped)) if likely else neighbours[self._turn % len(neighbours)]
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
         settled = self._holds[bucket] >= SETTLED
@@ -276,10 +277,10 @@ class AutoLength:
         wrong = math.log(min(2.0, max(0.5, median / level / row[entry])))
         self._table[bucket] = [s * math.exp(wrong * gain) for s, gain in zip(row, (gain_E - gain_E[beside]).tolist())]
 
-    def _deviation(self, bucket: int, entry: int, beside: int) -> float:
-        """Standard deviation of what an entry takes over what the entry beside it takes, in those of a calibration."""
+    def _deviations(self, bucket: int, beside: int) -> list[float]:
+        """Standard deviation of what each entry takes over what the entry beside it takes, in those of a calibration."""
         doubt_EE = self._doubt[bucket]
-        return math.sqrt(max(0.0, doubt_EE[entry, entry] + doubt_EE[beside, beside] - 2 * doubt_EE[entry, beside]))
+        return np.sqrt(np.maximum(0.0, np.diag(doubt_EE) + doubt_EE[beside, beside] - 2 * doubt_EE[beside])).tolist()
 
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
