@@ -62,6 +62,22 @@ def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
 
 
+@pytest.mark.parametrize("left", [4, 12, 400])
+def test_auto_knows_that_rows_end(left):
+    """With at most `left` tokens left of each row, evenly spread, what a longer draft would emit behind the end is not counted, and not paid for either."""
+    first, each = 1.0, 0.1  # seconds of a verification, and of each proposal that is read
+    rng = np.random.default_rng(0)
+    lengths = AutoLength([1, 64], np.array([[1.0, *(first + each * k for k in range(1, LONGEST + 1))]] * 2) * 1e-3)
+    for _ in range(4000):
+        k = lengths.choose(8)
+        found_B = np.minimum(k, rng.integers(1, left + 1, 8) - 1)
+        kept_B = np.minimum((rng.random((8, LONGEST)) < 0.97).cumprod(1)[:, :k].sum(1), found_B)
+        lengths.observe(8, k, (first + each * found_B.mean() if k else 1.0) * 1e-3, kept_B, found_B if k else None)
+    spent = np.array(lengths._costs(8)) / lengths._costs(8)[0]
+    assert lengths._emitted()[3] == pytest.approx(1 + sum(0.97**j * max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
+    assert spent[3] == pytest.approx(first + each * sum(max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
+
+
 def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
     lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
     for _ in range(2000):

@@ -240,7 +240,7 @@ class TorchEngine:
         return self._retired(finished_B.nonzero()[0].tolist())
 
     def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """One verification of every live row: accepted proposals and who finished, on the host; how many proposals a lookup has found.
+        """One verification of every live row: accepted proposals and who finished, on the host; how many proposals were read, see `AutoLength.observe`.
 
         Args:
             verified: how many proposals are verified, whatever a lookup has found; None: as many as it has found.
@@ -288,11 +288,14 @@ class TorchEngine:
         rows.counter_S3[:B, 0] += 1
         kept_B = np.zeros(B, dtype=np.int64)
         if K:
-            kept_B = count_B.cpu().numpy() - 1
+            kept_B, offered_B = count_B.cpu().numpy() - 1, K if found_B is None else found_B
             if needed_B is not None:
-                # What comes behind an end that was kept counts as kept, too: that nothing rejected it is all that is known, and a calibration pays for it.
-                kept_B = np.where(kept_B >= needed_B, K if found_B is None else found_B, kept_B)
-            rows.count(before_B, kept_B, K if found_B is None else found_B)
+                # A row that has kept its end has kept all that was offered: what would come behind was never read.
+                kept_B = np.where(kept_B >= needed_B, offered_B, kept_B)
+            rows.count(before_B, kept_B, offered_B)
+            if needed_B is not None and found_B is None:
+                found_B = needed_B - 1
+                kept_B = np.minimum(kept_B, found_B)
         return kept_B, finished_B, found_B
 
     def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:

@@ -3,8 +3,8 @@
     rate(B, k) = B * emitted(k) / seconds(B, k)
 
 B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online:
-1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows whose j-th proposal is accepted when all before it were; what it did while k was
-held, once it was; of lookups, what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice
+1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows that emit one more token when all before it were proposals; what it did while k was
+held, once it was. Rows that end emit less, and of them less is read, which is learned as a_j is. Of lookups, what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice
 cannot bend the distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
@@ -63,10 +63,10 @@ class FixedLength:
 
 
 class Acceptance:
-    """a_j for j = 1..LONGEST, learned over a sliding window. Plain lists: numpy costs more on eight numbers."""
+    """a_j for j = 1..LONGEST, learned over a sliding window. Plain lists: numpy costs more on few numbers."""
 
-    def __init__(self) -> None:
-        self.tried, self.kept = [0.0] * LONGEST, [0.0] * LONGEST
+    def __init__(self, prior: float = PRIOR_RATE) -> None:
+        self.prior, self.tried, self.kept = prior, [0.0] * LONGEST, [0.0] * LONGEST
 
     def add(self, kept_B: np.ndarray, draft_length: int, window: int) -> None:
         """Rows that kept so many of `draft_length` proposals."""
@@ -81,7 +81,7 @@ class Acceptance:
 
     def emitted(self) -> list[float]:
         """Expected tokens of one verification for k = 0..LONGEST. A position is taken for like the one before it until it has been tried."""
-        total, reach, rate = 1.0, 1.0, PRIOR_RATE
+        total, reach, rate = 1.0, 1.0, self.prior
         result = [1.0]
         for tried, kept in zip(self.tried, self.kept):
             rate = (PRIOR_ROWS * rate + kept) / (PRIOR_ROWS + tried)
@@ -103,6 +103,7 @@ class AutoLength:
             seconds: float [len(lives), LONGEST + 1], a step's time at each of them for each draft length.
         """
         self.acceptance = Acceptance()
+        self._offered = Acceptance(1.0)  # proposals that are read before a row would end
         self._held_tokens = [[0.0, 0.0] for _ in range(LONGEST + 1)]  # emitted while a k was held, and rows; forgotten over a window
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
         self.watches = True  # whether the step that was chosen for last is to be observed
@@ -174,8 +175,8 @@ class AutoLength:
         Args:
             draft_length: the k that `choose` gave.
             seconds: of the whole step.
-            kept_B: int64, accepted proposals of each row.
-            found_B: int64, how many proposals a lookup has found for each row; the most of them were verified.
+            kept_B: int64, accepted proposals of each row, no more than are read of it.
+            found_B: int64, how many proposals of each row are read: those before its end, or of lookups those that were found; None: all.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
             missed_B: as for `choose`, of the live rows. What is tried is judged by the others.
         """
@@ -206,7 +207,16 @@ class AutoLength:
 
     def _costs(self, live: int) -> list[float]:
         """Expected seconds of a step for k = 0..LONGEST."""
-        return self._seconds(live)
+        seconds = self._seconds(live)
+        return [s * share for s, share in zip(seconds, self._shares(seconds))]
+
+    def _shares(self, seconds: Sequence[float]) -> list[float]:
+        """What a step takes over one in which no row ends, for k = 0..LONGEST: as one does that reads as many proposals as such a step does on average."""
+        shares = [1.0, 1.0]
+        for k, read in list(enumerate(self._offered.emitted()))[2:]:
+            whole, part = divmod(max(1.0, read - 1), 1)
+            shares.append((seconds[int(whole)] + part * (seconds[min(int(whole) + 1, k)] - seconds[int(whole)])) / seconds[k])
+        return shares
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
         """Steps of one draft length."""
@@ -215,10 +225,12 @@ class AutoLength:
             kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
             rows, window = len(kept_R), WINDOW if self._best else RESTING_WINDOW
             self.acceptance.add(kept_R, k, window)
+            self._offered.add(np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)]), k, window)
             self._learn_held(kept_NB, k, max(0.5, 1 - rows / window))
         self._spent(k, seconds)
         if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
-            self._took(k, usual)
+            share = self._shares(self._table[self._bucket(self._live)])[k]
+            self._took(k, [s / share for s in usual])
 
     def _learn_held(self, kept_NB, k: int, forget: float) -> None:
         """What steps of one draft length emitted, where it was held for several."""
