@@ -23,14 +23,15 @@ import numpy as np
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.speculation.calibration import plausible
 
+LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)  # that are considered: of many alike the luckiest would seem the best
 EXPLORE_SHARE, FAR_SHARE = 0.003, 0.001  # the second where nothing comes near to no speculation
 EARLY_TIMES, EARLY_HOLDS = 9, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
-WINDOW = 4096  # row verifications over which acceptance is remembered
+WINDOW = 16384  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
 PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
-HELD_PRIOR_ROWS = 128.0  # that the product of acceptances counts for beside what a held length has emitted
+HELD_PRIOR_ROWS = 256.0  # that the product of acceptances counts for beside what a held length has emitted
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
 # samples itself.
@@ -146,7 +147,8 @@ class AutoLength:
         bucket = self._bucket(live)
         hoped = [rate * (1 + DOUBT * deviation) for rate, deviation in zip(rates, self._deviations(bucket, best))]
         likely = max(hoped) > self._best_rate  # the best's own deviation is nothing
-        neighbours = [k for k in (best + 1, best - 1, best + 2) if 0 <= k <= LONGEST]
+        at = LENGTHS.index(best)
+        neighbours = [LENGTHS[i] for i in (at + 1, at - 1, at + 2) if 0 <= i < len(LENGTHS)]
         other = hoped.index(max(hoped)) if likely else neighbours[self._turn % len(neighbours)]
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
@@ -193,8 +195,8 @@ class AutoLength:
         return max(rates) > rates[0]
 
     def _rates(self, costs: Sequence[float]) -> list[float]:
-        """Expected tokens a second for each row, for k = 0..LONGEST."""
-        return [emitted / cost for emitted, cost in zip(self._emitted(), costs)]
+        """Expected tokens a second for each row, for k = 0..LONGEST; 0 for lengths that are not considered."""
+        return [emitted / cost if k in LENGTHS else 0.0 for k, (emitted, cost) in enumerate(zip(self._emitted(), costs))]
 
     def _emitted(self) -> list[float]:
         """Expected tokens of a row for k = 0..LONGEST: as while each was held; what acceptance by position promises stands in for it."""
