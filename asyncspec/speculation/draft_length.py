@@ -4,8 +4,8 @@
 
 B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online:
 1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows that emit one more token when all before it were proposals; what it did while k was
-held, once it was. Rows that end emit less, and of them less is read, which is learned as a_j is. Of lookups, what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice
-cannot bend the distribution.
+held, once it was. Rows that end emit less, and of them less is read, which is learned as a_j is. Of lookups, what looking back at finished rollouts
+promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
 best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
