@@ -106,7 +106,8 @@ class SpeculationBenchmark(Benchmark):
             job.add_column(column, justify="right")
         for variant in (f"job eagle3 {k}" for k in ("none", *JOB_LENGTHS)):
             low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples["job eagle3 none"])])
-            by_position = [f"{median(samples, variant, f'acceptance_{i}'):.2f}" for i in range(1, LONGEST + 1) if all(f"acceptance_{i}" in s for s in samples[variant])]
+            by_position = [f"{median(samples, variant, f'acceptance_{i}'):.2f}" for i in range(1, LONGEST + 1)
+                           if all(f"acceptance_{i}" in s for s in samples[variant])]
             length = f"{median(samples, variant, 'acceptance_length'):.2f}" if by_position else ""
             job.add_row(variant.split()[2], f"{median(samples, variant, 'tokens_per_s'):.0f}", f"{middle:.2f} ({low:.2f} to {high:.2f})",
                         length, " ".join(by_position))

@@ -227,7 +227,8 @@ class AutoLength:
             kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
             rows, window = len(kept_R), WINDOW if self._best else RESTING_WINDOW
             self.acceptance.add(kept_R, k, window)
-            self._offered.add(np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)]), k, window)
+            offered_NB = [np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)]
+            self._offered.add(np.concatenate(offered_NB), k, window)
             self._learn_held(kept_NB, k, max(0.5, 1 - rows / window))
         self._spent(k, seconds)
         if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
