@@ -7,27 +7,39 @@ from hypothesis import strategies as st
 
 from asyncspec.speculation import draft_length
 from asyncspec.speculation.calibration import calibration
-from asyncspec.speculation.draft_length import LONGEST, AutoLength
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, Survival
 from asyncspec.speculation.lookup_length import LookupLength
 
 
 def costs(*seconds):
-    """Of a step of each draft length, float [LONGEST + 1]: the first, then as many more as it takes, each longer as the last two differ."""
-    return np.array([*seconds, *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds)))])
+    """Of a step of each draft length, float [LONGEST + 2]: the first, then as many more as it takes, each longer as the last two differ; drafts cost
+    nothing."""
+    return np.array([*seconds, *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds))), seconds[1]])
+
+
+def observe(lengths, k, seconds, kept_B, run_B, **more):
+    """Tell of a step, and go on with the runs of its rows."""
+    lengths.observe(len(kept_B), k, seconds, kept_B, run_B[: len(kept_B)].copy(), **more)
+    run_B[: len(kept_B)] = np.where(kept_B == k, run_B[: len(kept_B)] + k + 1, 0) if k else 0
+
+
+def none(live):
+    """Rows that have emitted nothing."""
+    return np.zeros(live, dtype=np.int64)
 
 
 @pytest.mark.parametrize("acceptance,best", [(0.0, 0), (0.95, LONGEST), (0.6, 3)])
 def test_auto_learns_which_length_pays(acceptance, best):
     seconds = np.array([costs(1.0, 1.3, 1.4)] * 2)
     lengths, rng = AutoLength([1, 64], seconds * 1e-3), np.random.default_rng(0)
-    chosen = []
+    chosen, run_B = [], none(8)
     for _ in range(4000):
         k = lengths.choose(8)
         kept = (rng.random((8, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1)
         chosen.append(k)
-        lengths.observe(8, k, seconds[0, k] * 1e-3 * rng.lognormal(0, 0.05), kept)
+        observe(lengths, k, seconds[0, k] * 1e-3 * rng.lognormal(0, 0.05), kept, run_B)
     late = np.array(chosen[2000:])
-    rate = (1 + np.cumsum(acceptance ** np.arange(1, LONGEST + 1))) / seconds[0, 1:]
+    rate = (1 + np.cumsum(acceptance ** np.arange(1, LONGEST + 1))) / seconds[0, 1:-1]
     rate = np.concatenate([[1 / seconds[0, 0]], rate])
     assert int(rate.argmax()) == best
     time_spent, tokens = seconds[0, late].sum(), (rate[late] * seconds[0, late]).sum()
@@ -40,24 +52,24 @@ def test_auto_learns_which_length_pays(acceptance, best):
 def test_auto_finds_out_that_a_draft_has_become_good(scale, first):
     seconds = np.array([costs(1.0, first, first + 0.1)] * 2)
     lengths, rng = AutoLength([1, 64], seconds * scale), np.random.default_rng(0)
-    chosen = []
+    chosen, run_B = [], none(8)
     for step in range(16000):
         k = lengths.choose(8)
         kept = (rng.random((8, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1)
         chosen.append(k)
-        lengths.observe(8, k, seconds[0, k] * scale, kept)
+        observe(lengths, k, seconds[0, k] * scale, kept, run_B)
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.05
     assert np.mean(np.array(chosen[15000:]) >= 3) > 0.9
 
 
 def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
     seconds = np.array([costs(1.0, 1.3, 1.4)] * 2) * 1e-3
-    lengths, rng, chosen = AutoLength([1, 64], seconds), np.random.default_rng(0), []
+    lengths, rng, chosen, run_B = AutoLength([1, 64], seconds), np.random.default_rng(0), [], none(16)
     for step in range(8000):
         live = int(rng.integers(8, 17))
         k = lengths.choose(live)
         chosen.append(k)
-        lengths.observe(live, k, seconds[0, k], (rng.random((live, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1))
+        observe(lengths, k, seconds[0, k], (rng.random((live, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1), run_B)
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.01
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
 
@@ -65,36 +77,39 @@ def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
 @pytest.mark.parametrize("left", [4, 12, 400])
 def test_auto_knows_that_rows_end(left):
     """With at most `left` tokens left of each row, evenly spread, what a longer draft would emit behind the end is not counted, and not paid for either."""
-    first, each = 1.0, 0.1  # seconds of a verification, and of each proposal that is read
+    first, drafted, each = 1.0, 0.05, 0.1  # seconds of a verification, of each proposal, and of each that is read
     rng = np.random.default_rng(0)
-    lengths = AutoLength([1, 64], np.array([[1.0, *(first + each * k for k in range(1, LONGEST + 1))]] * 2) * 1e-3)
+    seconds = np.array([first + (drafted + each) * k for k in range(LONGEST + 1)] + [first + drafted * LONGEST + each])
+    lengths, run_B = AutoLength([1, 64], np.array([seconds] * 2) * 1e-3), none(8)
     for _ in range(4000):
         k = lengths.choose(8)
         found_B = np.minimum(k, rng.integers(1, left + 1, 8) - 1)
         kept_B = np.minimum((rng.random((8, LONGEST)) < 0.97).cumprod(1)[:, :k].sum(1), found_B)
-        lengths.observe(8, k, (first + each * found_B.mean() if k else 1.0) * 1e-3, kept_B, found_B if k else None)
+        observe(lengths, k, (first + drafted * k + each * found_B.mean() if k else first) * 1e-3, kept_B, run_B, found_B=found_B if k else None)
     spent = np.array(lengths._costs(8)) / lengths._costs(8)[0]
     assert lengths._emitted()[3] == pytest.approx(1 + sum(0.97**j * max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
-    assert spent[3] == pytest.approx(first + each * sum(max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
+    assert spent[3] == pytest.approx(first + 3 * drafted + each * sum(max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
 
 
 def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
-    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
+    lengths = AutoLength([1, 64], np.full((2, LONGEST + 2), 1e-3))
     for _ in range(2000):
         lengths.choose(5000)
-        lengths.observe(5000, 3, 1e-3, np.zeros(5000, dtype=np.int64))
-    assert lengths.acceptance.emitted()[1] == pytest.approx(1.0, abs=1e-3)
+        lengths.observe(5000, 3, 1e-3, none(5000), none(5000))
+    assert lengths._emitted()[1] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_position_not_tried_is_taken_for_like_the_one_before_it():
-    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
-    lengths.acceptance.add(np.tile([0, 2, 2, 2], 256), 2, 1024)  # 3 in 4 keep the first, all of those the second
-    assert lengths.acceptance.emitted() == pytest.approx([1, *(1 + 0.75 * k for k in range(1, LONGEST + 1))], rel=0.05)
+def test_a_position_not_tried_is_taken_for_like_those_before_it():
+    survival = Survival(4, 0.3)
+    survival.add(none(1024), np.tile([1, 2, 2, 2], 256), np.tile([True, False, False, False], 256), 4096)  # 3 in 4 go beyond the first, all of those further
+    assert survival.beyond() == pytest.approx([0.75, 0.75, 0.75 * 6 / 7, 0.75 * 36 / 49], rel=0.02)  # 1 in 7 ended of those before
+    survival.add(none(512), np.full(512, 3), np.tile([True, False], 256), 4096)  # of those behind the second half
+    assert survival.beyond()[3] == pytest.approx(survival.beyond()[2] / 2, rel=0.02)
 
 
 def test_features_are_kept_only_to_try_and_auto_still_finds_out():
     seconds = np.array([costs(1.0, 1.3, 1.4)] * 2) * 1e-3
-    lengths, rng, chosen, kept = AutoLength([1, 64], seconds), np.random.default_rng(0), [], []
+    lengths, rng, chosen, kept, run_B = AutoLength([1, 64], seconds), np.random.default_rng(0), [], [], none(8)
     missed_B = np.zeros(8, dtype=bool)
     for step in range(16000):
         chosen.append(k := lengths.choose(8, missed_B))
@@ -103,7 +118,7 @@ def test_features_are_kept_only_to_try_and_auto_still_finds_out():
         kept_B = (rng.random((8, LONGEST)) < (0.0 if step < 8000 else 0.9)).cumprod(1)[:, :k].sum(1)
         if k and step < 8000 and 2000 < step:
             assert missed_B.sum() <= 4
-        lengths.observe(8, k, seconds[0, k], kept_B[~missed_B] if k else kept_B)
+        observe(lengths, k, seconds[0, k], kept_B[~missed_B] if k else kept_B, run_B)
         missed_B &= rng.random(8) > 1 / 50  # a sequence ends, another takes its row
     assert 0.005 < np.mean(kept[2000:8000]) < 0.4
     assert 0 < np.mean(np.array(chosen[2000:8000]) > 0) < 0.01
@@ -111,20 +126,20 @@ def test_features_are_kept_only_to_try_and_auto_still_finds_out():
 
 
 def test_what_is_tried_is_judged_by_rows_that_miss_nothing():
-    lengths = AutoLength([1, 64], np.full((2, LONGEST + 1), 1e-3))
+    lengths = AutoLength([1, 64], np.full((2, LONGEST + 2), 1e-3))
     missed_B, kept_B = np.array([True, False, False, False]), np.array([0, 3, 3, 3])
     lengths._exploring = True
     lengths._live = 4
-    lengths.observe(4, 3, 1e-3, kept_B, None, True, missed_B)
+    lengths.observe(4, 3, 1e-3, kept_B, none(4), None, True, missed_B)
     assert [step[2].tolist() for step in lengths._seen] == [[3, 3, 3]]
 
 
 def test_a_length_that_costs_more_than_can_be_saved_up_is_tried_all_the_same():
     seconds, rng, chosen = np.array([costs(1.0, 2.3, 3.2, 3.4)] * 2) * 0.06, np.random.default_rng(0), []
-    lengths = AutoLength([1, 64], seconds)
+    lengths, run_B = AutoLength([1, 64], seconds), none(8)
     for step in range(40000):
         chosen.append(k := lengths.choose(8))
-        lengths.observe(8, k, seconds[0, k], (rng.random((8, LONGEST)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1))
+        observe(lengths, k, seconds[0, k], (rng.random((8, LONGEST)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1), run_B)
     assert np.mean(np.array(chosen[35000:]) >= 5) > 0.9
 
 
@@ -161,21 +176,23 @@ def test_a_calibration_that_was_wrong_is_found_out_within_hundreds_of_steps(wron
     acceptance, held = (0.66, 0.61, 0.42, *[0.4] * (LONGEST - 3)), []  # k=2 pays best: 8% more than k=1, 4% more than k=3
     for seed in range(20):
         lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
+        run_B = none(16)
         for _ in range(600):
             chosen.append(k := lengths.choose(16))
-            lengths.observe(16, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1))
+            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1), run_B)
         held.append(np.mean(np.array(chosen[-200:]) == 2))
     assert np.mean(held) > 0.85, held
 
 
 def test_a_calibration_in_which_no_speculation_is_the_slower_does_not_keep_a_useless_draft():
-    seconds, wrong = costs(1.0, 1.2, 1.3, 1.45) * 0.033, np.array([1.37, 1.0, 1.0, 0.72, 0.86, *[1.0] * (LONGEST - 4)])
+    seconds, wrong = costs(1.0, 1.2, 1.3, 1.45) * 0.033, np.array([1.37, 1.0, 1.0, 0.72, 0.86, *[1.0] * (LONGEST - 3)])
     for seed in range(10):  # as it was measured on a processor that was shared
         lengths, rng, spent = AutoLength([1, 64], np.array([seconds * wrong] * 2)), np.random.default_rng(seed), []
+        run_B = none(64)
         for _ in range(1500):
             k = lengths.choose(64)
             spent.append(seconds[k])
-            lengths.observe(64, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, LONGEST)) < 0.02).cumprod(1)[:, :k].sum(1))
+            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, LONGEST)) < 0.02).cumprod(1)[:, :k].sum(1), run_B)
         assert np.mean(spent[500:]) < 1.01 * seconds[0]
 
 
@@ -185,10 +202,11 @@ def test_what_was_calibrated_too_fast_does_not_stay_because_all_others_seem_slow
     emitted = np.concatenate([[1.0], 1 + (0.93 ** np.arange(1, LONGEST + 1)).cumsum()])
     for seed in range(30):
         lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
+        run_B = none(1)
         for _ in range(300):
             chosen.append(k := lengths.choose(1))
-            lengths.observe(1, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((1, LONGEST)) < 0.93).cumprod(1)[:, :k].sum(1))
-        late.append(emitted[chosen[100:300]].sum() / seconds[chosen[100:300]].sum() / max(emitted / seconds))
+            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((1, LONGEST)) < 0.93).cumprod(1)[:, :k].sum(1), run_B)
+        late.append(emitted[chosen[100:300]].sum() / seconds[chosen[100:300]].sum() / max(emitted / seconds[:-1]))
     assert min(late) > 0.95, late
 
 
@@ -196,7 +214,7 @@ def test_what_was_calibrated_too_fast_does_not_stay_because_all_others_seem_slow
 def test_comparisons_correct_a_calibration_by_bayes_rule(compared):
     """That of errors that are normal and independent, of the calibration and of the comparisons; beside what was held last."""
     compared = [one for one in compared if one[0] != one[1]]
-    seconds = np.linspace(1.0, 3.0, LONGEST + 1)
+    seconds = np.linspace(1.0, 3.0, LONGEST + 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_length, "FORGETTING", 0.0)
         lengths = AutoLength([1, 64], np.array([seconds] * 2))
@@ -205,8 +223,8 @@ def test_comparisons_correct_a_calibration_by_bayes_rule(compared):
             row = lengths._table[bucket]
             level = row[beside] / seconds[beside]  # a table tells only how entries compare
             lengths._correct(bucket, entry, seconds[entry] * np.exp(log_ratio) * level, steps, 1.0, beside)
-    eye = np.eye(LONGEST + 1)
-    compared_NE = np.array([eye[entry] - eye[beside] for entry, beside, *_ in compared]).reshape(-1, LONGEST + 1)
+    eye = np.eye(LONGEST + 2)
+    compared_NE = np.array([eye[entry] - eye[beside] for entry, beside, *_ in compared]).reshape(-1, LONGEST + 2)
     weight_N = np.array([steps / draft_length.CALIBRATED_STEPS for *_, steps in compared])
     covariance_EE = np.linalg.inv(eye + compared_NE.T @ (weight_N[:, None] * compared_NE))
     error_E = covariance_EE @ compared_NE.T @ (weight_N * np.array([log_ratio for _, _, log_ratio, _ in compared]))
@@ -227,7 +245,7 @@ def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(mea
 
 
 def test_lookups_are_made_while_they_pay():
-    seconds = np.array([[*costs(1.0, 1.3, 1.4), 1.1]] * 2) * 1e-3
+    seconds = np.array([[*costs(1.0, 1.3, 1.4)[:-1], 1.1]] * 2) * 1e-3
     lengths, rng, chosen = LookupLength([1, 64], seconds), np.random.default_rng(0), []
     for step in range(8000):
         # Good, then no more, then told to be good again, which it is not.
@@ -237,7 +255,7 @@ def test_lookups_are_made_while_they_pay():
             lengths.learn(count_R, count_R * told)
         chosen.append(k := lengths.choose(4))
         found_B = np.minimum((rng.random(4) < 0.5) * 3, k)
-        lengths.observe(4, k, seconds[0, found_B.max() or -1] if k else seconds[0, 0], found_B * good, found_B if k else None)
+        lengths.observe(4, k, seconds[0, found_B.max() or -1] if k else seconds[0, 0], found_B * good, none(4), found_B if k else None)
     looked = (np.array(chosen) > 0).reshape(-1, 1000).mean(1)
     assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05 and looked[7] < 0.2, looked
     assert np.mean(np.array(chosen)[3000:4000] >= 3) > 0.9  # no more than three are ever found
@@ -264,7 +282,7 @@ def test_what_verifications_keep_corrects_what_looking_back_promises_position_by
     lengths.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says
     assert lengths._emitted()[1:4] == pytest.approx([2, 3, 4], rel=0.01)
     lengths.choose(50)
-    lengths._learn_from([3] * 100, [1.0] * 100, [np.ones(50, dtype=np.int64)] * 100, [np.full(50, 3)] * 100, [True] * 100)  # the first is
+    lengths._learn_from([3] * 100, [1.0] * 100, [np.ones(50, dtype=np.int64)] * 100, [np.full(50, 3)] * 100, [True] * 100, [None] * 100)  # the first is
     assert lengths._emitted() == pytest.approx([1, *[2] * LONGEST], abs=0.1)
 
 
@@ -273,7 +291,7 @@ def test_what_one_length_keeps_is_not_taken_for_what_another_would():
     lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None])
     lengths.learn(np.full(1200, LONGEST), np.tile([3, 2, 1, 0], 300))
     lengths.choose(2)
-    lengths._learn_from([2] * 500, [1.0] * 500, [np.array([2, 0])] * 500, [np.full(2, 2)] * 500, [True] * 500)
+    lengths._learn_from([2] * 500, [1.0] * 500, [np.array([2, 0])] * 500, [np.full(2, 2)] * 500, [True] * 500, [None] * 500)
     assert lengths._emitted()[1:4] == pytest.approx([2, 2, 4], rel=0.05)
 
 
@@ -281,12 +299,12 @@ def test_times_are_compared_whatever_slows_all_alike_for_a_while():
     """As longer sequences do: steps get half as slow again within 100, then begin anew."""
     seconds = costs(1.0, 1.2) * 1e-3
     lengths, rng = AutoLength([1, 64], np.array([seconds] * 2)), np.random.default_rng(0)
-    held = np.zeros(LONGEST + 1)
+    held, run_B = np.zeros(LONGEST + 1), none(8)
     for step in range(20000):
         k = lengths.choose(8)
         held[k] += 1
         kept_B = (rng.random((8, LONGEST)) < 0.8).cumprod(1)[:, :k].sum(1)
-        lengths.observe(8, k, seconds[k] * (1 + 0.5 * (step % 100) / 100), kept_B)
+        observe(lengths, k, seconds[k] * (1 + 0.5 * (step % 100) / 100), kept_B, run_B)
     row = np.array(lengths._seconds(8))
     often = np.flatnonzero(held > 100)
     assert len(often) >= 3

@@ -341,7 +341,7 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
                 missed.update(sequences)
             return k
 
-        def observe(self, live, draft_length, seconds, kept_B, found_B=None, usual=True, missed_B=None):
+        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None):
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
             assert missed_B.tolist() == [s in missed for s in sequences]  # rows may have changed places
 

@@ -47,8 +47,8 @@ class Watched:
         self.steps.append((live, draft_length))
         return draft_length
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B, found_B=None, usual=True, missed_B=None) -> None:
-        self.inner.observe(live, draft_length, seconds, kept_B, found_B, usual, missed_B)
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B, run_B, found_B=None, usual=True, missed_B=None) -> None:
+        self.inner.observe(live, draft_length, seconds, kept_B, run_B, found_B, usual, missed_B)
 
     def summary(self) -> dict[str, float]:
         """Draft length over rows."""

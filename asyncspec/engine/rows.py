@@ -49,6 +49,7 @@ class Rows:
         self.logprob_SP = state(slots + 1, tokens.positions, dtype=torch.float32)
         self.version_SP = state(slots + 1, tokens.positions, dtype=torch.int32)
         self.missed_S = np.zeros(slots + 1, dtype=bool)  # rows of which some features were not kept for the draft
+        self.run_S = np.zeros(slots + 1, dtype=np.int64)  # tokens since the last rejection, while proposals are made
         self.counter_S3 = np.zeros((slots + 1, 3), dtype=np.int64)  # on the host: verifications, proposed, accepted
         # Verifications that came to j proposals, and that accepted j.
         self.reached_SJ, self.accepted_SJ = (np.zeros((slots + 1, longest + 1), dtype=np.int64) for _ in range(2))
@@ -140,7 +141,7 @@ class Rows:
         tokens = self.tokens
         self._copy([source], [target], int(tokens.length[source]))
         for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
-                       self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self.missed_S):
+                       self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self.missed_S, self.run_S):
             tensor[target] = tensor[source]
 
     def part(self) -> None:

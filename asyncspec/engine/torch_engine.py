@@ -206,7 +206,7 @@ class TorchEngine:
         needed = max(limits) + self._longest  # a draft may lead beyond the limit
         state.uniform_SPR[row_B, :needed] = uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(self.device)
         state.counter_S3[rows] = state.reached_SJ[rows] = state.accepted_SJ[rows] = 0
-        state.missed_S[rows] = not self._keeping
+        state.missed_S[rows], state.run_S[rows] = not self._keeping, 0
         token_B = sample(p_BV, uniform_BPR[..., counter_rng.TARGET].gather(1, length_B.unsqueeze(1)).squeeze(1))
         tokens.token_SP[row_B, length_B] = token_B
         state.logprob_SP[row_B, length_B] = p_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
@@ -222,7 +222,7 @@ class TorchEngine:
             self._arrange(1)
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
-        lengths, missed_S = self.lengths, self.rows.missed_S
+        lengths, missed_S, run_B = self.lengths, self.rows.missed_S, self.rows.run_S[:B]
         K = lengths.choose(B, missed_S)
         self._drafting = K > 0
         self._keeping = K > 0 or lengths.keeps or not self.aux_layers
@@ -236,14 +236,15 @@ class TorchEngine:
         if not self._keeping:
             missed_S[:B] = True
         if lengths.watches:
-            lengths.observe(B, K, self._clock() - start, kept_B, found_B, usual, missed_S[:B])
+            lengths.observe(B, K, self._clock() - start, kept_B, run_B.copy(), found_B, usual, missed_S[:B])
+        run_B[:] = np.where(kept_B == K, run_B + K + 1, 0) if K else 0
         return self._retired(finished_B.nonzero()[0].tolist())
 
     def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """One verification of every live row: accepted proposals and who finished, on the host; how many proposals were read, see `AutoLength.observe`.
 
         Args:
-            verified: how many proposals are verified, whatever a lookup has found; None: as many as it has found.
+            verified: how many proposals are verified; None: all, or as many as a lookup has found.
         """
         tokens, rows = self.tokens, self.rows
         length_B1 = tokens.length_S[:B].unsqueeze(1)
@@ -256,8 +257,9 @@ class TorchEngine:
             proposal = self.drafter.propose(B, K, draft_BJ[:, :K])
             if proposal.count_B is not None:
                 found_B = proposal.count_B.cpu().numpy()
-                K = int(found_B.max()) if verified is None else verified
-                proposal = proposal._replace(draft_BK=proposal.draft_BK[:, :K])
+            read = verified if verified is not None else K if found_B is None else int(found_B.max())
+            if read < K:
+                K, proposal = read, proposal.first(read)
                 accept_BJ, target_BJ, position_BJ = accept_BJ[:, : K + 1], target_BJ[:, : K + 1], position_BJ[:, : K + 1]
         self._lap("draft")
         if K:
@@ -293,9 +295,8 @@ class TorchEngine:
                 # A row that has kept its end has kept all that was offered: what would come behind was never read.
                 kept_B = np.where(kept_B >= needed_B, offered_B, kept_B)
             rows.count(before_B, kept_B, offered_B)
-            if needed_B is not None and found_B is None:
-                found_B = needed_B - 1
-                kept_B = np.minimum(kept_B, found_B)
+            if found_B is None:
+                kept_B, found_B = np.minimum(kept_B, tokens.length[:B] - before_B - 1), None if needed_B is None else needed_B - 1
         return kept_B, finished_B, found_B
 
     def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
@@ -347,7 +348,7 @@ class TorchEngine:
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         lengths, table, ends = (0, 1, 2, 4, 8, LONGEST), [], time.perf_counter() + CALIBRATION_S
-        measured = [(K, K) for K in lengths] + [(LONGEST, 0)] * self.drafter.looks_up  # the last: to look in vain
+        measured = [(K, K) for K in lengths] + [(LONGEST, 0 if self.drafter.looks_up else 1)]
         for i, live in enumerate(lives):
             rounds: list[list[float]] = []
             if self.decode.graphs is not None:

@@ -54,6 +54,10 @@ class Proposal(NamedTuple):
     q_BKV: torch.Tensor | None
     count_B: torch.Tensor | None = None
 
+    def first(self, count: int) -> Proposal:
+        """So many of each row."""
+        return Proposal(self.draft_BK[:, :count], None if self.q_BKV is None else self.q_BKV[:, :count], self.count_B)
+
 
 class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none

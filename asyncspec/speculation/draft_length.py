@@ -2,15 +2,16 @@
 
     rate(B, k) = B * emitted(k) / seconds(B, k)
 
-B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online:
-1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows that emit one more token when all before it were proposals; what it did while k was
-held, once it was. Rows that end emit less, and of them less is read, which is learned as a_j is. Of lookups, what looking back at finished rollouts
-promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the distribution.
+B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online, and
+what it emits while one k is held tells of all others, over the same text (`Emitted`). Rows that end emit less, and of them less is read, which is learned, too. Of
+lookups, what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the
+distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
 best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
 
-Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, M proposals found, E entries of the table.
+Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, N place in a run, M proposals found,
+E entries of the table.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ EXPLORE_SHARE, FAR_SHARE = 0.003, 0.001  # the second where nothing comes near t
 EARLY_TIMES, EARLY_HOLDS = 9, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
-WINDOW = 16384  # row verifications over which acceptance is remembered
+WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
-PRIOR_ROWS, PRIOR_RATE = 8.0, 0.7
-HELD_PRIOR_ROWS = 256.0  # that the product of acceptances counts for beside what a held length has emitted
+RUN = 4 * (LONGEST + 1)  # places of a run that are told apart
+PRIOR_ROWS, REJECTED_PRIOR = 8.0, 0.3
+# For each k, behind how many tokens of a run its verifications begin.
+BEGINS_KN = np.array([np.arange(RUN) % (k + 1) == 0 for k in range(LONGEST + 1)], dtype=float)
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
 # samples itself.
@@ -58,38 +61,71 @@ class FixedLength:
     def choose(self, live: int, missed_S: np.ndarray | None = None) -> int:
         return self.longest
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
                 usual: bool = True, missed_B: np.ndarray | None = None) -> None:
         pass
 
 
-class Acceptance:
-    """a_j for j = 1..LONGEST, learned over a sliding window. Plain lists: numpy costs more on few numbers."""
+class Survival:
+    """What share ends at each of some places, of those that come there, learned over a sliding window."""
 
-    def __init__(self, prior: float = PRIOR_RATE) -> None:
-        self.prior, self.tried, self.kept = prior, [0.0] * LONGEST, [0.0] * LONGEST
+    def __init__(self, places: int, prior: float) -> None:
+        self.prior, self.came_N, self.ended_N = prior, np.zeros(places), np.zeros(places)
 
-    def add(self, kept_B: np.ndarray, draft_length: int, window: int) -> None:
-        """Rows that kept so many of `draft_length` proposals."""
-        forget = max(0.5, 1 - len(kept_B) / window)
-        at_least = len(kept_B)
-        for j, count in enumerate(np.bincount(kept_B, minlength=draft_length).tolist()[:draft_length]):
-            if not at_least:  # no row got here: nothing learned, nothing forgotten
-                break
-            self.tried[j] = self.tried[j] * forget + at_least
-            at_least -= count
-            self.kept[j] = self.kept[j] * forget + at_least
+    def add(self, first_B: np.ndarray, last_B: np.ndarray, ended_B: np.ndarray, window: int) -> None:
+        """So many came to the places from first_B on and before last_B, counted from 0, and ended in the last of them or did not end."""
+        places, forget = len(self.came_N), max(0.5, 1 - len(first_B) / window)
+        passing_N = np.bincount(np.minimum(first_B, places), minlength=places + 1) - np.bincount(np.minimum(last_B, places), minlength=places + 1)
+        came_N = passing_N.cumsum()[:-1]
+        ended_N = np.bincount(np.minimum(last_B[ended_B], places + 1), minlength=places + 2)[1:-1]
+        forget_N = np.where(came_N > 0, forget, 1.0)  # where none came nothing is learned, and nothing forgotten
+        self.came_N, self.ended_N = self.came_N * forget_N + came_N, self.ended_N * forget_N + ended_N
 
-    def emitted(self) -> list[float]:
-        """Expected tokens of one verification for k = 0..LONGEST. A position is taken for like the one before it until it has been tried."""
-        total, reach, rate = 1.0, 1.0, self.prior
-        result = [1.0]
-        for tried, kept in zip(self.tried, self.kept):
-            rate = (PRIOR_ROWS * rate + kept) / (PRIOR_ROWS + tried)
-            reach *= rate
-            total += reach
-            result.append(total)
-        return result
+    def beyond(self) -> np.ndarray:
+        """What share goes beyond each place, float [places]. Until many have come to a place, it is taken for like the one before it, or like all before
+        it if fewer go beyond those."""
+        share, came_before, ended_before, result, left = self.prior, PRIOR_ROWS, PRIOR_ROWS * self.prior, [], 1.0
+        for came, ended in zip(self.came_N.tolist(), self.ended_N.tolist()):
+            share = (PRIOR_ROWS * max(share, ended_before / came_before) + ended) / (PRIOR_ROWS + came)
+            came_before, ended_before, left = came_before + came, ended_before + ended, left * (1 - share)
+            result.append(left)
+        return np.array(result)
+
+
+class Emitted:
+    """Expected tokens of a verification for every k, from verifications of some.
+
+    Two promises, both what was seen for the k that was held. By positions: 1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows that keep the
+    j-th proposal, of those that kept all before it. By runs, which are what a row emits from one rejection to the next: a run of n tokens takes
+    ceil(n / (k + 1)) verifications. A shorter draft emits at least as much as either says: by positions it would always begin behind a hard token,
+    though after a draft that is kept whole it does not, and by runs it would be rejected where a longer one was, though its proposals have seen
+    more. A longer one emits at most as much, for the same reasons.
+    """
+
+    def __init__(self) -> None:
+        self._positions, self._runs = Survival(LONGEST, REJECTED_PRIOR), Survival(RUN, REJECTED_PRIOR)
+        self._rows_K = np.zeros(LONGEST + 1)  # that were verified with each k, in the window
+
+    def add(self, run_B: np.ndarray, kept_B: np.ndarray, draft_length: int, window: int) -> None:
+        """Verifications of `draft_length` proposals: how many tokens of a run came before, and how many proposals were kept."""
+        ended_B, none_B = kept_B < draft_length, np.zeros_like(kept_B)
+        self._positions.add(none_B, kept_B + ended_B, ended_B, window)
+        # What the target sampled behind a draft that was kept whole belongs to the run that goes on.
+        self._runs.add(np.maximum(run_B - 1, 0), run_B + kept_B + ended_B, ended_B, window)
+        self._rows_K *= max(0.5, 1 - len(run_B) / window)
+        self._rows_K[draft_length] += len(run_B)
+
+    def tokens(self) -> np.ndarray:
+        """float [LONGEST + 1]."""
+        by_position_K = np.append(1.0, 1 + self._positions.beyond().cumsum())
+        beyond_N = self._runs.beyond()
+        rest = beyond_N[-1] / max(1 - beyond_N[-1] / beyond_N[-2], 0.01) if beyond_N[-2] > 0 else 0.0  # of runs that are longer than is told apart
+        before_N = np.append(1.0, beyond_N[:-1])
+        by_run_K = (before_N.sum() + rest) / (BEGINS_KN @ before_N + rest / np.arange(1, LONGEST + 2))
+        if not self._rows_K.any():
+            return by_position_K
+        shorter_K = (self._rows_K.cumsum() - self._rows_K / 2) / self._rows_K.sum()  # what share of rows had a shorter draft, half of the alike among them
+        return np.maximum(by_position_K, by_run_K) * (1 - shorter_K) + np.minimum(by_position_K, by_run_K) * shorter_K
 
 
 class AutoLength:
@@ -101,11 +137,10 @@ class AutoLength:
         """
         Args:
             lives: numbers of live sequences the calibration measured, ascending.
-            seconds: float [len(lives), LONGEST + 1], a step's time at each of them for each draft length.
+            seconds: float [len(lives), LONGEST + 2], a step's time at each of them for each draft length; the last: of the longest, of which one
+                proposal is read.
         """
-        self.acceptance = Acceptance()
-        self._offered = Acceptance(1.0)  # proposals that are read before a row would end
-        self._held_tokens = [[0.0, 0.0] for _ in range(LONGEST + 1)]  # emitted while a k was held, and rows; forgotten over a window
+        self._emits, self._read = Emitted(), Survival(LONGEST, 0.0)  # the second: proposals of which none is read any more, as the row would end
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
         self.watches = True  # whether the step that was chosen for last is to be observed
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), plausible(np.asarray(seconds, dtype=float))
@@ -170,14 +205,15 @@ class AutoLength:
                 self.keeps = affordable or self._pays_alone()
         return self._choice
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, found_B: np.ndarray | None = None,
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
                 usual: bool = True, missed_B: np.ndarray | None = None) -> None:
         """Learn from a step, before the next choice; not if it does not watch.
 
         Args:
             draft_length: the k that `choose` gave.
             seconds: of the whole step.
-            kept_B: int64, accepted proposals of each row, no more than are read of it.
+            kept_B: int64, accepted proposals of each row, no more than it emitted before its end.
+            run_B: int64, tokens that each row had emitted since its last rejection, while proposals were made.
             found_B: int64, how many proposals of each row are read: those before its end, or of lookups those that were found; None: all.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
             missed_B: as for `choose`, of the live rows. What is tried is judged by the others.
@@ -185,8 +221,8 @@ class AutoLength:
         if not self.watches:
             return
         if self._exploring and missed_B is not None and missed_B.any():
-            kept_B = kept_B[~missed_B]
-        self._seen.append((draft_length, seconds, kept_B, found_B, usual))
+            kept_B, run_B = kept_B[~missed_B], run_B[~missed_B]
+        self._seen.append((draft_length, seconds, kept_B, found_B, usual, run_B))
 
     def _pays_alone(self) -> bool:
         """Whether speculation would pay once a single sequence is left. Otherwise features are kept only when something is to be tried: that costs
@@ -199,49 +235,31 @@ class AutoLength:
         return [emitted / cost if k in LENGTHS else 0.0 for k, (emitted, cost) in enumerate(zip(self._emitted(), costs))]
 
     def _emitted(self) -> list[float]:
-        """Expected tokens of a row for k = 0..LONGEST: as while each was held; what acceptance by position promises stands in for it."""
-        prior = HELD_PRIOR_ROWS
-        return [(prior * e + tokens) / (prior + rows) for e, (tokens, rows) in zip(self._promised(), self._held_tokens)]
-
-    def _promised(self) -> list[float]:
-        """The product of acceptances, learned at all k."""
-        return self.acceptance.emitted()
+        """Expected tokens of a row for k = 0..LONGEST."""
+        return self._emits.tokens().tolist()
 
     def _costs(self, live: int) -> list[float]:
         """Expected seconds of a step for k = 0..LONGEST."""
         seconds = self._seconds(live)
-        return [s * share for s, share in zip(seconds, self._shares(seconds))]
+        return [s * share for s, share in zip(seconds, self._shares(seconds))]  # of the last entry there is no share
 
     def _shares(self, seconds: Sequence[float]) -> list[float]:
-        """What a step takes over one in which no row ends, for k = 0..LONGEST: as one does that reads as many proposals as such a step does on average."""
-        shares = [1.0, 1.0]
-        for k, read in list(enumerate(self._offered.emitted()))[2:]:
-            whole, part = divmod(max(1.0, read - 1), 1)
-            shares.append((seconds[int(whole)] + part * (seconds[min(int(whole) + 1, k)] - seconds[int(whole)])) / seconds[k])
-        return shares
+        """What a step takes over one in which no row ends, for k = 0..LONGEST. All proposals are drafted, but not all are read."""
+        each, read = (seconds[LONGEST] - seconds[-1]) / (LONGEST - 1), [0.0, *self._read.beyond().cumsum().tolist()]
+        return [1 - min(0.9, max(0.0, each) * (k - read[k]) / seconds[k]) for k in range(LONGEST + 1)]
 
-    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
+    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
         """Steps of one draft length."""
         k = draft_length[0]
         if k:
-            kept_R = kept_NB[0] if len(kept_NB) == 1 else np.concatenate(kept_NB)
-            rows, window = len(kept_R), WINDOW if self._best else RESTING_WINDOW
-            self.acceptance.add(kept_R, k, window)
-            offered_NB = [np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)]
-            self._offered.add(np.concatenate(offered_NB), k, window)
-            self._learn_held(kept_NB, k, max(0.5, 1 - rows / window))
+            window = WINDOW if self._best else RESTING_WINDOW
+            self._emits.add(np.concatenate(run_NB), np.concatenate(kept_NB), k, window)
+            found_R = np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)])
+            self._read.add(np.zeros_like(found_R), np.minimum(found_R + 1, k), found_R < k, window)
         self._spent(k, seconds)
         if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
             share = self._shares(self._table[self._bucket(self._live)])[k]
             self._took(k, [s / share for s in usual])
-
-    def _learn_held(self, kept_NB, k: int, forget: float) -> None:
-        """What steps of one draft length emitted, where it was held for several."""
-        self._held_tokens = [[tokens * forget, of * forget] for tokens, of in self._held_tokens]
-        if k and len(kept_NB) > 1:  # held, not for a single step
-            rows = sum(len(kept_B) for kept_B in kept_NB)
-            self._held_tokens[k][0] += rows + float(sum(kept_B.sum() for kept_B in kept_NB))
-            self._held_tokens[k][1] += rows
 
     def _spent(self, k: int, seconds: Sequence[float]) -> None:
         """Keep the budget."""

@@ -68,7 +68,7 @@ class LookupLength(AutoLength):
     def _pays_alone(self) -> bool:
         return True  # there are no features
 
-    def _promised(self) -> list[float]:
+    def _emitted(self) -> list[float]:
         # Looking back compares the lengths over the same text, each from where its own verifications would end: what was kept while one of them was
         # held tells less of the others. But it promises too much where rollouts copy from others that ended while they ran, most of all of long
         # copies. So for each position it is corrected by what verifications kept; one that none has come to as the one before it.
@@ -77,9 +77,6 @@ class LookupLength(AutoLength):
             share = (HINDSIGHT_PRIOR * share + kept) / (HINDSIGHT_PRIOR + hoped)
             share_J.append(share)
         return (1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)).tolist()
-
-    def _emitted(self) -> list[float]:
-        return self._promised()
 
     def _costs(self, live: int) -> list[float]:
         bucket, seconds = self._bucket(live), self._seconds(live)
@@ -90,7 +87,7 @@ class LookupLength(AutoLength):
             self._share_KM[bucket] = np.diff(below_KM, axis=1, prepend=0.0)
         return [seconds[0], *(self._share_KM[bucket] @ [seconds[-1], *seconds[1:-1]]).tolist()]
 
-    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual) -> None:
+    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
         window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
         forget = max(0.5, 1 - rows * self._passed / len(seconds) / window)
