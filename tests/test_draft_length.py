@@ -13,8 +13,8 @@ from asyncspec.speculation.lookup_length import LookupLength
 
 def costs(*seconds):
     """Of a step of each draft length, float [LONGEST + 2]: the first, then as many more as it takes, each longer as the last two differ; drafts cost
-    nothing."""
-    return np.array([*seconds, *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds))), seconds[1]])
+    nothing, and what is read of them alone."""
+    return np.array([*seconds, *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds))), seconds[-1]])
 
 
 def observe(lengths, k, seconds, kept_B, run_B, **more):
@@ -79,7 +79,7 @@ def test_auto_knows_that_rows_end(left):
     """With at most `left` tokens left of each row, evenly spread, what a longer draft would emit behind the end is not counted, and not paid for either."""
     first, drafted, each = 1.0, 0.05, 0.1  # seconds of a verification, of each proposal, and of each that is read
     rng = np.random.default_rng(0)
-    seconds = np.array([first + (drafted + each) * k for k in range(LONGEST + 1)] + [first + drafted * LONGEST + each])
+    seconds = np.array([first + (drafted + each) * k for k in range(LONGEST + 1)] + [first + (drafted + each / 2) * LONGEST])
     lengths, run_B = AutoLength([1, 64], np.array([seconds] * 2) * 1e-3), none(8)
     for _ in range(4000):
         k = lengths.choose(8)
@@ -246,7 +246,7 @@ def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(mea
 
 def test_lookups_are_made_while_they_pay():
     seconds = np.array([[*costs(1.0, 1.3, 1.4)[:-1], 1.1]] * 2) * 1e-3
-    lengths, rng, chosen = LookupLength([1, 64], seconds), np.random.default_rng(0), []
+    lengths, rng, chosen = LookupLength([1, 64], seconds, False), np.random.default_rng(0), []
     for step in range(8000):
         # Good, then no more, then told to be good again, which it is not.
         good, told = 2000 <= step < 4000, 2000 <= step < 4000 or step >= 6000
@@ -263,7 +263,7 @@ def test_lookups_are_made_while_they_pay():
 
 def test_looking_back_counts_the_verifications_of_each_length():
     """Three proposals always, all right but in every third response: a step of k emits min(k, 3) + 1 tokens, or 1."""
-    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None])
+    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     for kept in (3, 3, 0) * 3:
         lengths.learn(np.full(12, 3), np.full(12, kept))
     assert lengths._emitted() == pytest.approx([1, *(3 / (1 + 2 / (min(k, 3) + 1)) for k in range(1, LONGEST + 1))], rel=0.05)
@@ -271,14 +271,26 @@ def test_looking_back_counts_the_verifications_of_each_length():
 
 
 def test_the_more_rows_the_likelier_is_one_that_has_found_something():
-    lengths = LookupLength([1, 4], np.tile([1.0, *[3.0] * LONGEST, 2.0], (2, 1)))
+    lengths = LookupLength([1, 4], np.tile([1.0, *[3.0] * LONGEST, 2.0], (2, 1)), False)
     lengths.learn(np.tile([0, 0, 0, 5], 64), np.zeros(256, dtype=np.int64))  # one in four
     for live in (1, 4):
         assert lengths._costs(live)[1:] == pytest.approx([2 + (1 - 0.75**live)] * LONGEST)
 
 
+def test_where_rows_are_packed_as_much_is_read_as_they_have_found_together():
+    seconds = np.array([[1.0, *(2.0 + m for m in range(1, LONGEST + 1)), 2.0]] * 2)
+    lengths, rng = LookupLength([1, 8], seconds, True), np.random.default_rng(0)
+    lengths.learn(np.tile([0, 0, 0, 4], 64), np.zeros(256, dtype=np.int64))  # one in four
+    for live in (1, 8):
+        assert lengths._costs(live)[1:] == pytest.approx([2 + min(k, 4) / 4 for k in range(1, LONGEST + 1)])
+    for _ in range(400):  # no step finds anything that a whole number of proposals a row would be
+        k, found_B = lengths.choose(8), np.minimum(rng.integers(0, 2, 8) * 4, 3)
+        lengths.observe(8, k, 3 * (2 + found_B.mean() if k else 1.0), none(8), none(8), found_B if k else None)
+    assert lengths._costs(8)[4] / lengths._costs(8)[0] == pytest.approx(3.0, rel=0.03)
+
+
 def test_what_verifications_keep_corrects_what_looking_back_promises_position_by_position():
-    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None])
+    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     lengths.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says
     assert lengths._emitted()[1:4] == pytest.approx([2, 3, 4], rel=0.01)
     lengths.choose(50)
@@ -288,7 +300,7 @@ def test_what_verifications_keep_corrects_what_looking_back_promises_position_by
 
 def test_what_one_length_keeps_is_not_taken_for_what_another_would():
     """Every fourth token is never proposed. k=2 is wrong at every second first proposal, since it begins before that token; k=1 and k=3 never are."""
-    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None])
+    lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     lengths.learn(np.full(1200, LONGEST), np.tile([3, 2, 1, 0], 300))
     lengths.choose(2)
     lengths._learn_from([2] * 500, [1.0] * 500, [np.array([2, 0])] * 500, [np.full(2, 2)] * 500, [True] * 500, [None] * 500)

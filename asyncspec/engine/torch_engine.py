@@ -240,11 +240,11 @@ class TorchEngine:
         run_B[:] = np.where(kept_B == K, run_B + K + 1, 0) if K else 0
         return self._retired(finished_B.nonzero()[0].tolist())
 
-    def _advance(self, B: int, K: int, verified: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _advance(self, B: int, K: int, verified_B: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """One verification of every live row: accepted proposals and who finished, on the host; how many proposals were read, see `AutoLength.observe`.
 
         Args:
-            verified: how many proposals are verified; None: all, or as many as a lookup has found.
+            verified_B: how many proposals of each row are verified, whatever they are; None: all that may be needed.
         """
         tokens, rows = self.tokens, self.rows
         length_B1 = tokens.length_S[:B].unsqueeze(1)
@@ -257,7 +257,7 @@ class TorchEngine:
             proposal = self.drafter.propose(B, K, draft_BJ[:, :K])
             if proposal.count_B is not None:
                 found_B = proposal.count_B.cpu().numpy()
-            read = verified if verified is not None else K if found_B is None else int(found_B.max())
+            read = int(verified_B.max()) if verified_B is not None else K if found_B is None else int(found_B.max())
             if read < K:
                 K, proposal = read, proposal.first(read)
                 accept_BJ, target_BJ, position_BJ = accept_BJ[:, : K + 1], target_BJ[:, : K + 1], position_BJ[:, : K + 1]
@@ -265,8 +265,8 @@ class TorchEngine:
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
         read_BL, needed_B, packed, of_BJ = position_BJ - 1, None, None, None
-        if K and verified is None and self.decode.packs:
-            needed_B = self._needed(proposal.draft_BK, found_B)
+        if K and self.decode.packs:
+            needed_B = self._needed(proposal.draft_BK, found_B) if verified_B is None else verified_B + 1
             if needed_B is not None:
                 L, packed, of_BJ = packing(needed_B, K + 1)
                 token_B1, read_BL = token_B1[:, :L], read_BL[:, :L]
@@ -348,8 +348,9 @@ class TorchEngine:
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         lengths, table, ends = (0, 1, 2, 4, 8, LONGEST), [], time.perf_counter() + CALIBRATION_S
-        measured = [(K, K) for K in lengths] + [(LONGEST, 0 if self.drafter.looks_up else 1)]
         for i, live in enumerate(lives):
+            last_B = np.zeros(live) if self.drafter.looks_up else np.linspace(0, LONGEST, live + 2)[1:-1].round()  # half of them
+            measured = [(K, np.full(live, K)) for K in lengths] + [(LONGEST, last_B.astype(int))]
             rounds: list[list[float]] = []
             if self.decode.graphs is not None:
                 began = time.perf_counter()
@@ -359,16 +360,15 @@ class TorchEngine:
             began = time.perf_counter()
             until, least = began + (ends - began) / (len(lives) - i), began + LEAST_CALIBRATION_S
             while (now := time.perf_counter()) < until and (len(rounds) < CALIBRATION_ROUNDS or now < least) or not table and not rounds:
-                order = measured if len(rounds) % 2 else measured[::-1]
-                took = {of: self._time_step(live, *of) for of in order}
-                rounds.append([took[of] for of in measured])
+                way = slice(None, None, 1 if len(rounds) % 2 else -1)  # there and back
+                rounds.append([self._time_step(live, *of) for of in measured[way]][way])
             if not rounds:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
             table.append(calibration(lengths, np.array(rounds)))
-        return (LookupLength if self.drafter.looks_up else AutoLength)(lives, np.array(table))
+        return LookupLength(lives, np.array(table), self.decode.packs) if self.drafter.looks_up else AutoLength(lives, np.array(table))
 
-    def _time_step(self, live: int, draft_length: int, verified: int) -> float:
+    def _time_step(self, live: int, draft_length: int, verified_B: np.ndarray) -> float:
         """Seconds of a step on rows without sequences, as far on as they are usually, unless the rows are too short for it."""
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
@@ -378,6 +378,6 @@ class TorchEngine:
             self.tokens.length_S[:live] = min(length, self.tokens.positions - LONGEST - 1)
             self.tokens.refresh(live)
             began = self._clock()
-            self._advance(live, draft_length, verified)
+            self._advance(live, draft_length, verified_B)
             seconds, length = self._clock() - began, length + draft_length + 1
         return seconds

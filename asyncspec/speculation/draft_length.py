@@ -39,15 +39,15 @@ BEGINS_KN = np.array([np.arange(RUN) % (k + 1) == 0 for k in range(LONGEST + 1)]
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
 # samples itself.
 LEAST_CHARGE, LEAST_CHARGE_HELD = 0.2, 0.05
-CALIBRATED_STEPS = 4.0  # that a calibration counts for in what an entry takes
+CALIBRATED_STEPS = 12.0  # that a calibration counts for in what an entry takes
 FORGETTING = 0.003  # of a calibration's variance, which each step adds to that of every entry: what a step takes changes
 STEADY = 1.1  # where what is held takes so many times as long after a try as before it, the try's time counts half; the less steady, the less
-DOUBT = 0.1  # by what share a length may be better than expected for each standard deviation of a calibration
+DOUBT = 0.05  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; once it is not new for HOLD_S, or `hold_long` steps if that is less; one without speculation for `hold_long`, once it is not new or where
-# nothing comes near to it. One step in HOLD of that is observed.
-HOLD, HOLD_S, NEAR = 8, 0.05, 0.9
+# cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
+# new or where nothing comes near to it, and one step in HOLD of that is observed.
+HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.2, 0.9
 
 
 class FixedLength:
@@ -131,14 +131,14 @@ class Emitted:
 class AutoLength:
     """The k whose expected tokens and time promise most; for drafters that always have proposals."""
 
-    longest, hold_long = LONGEST, 32
+    longest = LONGEST
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
         """
         Args:
             lives: numbers of live sequences the calibration measured, ascending.
-            seconds: float [len(lives), LONGEST + 2], a step's time at each of them for each draft length; the last: of the longest, of which one
-                proposal is read.
+            seconds: float [len(lives), LONGEST + 2], a step's time at each of them for each draft length; the last: of the longest, of which half
+                is read, more of some rows and less of others.
         """
         self._emits, self._read = Emitted(), Survival(LONGEST, 0.0)  # the second: proposals of which none is read any more, as the row would end
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
@@ -194,15 +194,14 @@ class AutoLength:
             self._turn += not likely
             self._held = steps - 1
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
-        elif best:
-            if self._holds[bucket] >= EARLY_HOLDS:
-                self._held = max(HOLD, min(self.hold_long, int(HOLD_S / costs[best]))) - 1
         else:
-            if self._holds[bucket] >= EARLY_HOLDS or max(rates[1:]) < NEAR * self._best_rate:
-                self._held = self.hold_long - 1
-            if max(rates[1:]) < NEAR * self._best_rate:
+            far = best == 0 and max(rates[1:]) < NEAR * self._best_rate
+            if far:
                 self._share = FAR_SHARE
                 self.keeps = affordable or self._pays_alone()
+            if far or self._holds[bucket] >= EARLY_HOLDS:
+                most = HOLD_NONE if far and affordable else HOLD_MOST  # features are kept only for a try, which is not to wait for long
+                self._held = max(HOLD if best else HOLD_NONE, min(most, int(HOLD_S / costs[best]))) - 1
         return self._choice
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
@@ -245,7 +244,7 @@ class AutoLength:
 
     def _shares(self, seconds: Sequence[float]) -> list[float]:
         """What a step takes over one in which no row ends, for k = 0..LONGEST. All proposals are drafted, but not all are read."""
-        each, read = (seconds[LONGEST] - seconds[-1]) / (LONGEST - 1), [0.0, *self._read.beyond().cumsum().tolist()]
+        each, read = (seconds[LONGEST] - seconds[-1]) / (LONGEST / 2), [0.0, *self._read.beyond().cumsum().tolist()]
         return [1 - min(0.9, max(0.0, each) * (k - read[k]) / seconds[k]) for k in range(LONGEST + 1)]
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
@@ -277,20 +276,18 @@ class AutoLength:
         So what is held tells of all entries, and what is tried of how it compares with what was held just before and just after. Were what is held
         to tell of itself, too, it would get the better of those that are measured seldom.
         """
-        bucket, median = self._bucket(self._live), max(sorted(seconds)[(len(seconds) - 1) // 2], 1e-9)  # a coarse clock may say 0
+        bucket, median = self._bucket(self._live), _median(seconds)
         row = self._table[bucket]
         if entry == self._best:
-            level = median / row[entry]
+            level = _median(seconds[:HOLD]) / row[entry]
             unsteady = (math.log(level / self._level) / math.log(STEADY)) ** 2
             for of, tried, took, steps, beside in self._tried:
-                if of == bucket and beside == entry:  # levels are of each bucket's own
+                if of == bucket and beside == entry:  # levels are of each bucket's own, and of what was held before it and after
                     self._correct(bucket, tried, took, steps / (1 + unsteady), (self._level * level) ** 0.5, beside)
-                elif of == bucket:  # by what was tried another is held now, and nothing tells of the level after it
-                    self._correct(bucket, tried, took, steps / 2, self._level, beside)
             self._tried.clear()
-            self._level = level = median / self._table[bucket][entry]
+            self._level = _median(seconds[-HOLD:]) / self._table[bucket][entry]
             self._holds[bucket] += 1 if entry else len(seconds)  # one without speculation may last as long as several
-            _move(self._drift, bucket, level, 1 - 0.9 ** len(seconds))
+            _move(self._drift, bucket, median / self._table[bucket][entry], 1 - 0.9 ** len(seconds))
         elif self._exploring:
             self._tried.append((bucket, entry, median, len(seconds), self._best))
         else:
@@ -334,6 +331,10 @@ class AutoLength:
 def _least_charge(best: int, steps: int) -> float:
     """Of a step, for a try of so many beside `best`."""
     return 0.0 if not best else LEAST_CHARGE if steps == 1 else LEAST_CHARGE_HELD
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return max(sorted(seconds)[(len(seconds) - 1) // 2], 1e-9)  # a coarse clock may say 0
 
 
 def _move(values, key, to: float, weight: float) -> None:

@@ -24,16 +24,16 @@ class LookupLength(AutoLength):
     finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
     """
 
-    hold_long = 64  # choosing costs more here, and hindsight goes on meanwhile
-
-    def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
+    def __init__(self, lives: Sequence[int], seconds: np.ndarray, packs: bool) -> None:
         """
         Args:
-            seconds: float [len(lives), LONGEST + 2], by how many proposals are verified; the last: looked, and found nothing.
+            seconds: float [len(lives), LONGEST + 2], by how many proposals of each row are verified; the last: looked, and found nothing.
+            packs: whether of each row no more are read than were found; otherwise as many as were found of any.
         """
         super().__init__(lives, seconds)
+        self._packs = packs
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
-        self._share_KM: dict[int, np.ndarray] = {}  # by bucket: of steps, by the most proposals that a row has
+        self._share_KM: dict[int, np.ndarray] = {}  # by bucket: what entries a step of each k takes, the first for none found
         self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
         self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))  # the same, of those that would keep one fewer
         # Rows that kept so many, and for each k those that kept one fewer and so were asked; forgotten over a window.
@@ -83,8 +83,15 @@ class LookupLength(AutoLength):
         if not self._tokens:
             return seconds[:-1]
         if bucket not in self._share_KM:
-            below_KM = (self._found_KM.cumsum(1)[1:] / self._found_KM[1:].sum(1, keepdims=True)) ** live  # that no row has more
-            self._share_KM[bucket] = np.diff(below_KM, axis=1, prepend=0.0)
+            found_KM = self._found_KM[1:] / self._found_KM[1:].sum(1, keepdims=True)
+            if self._packs:
+                none_K1 = found_KM[:, :1] ** live
+                mean_K1 = found_KM @ np.arange(LONGEST + 1.0)[:, None] / np.maximum(1 - none_K1, 1e-9)  # where any has found one
+                share_KM = (1 - none_K1) * np.maximum(0.0, 1 - abs(mean_K1 - np.arange(LONGEST + 1)))  # between two entries
+                share_KM[:, :1] += none_K1
+            else:
+                share_KM = np.diff(found_KM.cumsum(1) ** live, axis=1, prepend=0.0)  # of the most that a row has
+            self._share_KM[bucket] = share_KM
         return [seconds[0], *(self._share_KM[bucket] @ [seconds[-1], *seconds[1:-1]]).tolist()]
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
@@ -99,9 +106,13 @@ class LookupLength(AutoLength):
             self._kept_J += kept_J
             self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
         self._spent(k, seconds)
-        by_entry: dict[int, list[float]] = {}
+        row, by_entry = self._table[self._bucket(self._live)], {}
         for spent, found_B in zip(seconds, found_NB):
-            by_entry.setdefault((int(found_B.max()) or LONGEST + 1) if k else 0, []).append(spent)
+            read = 0.0 if not k else float(found_B.mean() if self._packs else found_B.max())
+            entry = (round(read) or LONGEST + 1) if k else 0
+            if read != round(read):
+                spent *= row[entry] / np.interp(read, range(LONGEST + 1), [row[-1], *row[1:-1]])
+            by_entry.setdefault(entry, []).append(spent)
         for entry, times in by_entry.items():
             self._took(entry, times)
 
