@@ -39,10 +39,10 @@ BEGINS_KN = np.array([np.arange(RUN) % (k + 1) == 0 for k in range(LONGEST + 1)]
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
 # samples itself.
 LEAST_CHARGE, LEAST_CHARGE_HELD = 0.2, 0.05
-CALIBRATED_STEPS = 12.0  # that a calibration counts for in what an entry takes
+CALIBRATED_STEPS = 8.0  # that a calibration counts for in what an entry takes
 FORGETTING = 0.003  # of a calibration's variance, which each step adds to that of every entry: what a step takes changes
 STEADY = 1.1  # where what is held takes so many times as long after a try as before it, the try's time counts half; the less steady, the less
-DOUBT = 0.05  # by what share a length may be better than expected for each standard deviation of a calibration
+DOUBT = 0.07  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
@@ -147,7 +147,7 @@ class AutoLength:
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
-        self._level = 1.0  # of the last hold: its time over the table's
+        self._level, self._level_steps = 1.0, 1  # of the last hold: its time over the table's, and from how many steps
         self._doubt: dict[int, np.ndarray] = {}  # covariance [entries, entries] of the errors of a row's logarithms over a calibration's variance
         self._tried: list[tuple] = []  # entries whose times wait for the next hold: bucket, entry, seconds, steps, the entry that was held
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
@@ -243,22 +243,27 @@ class AutoLength:
         return [s * share for s, share in zip(seconds, self._shares(seconds))]  # of the last entry there is no share
 
     def _shares(self, seconds: Sequence[float]) -> list[float]:
-        """What a step takes over one in which no row ends, for k = 0..LONGEST. All proposals are drafted, but not all are read."""
-        each, read = (seconds[LONGEST] - seconds[-1]) / (LONGEST / 2), [0.0, *self._read.beyond().cumsum().tolist()]
-        return [1 - min(0.9, max(0.0, each) * (k - read[k]) / seconds[k]) for k in range(LONGEST + 1)]
+        """What a step takes over one in which no row ends, for k = 0..LONGEST."""
+        read = [0.0, *self._read.beyond().cumsum().tolist()]
+        return [self._share_read(seconds, k, read[k]) for k in range(LONGEST + 1)]
+
+    def _share_read(self, seconds: Sequence[float], k: int, read: float) -> float:
+        """The same of a step that reads so many of each row's k proposals, on average. All are drafted."""
+        each = max(0.0, seconds[LONGEST] - seconds[-1]) / (LONGEST / 2)
+        return 1 - min(0.9, each * (k - read) / seconds[k])
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
         """Steps of one draft length."""
-        k = draft_length[0]
+        k, row = draft_length[0], self._table[self._bucket(self._live)]
         if k:
             window = WINDOW if self._best else RESTING_WINDOW
             self._emits.add(np.concatenate(run_NB), np.concatenate(kept_NB), k, window)
             found_R = np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)])
             self._read.add(np.zeros_like(found_R), np.minimum(found_R + 1, k), found_R < k, window)
         self._spent(k, seconds)
-        if usual := [s for s, as_usual in zip(seconds, usual) if as_usual]:
-            share = self._shares(self._table[self._bucket(self._live)])[k]
-            self._took(k, [s / share for s in usual])
+        whole = [s if found_B is None else s / self._share_read(row, k, found_B.mean()) for s, found_B, as_usual in zip(seconds, found_NB, usual) if as_usual]
+        if whole:
+            self._took(k, whole)
 
     def _spent(self, k: int, seconds: Sequence[float]) -> None:
         """Keep the budget."""
@@ -279,13 +284,14 @@ class AutoLength:
         bucket, median = self._bucket(self._live), _median(seconds)
         row = self._table[bucket]
         if entry == self._best:
-            level = _median(seconds[:HOLD]) / row[entry]
+            level, level_steps = _median(seconds[:HOLD]) / row[entry], min(HOLD, len(seconds))
             unsteady = (math.log(level / self._level) / math.log(STEADY)) ** 2
             for of, tried, took, steps, beside in self._tried:
                 if of == bucket and beside == entry:  # levels are of each bucket's own, and of what was held before it and after
+                    steps = 1 / (1 / steps + (1 / self._level_steps + 1 / level_steps) / 4)  # as few as the level of their mean is known from
                     self._correct(bucket, tried, took, steps / (1 + unsteady), (self._level * level) ** 0.5, beside)
             self._tried.clear()
-            self._level = _median(seconds[-HOLD:]) / self._table[bucket][entry]
+            self._level, self._level_steps = _median(seconds[-HOLD:]) / self._table[bucket][entry], level_steps
             self._holds[bucket] += 1 if entry else len(seconds)  # one without speculation may last as long as several
             _move(self._drift, bucket, median / self._table[bucket][entry], 1 - 0.9 ** len(seconds))
         elif self._exploring:
