@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from asyncspec.speculation import draft_length
 from asyncspec.speculation.calibration import calibration
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, Survival
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, Emitted, Survival
 from asyncspec.speculation.lookup_length import LookupLength
 
 
@@ -105,6 +105,46 @@ def test_a_position_not_tried_is_taken_for_like_those_before_it():
     assert survival.beyond() == pytest.approx([0.75, 0.75, 0.75 * 6 / 7, 0.75 * 36 / 49], rel=0.02)  # 1 in 7 ended of those before
     survival.add(none(512), np.full(512, 3), np.tile([True, False], 256), 4096)  # of those behind the second half
     assert survival.beyond()[3] == pytest.approx(survival.beyond()[2] / 2, rel=0.02)
+
+
+TEXT = 100000  # tokens
+
+
+def simulated(keeps, k):
+    """Verifications of k proposals each along a text: tokens of a run before each, and proposals kept. keeps(at): of those at `at`."""
+    run_V, kept_V, run, at = [], [], 0, 0
+    while at < TEXT:
+        kept = min(k, keeps(at))
+        run_V.append(run)
+        kept_V.append(kept)
+        run, at = run + k + 1 if kept == k else 0, at + kept + 1
+    return np.array(run_V), np.array(kept_V)
+
+
+@pytest.mark.parametrize("held", [1, 3, 7, LONGEST])
+def test_what_one_length_emits_tells_of_all_where_tokens_are_hard_wherever_a_draft_begins(held):
+    """In easy stretches one token in fifty is hard, in others one in four."""
+    rng = np.random.default_rng(0)
+    hard_at = np.append(np.flatnonzero(rng.random(TEXT) < np.repeat(np.where(rng.random(TEXT // 40) < 0.5, 0.02, 0.25), 40)), TEXT)
+    next_hard, emitted = hard_at[np.searchsorted(hard_at, np.arange(TEXT))], Emitted()
+    emitted.add(*simulated(lambda at: int(next_hard[at]) - at, held), held, 10**9)
+    for k, tokens in enumerate(emitted.tokens()):
+        true = 1 + simulated(lambda at: int(next_hard[at]) - at, k)[1].mean()
+        assert tokens == pytest.approx(true, rel=0.01 if k == held else 0.03 if k < held else 0.1), k
+
+
+@pytest.mark.parametrize("held", [1, 3, 7, LONGEST])
+def test_what_one_length_emits_tells_of_all_where_only_the_place_in_the_draft_counts(held):
+    rng, acceptance_J = np.random.default_rng(0), np.array([0.7 - 0.03 * j for j in range(LONGEST)])
+
+    def keeps(at):
+        return int((rng.random(LONGEST) < acceptance_J).cumprod().sum())
+
+    emitted = Emitted()
+    emitted.add(*simulated(keeps, held), held, 10**9)
+    for k, tokens in enumerate(emitted.tokens()):
+        true = 1 + acceptance_J[:k].cumprod().sum()
+        assert tokens == pytest.approx(true, rel=0.02 if k == held else 0.08 if k < held else 0.2), k
 
 
 def test_features_are_kept_only_to_try_and_auto_still_finds_out():

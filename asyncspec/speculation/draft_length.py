@@ -2,10 +2,9 @@
 
     rate(B, k) = B * emitted(k) / seconds(B, k)
 
-B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online, and
-what it emits while one k is held tells of all others, over the same text (`Emitted`). Rows that end emit less, and of them less is read, which is learned, too. Of
-lookups, what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the
-distribution.
+B sequences are live; seconds are measured (a calibration fills the table, every step corrects it). What a row emits is learned online: while one k
+is held, of all others, too, over the same text (`Emitted`). Rows that end emit less, and of them less is read, which is learned as well. Of lookups,
+what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the distribution.
 
 Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
 best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
@@ -95,11 +94,11 @@ class Survival:
 class Emitted:
     """Expected tokens of a verification for every k, from verifications of some.
 
-    Two promises, both what was seen for the k that was held. By positions: 1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows that keep the
-    j-th proposal, of those that kept all before it. By runs, which are what a row emits from one rejection to the next: a run of n tokens takes
-    ceil(n / (k + 1)) verifications. A shorter draft emits at least as much as either says: by positions it would always begin behind a hard token,
-    though after a draft that is kept whole it does not, and by runs it would be rejected where a longer one was, though its proposals have seen
-    more. A longer one emits at most as much, for the same reasons.
+    There are two ways to tell, which agree on a k that alone was held. By positions: 1 + a_1 + a_1 a_2 + ... + a_1..a_k, with a_j the share of rows that
+    keep the j-th proposal, of those that kept all before it. By runs, which are what a row emits from one rejection to the next: a run of n tokens
+    takes ceil(n / (k + 1)) verifications. Both say too little of a shorter draft: by positions it begins as often behind a hard token as the longer
+    one, by runs it is rejected wherever that was, though its proposals have seen more. So they say too much of a longer one. Of a strong draft runs
+    come close, because tokens are hard wherever a draft begins; of a weak one positions do.
     """
 
     def __init__(self) -> None:
@@ -107,7 +106,12 @@ class Emitted:
         self._rows_K = np.zeros(LONGEST + 1)  # that were verified with each k, in the window
 
     def add(self, run_B: np.ndarray, kept_B: np.ndarray, draft_length: int, window: int) -> None:
-        """Verifications of `draft_length` proposals: how many tokens of a run came before, and how many proposals were kept."""
+        """Learn from verifications of `draft_length` proposals.
+
+        Args:
+            run_B: int64, how many tokens of a run came before.
+            kept_B: int64, how many proposals were kept.
+        """
         ended_B, none_B = kept_B < draft_length, np.zeros_like(kept_B)
         self._positions.add(none_B, kept_B + ended_B, ended_B, window)
         # What the target sampled behind a draft that was kept whole belongs to the run that goes on.
@@ -116,15 +120,16 @@ class Emitted:
         self._rows_K[draft_length] += len(run_B)
 
     def tokens(self) -> np.ndarray:
-        """float [LONGEST + 1]."""
+        """float [LONGEST + 1], for k = 0..LONGEST."""
         by_position_K = np.append(1.0, 1 + self._positions.beyond().cumsum())
         beyond_N = self._runs.beyond()
-        rest = beyond_N[-1] / max(1 - beyond_N[-1] / beyond_N[-2], 0.01) if beyond_N[-2] > 0 else 0.0  # of runs that are longer than is told apart
-        before_N = np.append(1.0, beyond_N[:-1])
+        before_N, last = np.append(1.0, beyond_N[:-1]), beyond_N[-LONGEST - 2 :]
+        going_on = (last[-1] / last[0]) ** (1 / (LONGEST + 1)) if last[0] > 0 else 0.0  # over whole verifications of any length
+        rest = last[-1] / max(1 - going_on, 0.01)  # tokens of runs that are longer than is told apart
         by_run_K = (before_N.sum() + rest) / (BEGINS_KN @ before_N + rest / np.arange(1, LONGEST + 2))
         if not self._rows_K.any():
             return by_position_K
-        shorter_K = (self._rows_K.cumsum() - self._rows_K / 2) / self._rows_K.sum()  # what share of rows had a shorter draft, half of the alike among them
+        shorter_K = (self._rows_K.cumsum() - self._rows_K / 2) / self._rows_K.sum()  # share of rows that had a shorter draft; of as long a one, half
         return np.maximum(by_position_K, by_run_K) * (1 - shorter_K) + np.minimum(by_position_K, by_run_K) * shorter_K
 
 
