@@ -25,7 +25,7 @@ from asyncspec.speculation.calibration import plausible
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)  # that are considered: of many alike the luckiest would seem the best
 EXPLORE_SHARE, FAR_SHARE = 0.003, 0.001  # the second where nothing comes near to no speculation
-EARLY_TIMES, EARLY_HOLDS = 9, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
+EARLY_TIMES, EARLY_HOLDS = 5, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
@@ -277,7 +277,9 @@ class AutoLength:
             worth = self._emitted()[k] / self._best_rate
             self.budget_s -= _least_charge(self._best, len(seconds)) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
         self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
-        share = self._share * (1 + EARLY_TIMES * (EARLY_HOLDS / (EARLY_HOLDS + self._holds[self._bucket(self._live)])) ** 2)
+        share = self._share
+        if share > FAR_SHARE:
+            share *= 1 + EARLY_TIMES * (EARLY_HOLDS / (EARLY_HOLDS + self._holds[self._bucket(self._live)])) ** 2
         self.budget_s = min(max(self.budget_s, -self._most_s) + share * self._passed * sum(seconds) / len(seconds), self._most_s)
 
     def _took(self, entry: int, seconds: Sequence[float]) -> None:
