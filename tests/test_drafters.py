@@ -350,6 +350,35 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
     assert sum(met) > 10
 
 
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_an_engine_tells_what_each_row_kept_and_emitted_since_its_last_rejection(small_shape, small_policy, maker, monkeypatch, method):
+    from asyncspec.engine import kv_cache
+
+    monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
+    monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
+    engine, runs, going_on, ends = engine_of(small_shape, small_policy, maker[method], 12), {}, 0, 0
+
+    class Recording(RandomLength):
+        watches = True
+
+        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None):
+            nonlocal going_on, ends
+            sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]  # rows change places
+            assert run_B.tolist() == [runs.get(s, (0, 0))[0] for s in sequences]
+            for row, s in enumerate(sequences):
+                length = int(engine.tokens.length[row])
+                if s in runs and draft_length:
+                    assert kept_B[row] == length - runs[s][1] - 1  # also where a draft leads beyond the end
+                    ends += kept_B[row] < draft_length and bool(engine.rows.stops_V[engine.tokens.token_SP[row, length - 1]])
+                run = int(run_B[row]) + draft_length + 1 if draft_length and kept_B[row] == draft_length else 0
+                going_on += run > draft_length + 1
+                runs[s] = run, length
+
+    engine.lengths = Recording()
+    run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)], samples=8)
+    assert going_on > 10 and ends > 10
+
+
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
 def test_shipped_drafts_are_accepted(method):
     from asyncspec.bench.loads import Loads

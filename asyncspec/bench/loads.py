@@ -27,7 +27,9 @@ from asyncspec.speculation.make import drafter_maker
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
 WARM_UP_ROLLOUTS = 24  # for each slot
-TURNS = 64  # of engines that are measured side by side: the shorter, the more alike is what else the machine does
+# Of engines that are measured side by side. The shorter, the more alike is what else the machine does; but of 64 turns most were single steps, which
+# began with the other engine's weights in the processor's caches: what is paid once a step weighed more than it does where an engine goes on.
+TURNS = 16
 
 
 class Watched:

@@ -144,9 +144,9 @@ class Rows:
                        self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self.missed_S, self.run_S):
             tensor[target] = tensor[source]
 
-    def part(self) -> None:
-        """Part the rows into groups of like length, to be attended to together; where that would save much, exchange rows for it first."""
-        tokens, B, spare = self.tokens, self.live, self.slots
+    def part(self, B: int) -> None:
+        """Part the first rows into groups of like length, to be attended to together; where that would save much, exchange rows for it first."""
+        tokens, spare = self.tokens, self.slots
         length_B = tokens.length[:B].copy()
         tokens.ends, now = kv_cache.split(length_B)
         if now - int(length_B.sum()) < kv_cache.GROUP_GAIN:

@@ -219,7 +219,7 @@ class TorchEngine:
     def _step(self) -> list[Completion]:
         B = self.live
         if self.drafter is None:
-            self._arrange(1)
+            self._arrange(B, 1)
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
         lengths, missed_S, run_B = self.lengths, self.rows.missed_S, self.rows.run_S[:B]
@@ -229,7 +229,7 @@ class TorchEngine:
         if K:  # not this step's own work
             self.drafter.catch_up()
         start = self._clock() if lengths.watches else 0.0
-        self._arrange(K + 1)
+        self._arrange(B, K + 1)
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
         kept_B, finished_B, found_B = self._advance(B, K)
@@ -320,11 +320,11 @@ class TorchEngine:
         self._lap("bookkeeping")
         return done
 
-    def _arrange(self, width: int) -> None:
+    def _arrange(self, live: int, width: int) -> None:
         """Before a pass over so many tokens of each row: see `Rows.part`."""
         self.tokens.ends = []
-        if self.live >= kv_cache.GROUP_ROWS and not self.decode.attends_at_once(self.live * width):
-            self.rows.part()
+        if live >= kv_cache.GROUP_ROWS and not self.decode.attends_at_once(live * width):
+            self.rows.part(live)
 
     def _copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
         """Fill these rows of the KV cache, and the drafter's, with so many positions of their sources.
@@ -369,15 +369,17 @@ class TorchEngine:
         return LookupLength(lives, np.array(table), self.decode.packs) if self.drafter.looks_up else AutoLength(lives, np.array(table))
 
     def _time_step(self, live: int, draft_length: int, verified_B: np.ndarray) -> float:
-        """Seconds of a step on rows without sequences, as far on as they are usually, unless the rows are too short for it."""
+        """Seconds of a step on rows without sequences, as far on as they are usually, one farther than the other, unless the rows are too short for it."""
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
         self.rows.uniform_SPR[:live] = 0.0  # which accepts every proposal
-        length = self.max_prompt_tokens // 4 + 1 + min(64, self.max_response_tokens // 8)
+        quantile_B = (torch.arange(live) + 0.5) / live  # of exponentially distributed lengths; the longest first, where they need not be parted
+        length_B = self.max_prompt_tokens // 4 + 1 - (min(64, self.max_response_tokens // 8) * quantile_B.log()).long()
         for _ in range(2):  # the draft reads the whole prompt in the first
-            self.tokens.length_S[:live] = min(length, self.tokens.positions - LONGEST - 1)
+            self.tokens.length_S[:live] = length_B.clamp(max=self.tokens.positions - LONGEST - 1)
             self.tokens.refresh(live)
             began = self._clock()
+            self._arrange(live, draft_length + 1)
             self._advance(live, draft_length, verified_B)
-            seconds, length = self._clock() - began, length + 1 + draft_length * 2 // 3  # of which the draft reads as many as are usually kept
+            seconds, length_B = self._clock() - began, length_B + 1 + draft_length * 2 // 3  # of which the draft reads as many as are usually kept
         return seconds

@@ -43,7 +43,7 @@ FORGETTING = 0.003  # of a calibration's variance, which each step adds to that 
 STEADY = 1.1  # where what is held takes so many times as long after a try as before it, the try's time counts half; the less steady, the less
 DOUBT = 0.07  # by what share a length may be better than expected for each standard deviation of a calibration
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
-# A choice holds for so many steps while as many sequences are live, because choosing and learning cost what a dozen operations
+# A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
 # new or where nothing comes near to it, and one step in HOLD of that is observed.
 HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.2, 0.9
@@ -167,7 +167,7 @@ class AutoLength:
         Args:
             missed_S: bool, rows of which not all features were kept, since `keeps` was False, the live ones first; None: none.
         """
-        if self._held and live == self._live:
+        if self._held and (live == self._live or self._bucket(live) == self._bucket(self._live)):
             self._held -= 1
             self._passed += 1
             self.watches = self._choice > 0 or self._exploring or self._held % HOLD == HOLD - 1
