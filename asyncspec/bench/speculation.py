@@ -141,7 +141,7 @@ class SpeculationBenchmark(Benchmark):
 
 def _together(measured: Sequence[dict[str, float]]) -> dict[str, float]:
     """Several loads, one after the other, as one: means, and tokens by seconds."""
-    result = {key: statistics.fmean(m[key] for m in measured if key in m) for key in {key: 0 for m in measured for key in m}}
+    result = {key: statistics.fmean(m[key] for m in measured if key in m) for key in dict.fromkeys(key for m in measured for key in m)}
     return result | {"tokens_per_s": result["tokens"] / result["seconds"]}
 
 

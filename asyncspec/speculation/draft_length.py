@@ -31,7 +31,7 @@ FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that i
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
 RUN = 4 * (LONGEST + 1)  # places of a run that are told apart
-PRIOR_ROWS, REJECTED_PRIOR = 8.0, 0.3
+PRIOR_ROWS, REJECTED_PRIOR = 8.0, 0.3  # rows that a place counts for like those before it; the share rejected where nothing is known
 # For each k, behind how many tokens of a run its verifications begin.
 BEGINS_KN = np.array([np.arange(RUN) % (k + 1) == 0 for k in range(LONGEST + 1)], dtype=float)
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
