@@ -3,7 +3,7 @@
 A call of numpy's costs a third of one of torch's, and its products of small matrices are faster on processors that MKL slows. Keys lie position
 by position, as a product with queries reads them.
 
-Shape suffixes: those of kv_cache.py; Q queries of a group, C = Q * L that attend to the same keys.
+Shape suffixes: those of kv_cache.py; Q queries of a group, C = Q * L that attend to the same keys; T tokens of a pass, N = B * L.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from asyncspec.engine import memory
 from asyncspec.engine.kv_cache import KVCache, Spans, runs, whole_span
-from asyncspec.engine.workspace import LayerShape, Workspace
+from asyncspec.engine.workspace import LayerShape, Workspace, items
 
 PACKED = 4  # tokens: workspaces are kept for their multiples
 LEFT_OUT = 8  # tokens, from which on it pays to leave them out
@@ -66,11 +66,10 @@ class NumpyPlace(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    index: np.ndarray  # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or of `packed`
+    index: np.ndarray  # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or what is packed of it
     key_index: np.ndarray  # int64 [T * G * H], the same of each number of a key
     groups: tuple[NumpyGroup, ...]
-    packed: Packed | None = None
-    layout: "_Layout | None" = None  # of what is packed
+    layout: "_Layout | None" = None  # None: L is 1, where a row's queries lie together as they are
 
     def each(self) -> Iterator["NumpyPlace"]:
         """The L positions one by one, for L passes of one position each."""
@@ -90,7 +89,7 @@ class NumpyKVCache:
         self.keys = memory.zeros(layers, slots, G, H, stride, dtype=torch.float32, device="cpu")
         self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
         self._flat_keys = list(self.keys.numpy().reshape(layers, -1))
-        self._flat_values = list(self.values.numpy().reshape(layers, -1).view(f"V{4 * H}"))  # a value is one item: half the time of a row of numbers
+        self._flat_values = [items(values, H) for values in self.values.numpy()]  # written in half the time of rows of numbers
         self._start_SG = np.arange(slots * G).reshape(slots, 1, G) * positions
         self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * stride
         # A window of it is the mask of a position.
@@ -112,10 +111,10 @@ class NumpyKVCache:
             groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
             start = end
         index_BLG, index_BLGH = self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None]
-        if packed is None:
-            return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups))
-        index_TG, index_TGH = (index.reshape(B * L, -1)[packed.at_T] for index in (index_BLG, index_BLGH))
-        return NumpyPlace((B, L), index_TG.reshape(-1), index_TGH.reshape(-1), tuple(groups), packed, _Layout(B, L, self.shape))
+        layout = None if L == 1 else _Layout(B, L, self.shape, packed)
+        if packed is not None:
+            index_BLG, index_BLGH = (index.reshape(B * L, -1)[packed.at_T] for index in (index_BLG, index_BLGH))
+        return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups), layout)
 
     def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
         """Keys and values of all layers, and all masks there are."""
@@ -124,25 +123,23 @@ class NumpyKVCache:
 
     def write(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
         """See `KVCache.write`."""
-        self._flat_keys[layer][place.key_index] = space.keys_BLGH.reshape(-1)
+        self._flat_keys[layer][place.key_index] = space.keys_TGH.reshape(-1)
         self._flat_values[layer][place.index] = space.values
 
     def attend(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
         """See `KVCache.attend`."""
-        packed, layout = place.packed, place.layout
-        if packed is None:
-            queries, attended = space.gather_queries(), space.attended_array
+        layout = place.layout
+        if layout is None:
+            queries, attended = space.queries, space.attended_matrices
         else:
-            queries = attended = layout.gather(space.heads.array, packed.of_N)
+            queries = attended = layout.gather(space.head_items)
         for rows, keys, values, mask_BLP, weight, array, by_query in place.groups:
             np.matmul(queries[rows], keys[layer], out=array)
             np.add(by_query, mask_BLP[:, None], out=by_query)
             torch.softmax(weight, -1, out=weight)
             np.matmul(array, values[layer], out=attended[rows])
-        if packed is None:
-            space.scatter_attended()
-        else:
-            layout.scatter(packed.at_T, space.attended.array)
+        if layout is not None:
+            layout.scatter(space.attended_items)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
         """See `KVCache.copy`."""
@@ -152,25 +149,27 @@ class NumpyKVCache:
 
 
 class _Layout:
-    """Memory where tokens that were packed lie row by row, and all that attends to the same keys is one matrix."""
+    """Memory where a pass's queries lie row by row, those that attend to the same keys as one matrix, in the order B, G, Q, L; and what they attend to in
+    their place. A head is one item: a copy of them takes a third of the time of one of their numbers."""
 
-    def __init__(self, B: int, L: int, shape: LayerShape) -> None:
+    def __init__(self, B: int, L: int, shape: LayerShape, packed: Packed | None) -> None:
         _, G, Q, H, *_ = shape
-        self._heads_NW, self._attended_NA = np.empty((B * L, G * (Q + 2) * H), np.float32), np.empty((B * L, G * Q * H), np.float32)
-        self._gathered_BGQLH = np.empty((B, G, Q, L, H), np.float32)
-        self._queries_BGQLH = self._heads_NW.reshape(B, L, G, Q + 2, H)[:, :, :, :Q].transpose(0, 2, 3, 1, 4)
-        self._attended_BGQLH = self._attended_NA.reshape(B, L, G, Q, H).transpose(0, 2, 3, 1, 4)
-        self._matrices = self._gathered_BGQLH.reshape(B * G, Q * L, H)
+        of_N, at_T = (np.arange(B * L),) * 2 if packed is None else (packed.of_N, packed.at_T)
+        head_GQ = np.arange(G)[:, None] * (Q + 2) + np.arange(Q)
+        self._of_BGQL = (of_N.reshape(B, 1, 1, L) * (G * (Q + 2)) + head_GQ[..., None]).reshape(-1)
+        row_T1, position_T1 = np.divmod(at_T[:, None], L)
+        self._at_TGQ = ((row_T1 * (G * Q) + np.arange(G * Q)) * L + position_T1).reshape(-1)
+        self._matrices = np.empty((B * G, Q * L, H), np.float32)
+        self._items = items(self._matrices, H)
 
-    def gather(self, heads_TW: np.ndarray, of_N: np.ndarray) -> np.ndarray:
-        """Queries, [B * G, Q * L, H]; what attends to them may be put in their place."""
-        np.take(heads_TW, of_N, 0, self._heads_NW, "clip")
-        np.copyto(self._gathered_BGQLH, self._queries_BGQLH)
+    def gather(self, heads: np.ndarray) -> np.ndarray:
+        """Queries of the heads of T tokens, [B * G, Q * L, H]; what attends to them may be put in their place."""
+        heads.take(self._of_BGQL, 0, self._items, "clip")
         return self._matrices
 
-    def scatter(self, at_T: np.ndarray, attended_TA: np.ndarray) -> None:
-        np.copyto(self._attended_BGQLH, self._gathered_BGQLH)
-        np.take(self._attended_NA, at_T, 0, attended_TA, "clip")
+    def scatter(self, attended: np.ndarray) -> None:
+        """What was put there goes to T tokens."""
+        self._items.take(self._at_TGQ, 0, attended, "clip")
 
 
 def numpy_attends(device, dtype: torch.dtype) -> bool:

@@ -88,14 +88,11 @@ class Workspace:
         joined = self.heads.tensor.view(T * G, R * H)
         self.kv = joined[:, Q * H :]  # [T * G, 2H]
         if self.heads.array is not None:  # for `NumpyKVCache`
-            heads_BLGRH, attended_BLGQH = joined.numpy().reshape(B, L, G, R, H), self.attended.array.reshape(B, L, G, Q, H)
-            self.keys_BLGH, self.values = heads_BLGRH[:, :, :, Q], heads_BLGRH[:, :, :, Q + 1].view(f"V{4 * H}").reshape(-1)  # [T * G]
-            # Where L is 1 these are views, else they are copied: all that attends to the same keys is one matrix.
-            self._queries_BGQLH, self._attended_BGQLH = heads_BLGRH[:, :, :, :Q].transpose(0, 2, 3, 1, 4), attended_BLGQH.transpose(0, 2, 3, 1, 4)
-            of_one = L == 1
-            self._gathered = None if of_one else np.empty((B, G, Q, L, H), np.float32)
-            self._queries = heads_BLGRH[:, 0, :, :Q].reshape(B * G, Q, H) if of_one else self._gathered.reshape(B * G, Q * L, H)
-            self.attended_array = (self.attended.array if of_one else self._gathered).reshape(B * G, Q * L, H)
+            self.head_items, self.attended_items = items(self.heads.array, H), items(self.attended.array, H)
+            self.keys_TGH, self.values = joined.numpy().reshape(T, G, R, H)[:, :, Q], self.head_items[Q + 1 :: R]  # [T * G]
+            if L == 1:
+                self.queries = joined.numpy().reshape(B * G, R, H)[:, :Q]
+                self.attended_matrices = self.attended.array.reshape(B * G, Q, H)
         if L == 1:
             self._q, self._attended = joined[:, : Q * H].unflatten(1, (Q, H)), attended_TA.view(B * G, Q, H)
         else:
@@ -110,17 +107,6 @@ class Workspace:
     def q(self) -> torch.Tensor:
         """[B * G, L * Q, H]"""
         return self._q if self.rows[1] == 1 else self._q.reshape(-1, self._q.shape[2] * self._q.shape[3], self._q.shape[4])
-
-    def gather_queries(self) -> np.ndarray:
-        """[B * G, Q * L, H]"""
-        if self._gathered is not None:
-            np.copyto(self._gathered, self._queries_BGQLH)
-        return self._queries
-
-    def scatter_attended(self) -> None:
-        """What `attended_array` holds, [B * G, Q * L, H] in the order of queries, goes to `attended`."""
-        if self._gathered is not None:
-            np.copyto(self._attended_BGQLH, self._gathered)
 
     def put_attended(self, rows: slice, out: torch.Tensor) -> None:
         """What some rows, of B * G, have attended to: [rows, L * Q, H]."""
@@ -182,3 +168,8 @@ class Workspaces:
 
 def _length(x: torch.Tensor, out: torch.Tensor) -> None:
     torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32, out=out)
+
+
+def items(array: np.ndarray, H: int) -> np.ndarray:
+    """A view in which H numbers are one item."""
+    return array.view(f"V{4 * H}").reshape(-1)
