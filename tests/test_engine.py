@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, graphs, kv_cache, matrix, memory, numpy_cache
+from asyncspec.engine import compiled, graphs, kv_cache, matrix, memory, numpy_cache, prompts as prompts_
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
@@ -109,8 +109,10 @@ def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_p
         assert plain[key].tokens.tolist() == drafted[key].tokens.tolist()
 
 
+@pytest.mark.parametrize("chunk", [512, 3])
 @pytest.mark.parametrize("drafting", [False, True])
-def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small_policy, contrary_draft, drafting):
+def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small_policy, contrary_draft, drafting, chunk, monkeypatch):
+    monkeypatch.setattr(prompts_, "PREFILL_CHUNK", chunk)
     engine = make(small_shape, small_policy, contrary_draft if drafting else None, slots=5, temperature=0.8)
     prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
     for (index, _), completion in run(engine, prompts, samples=6).items():
@@ -140,6 +142,23 @@ def test_rows_are_parted_where_less_is_read(lengths):
     groups = np.split(length_B, ends[:-1])
     assert ends[-1] == len(lengths) and all(map(len, groups)) and read == sum(len(g) * g.max() for g in groups)
     assert read + kv_cache.GROUP_GAIN * (len(groups) - 1) <= len(lengths) * max(lengths)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.booleans())
+def test_prompts_are_read_in_the_passes_that_cost_least(lengths, packs):
+    lengths.sort(reverse=True)
+
+    def cost(counts):
+        ends = itertools.accumulate(counts)
+        parts = [lengths[end - count : end] for end, count in zip(ends, counts)]
+        padded = [len(part) * part[0] for part in parts]
+        attended = [n * part[0] / prompts_.ATTENDED_TOKEN for n, part in zip(padded, parts)]
+        return prompts_.PASS_TOKENS * len(parts) + (sum(lengths) + sum(attended) if packs else sum(padded))
+
+    def ways(count):
+        return [[first, *rest] for first in range(1, count + 1) for rest in ways(count - first)] if count else [[]]
+
+    assert cost(prompts_.passes(lengths, packs)) <= min(map(cost, ways(len(lengths)))) + 1e-6
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=20))

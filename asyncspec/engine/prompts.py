@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from asyncspec.engine.base import Request
 from asyncspec.engine.decode import DecodeModel
+from asyncspec.engine.numpy_cache import packing
 from asyncspec.speculation.base import Drafter, Slots
 from asyncspec.speculation.verify import sampling_distribution
 
@@ -20,6 +22,7 @@ PREFILL_CHUNK = 512  # positions read in one pass
 PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
 READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
 PASS_TOKENS = 48  # a further pass over prompts costs what so many tokens cost
+ATTENDED_TOKEN = 512  # positions that padding attends to cost what a token costs
 
 
 class PromptReader:
@@ -70,7 +73,7 @@ class PromptReader:
                 ahead[id(request)] = request
         requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
         logits, read = [], 0
-        for count in passes([len(request.prompt) for request in requests]):
+        for count in passes([len(request.prompt) for request in requests], self.decode.packs):
             prompts = [request.prompt for request in requests[read : read + count]]
             logits.append(self._read_alike(self.first_row + read, prompts, drafting))
             read += count
@@ -88,35 +91,44 @@ class PromptReader:
         tokens.refresh(rows.stop)
         if self.drafter is not None:
             self.drafter.enter(first_row, len(prompts))
-        logits_UV = self.fill(first_row, token_UL, length_U - 1)
+        logits_UV = self.fill(first_row, token_UL, length_U, True)
         if drafting:
             self.drafter.prefill(first_row, len(prompts))
         return logits_UV
 
-    def fill(self, first_row: int, token_UL, last_U=None) -> torch.Tensor | None:
-        """Fill the cache from position 0, in chunks; logits after position last_U of each row."""
+    def fill(self, first_row: int, token_UL, length_U, wanted: bool = False) -> torch.Tensor | None:
+        """Fill the cache from position 0, in chunks; if wanted, the logits after the last of so many tokens of each row."""
         hidden_UD = None
         for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
             chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
-            end = start + chunk_UL.shape[1]
-            position_UL = self.tokens.index_P[start:end].expand(len(chunk_UL), -1)
-            spans = [(len(chunk_UL), end)]
-            hidden_ULD, features_ULD = self.decode.hidden_states(first_row, chunk_UL, position_UL, spans, self.aux_layers)
+            U, L = chunk_UL.shape
+            position_UL = self.tokens.index_P[start : start + L].expand(U, -1)
+            last_U, packed = (length_U - 1 - start).clamp(0, L - 1), None
+            index_U = torch.arange(U, device=last_U.device) * L + last_U
+            if self.decode.packs:
+                _, packed, of_UL = packing(last_U.numpy() + 1, L)
+                if packed is not None:
+                    index_U = torch.from_numpy(of_UL[np.arange(U), last_U])
+            hidden_ULD, features_ULD = self.decode.hidden_states(first_row, chunk_UL, position_UL, [(U, start + L)], self.aux_layers, packed)
             if self.drafter is not None:
-                self.drafter.observe(first_row, features_ULD, position_UL)
-            if last_U is not None:
-                at_U11 = (last_U - start).clamp(0, end - start - 1).view(-1, 1, 1).expand(-1, 1, hidden_ULD.shape[-1])
-                here_UD = hidden_ULD.gather(1, at_U11).squeeze(1)
-                hidden_UD = here_UD if hidden_UD is None else torch.where((last_U >= start).unsqueeze(1), here_UD, hidden_UD)
-        return None if last_U is None else self.decode.logits(hidden_UD)
+                self.drafter.observe(first_row, features_ULD, position_UL, packed)
+            if wanted:
+                here_UD = hidden_ULD.flatten(0, 1)[index_U]
+                hidden_UD = here_UD if hidden_UD is None else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
+        return self.decode.logits(hidden_UD) if wanted else None
 
 
-def passes(lengths: Sequence[int]) -> list[int]:
-    """How many rows to read in each pass, given their lengths, longest first: padding against the cost of another pass."""
-    least, last = [0], [0]
+def passes(lengths: Sequence[int], packs: bool) -> list[int]:
+    """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where a pass `packs`, against the cost of
+    another pass."""
+    least, last, read = [0.0], [0], np.cumsum([0, *lengths])
     for end in range(1, len(lengths) + 1):
-        cost, start = min((least[start] + PASS_TOKENS + (end - start) * lengths[start], start) for start in range(end))
-        least.append(cost)
+        def cost(start: int) -> float:
+            padded = (end - start) * lengths[start]
+            return least[start] + PASS_TOKENS + (read[end] - read[start] + padded * lengths[start] / ATTENDED_TOKEN if packs else padded)
+
+        start = min(range(end), key=cost)
+        least.append(cost(start))
         last.append(start)
     counts, end = [], len(lengths)
     while end:

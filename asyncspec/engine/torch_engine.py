@@ -143,7 +143,7 @@ class TorchEngine:
             longest = int(self.tokens.length[: self.live].max())
             if self.aux_layers:
                 self.drafter.enter(0, self.live)  # what it has read is of the old weights
-            self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1])
+            self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1], self.tokens.length_S[: self.live] - 1)
             if self.drafter is not None:
                 self.drafter.catch_up()
             self.rows.missed_S[: self.live] = False

@@ -30,6 +30,7 @@ BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so man
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
 RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a draft may have become good since
+TOLD_ROWS = 1024.0  # that what other lengths tell of one counts for beside the rows that were verified with it
 RUN = 4 * (LONGEST + 1)  # places of a run that are told apart
 PRIOR_ROWS, REJECTED_PRIOR = 8.0, 0.3  # rows that a place counts for like those before it; the share rejected where nothing is known
 # For each k, behind how many tokens of a run its verifications begin.
@@ -98,12 +99,13 @@ class Emitted:
     keep the j-th proposal, of those that kept all before it. By runs, which are what a row emits from one rejection to the next: a run of n tokens
     takes ceil(n / (k + 1)) verifications. Both say too little of a shorter draft: by positions it begins as often behind a hard token as the longer
     one, by runs it is rejected wherever that was, though its proposals have seen more. So they say too much of a longer one. Of a strong draft runs
-    come close, because tokens are hard wherever a draft begins; of a weak one positions do.
+    come close, because tokens are hard wherever a draft begins; of a weak one positions do. Neither sees that a length can fall into step with the text,
+    so that the tokens it cannot propose are the hard ones: what each length emitted itself is remembered, too.
     """
 
     def __init__(self) -> None:
         self._positions, self._runs = Survival(LONGEST, REJECTED_PRIOR), Survival(RUN, REJECTED_PRIOR)
-        self._rows_K = np.zeros(LONGEST + 1)  # that were verified with each k, in the window
+        self._rows_K, self._tokens_K = np.zeros(LONGEST + 1), np.zeros(LONGEST + 1)  # verified with each k in the window, and what they emitted
 
     def add(self, run_B: np.ndarray, kept_B: np.ndarray, draft_length: int, window: int) -> None:
         """Learn from verifications of `draft_length` proposals.
@@ -116,8 +118,9 @@ class Emitted:
         self._positions.add(none_B, kept_B + ended_B, ended_B, window)
         # What the target sampled behind a draft that was kept whole belongs to the run that goes on.
         self._runs.add(np.maximum(run_B - 1, 0), run_B + kept_B + ended_B, ended_B, window)
-        self._rows_K *= max(0.5, 1 - len(run_B) / window)
-        self._rows_K[draft_length] += len(run_B)
+        for sum_K, more in (self._rows_K, len(run_B)), (self._tokens_K, len(run_B) + int(kept_B.sum())):
+            sum_K *= max(0.5, 1 - len(run_B) / window)
+            sum_K[draft_length] += more
 
     def tokens(self) -> np.ndarray:
         """float [LONGEST + 1], for k = 0..LONGEST."""
@@ -130,7 +133,8 @@ class Emitted:
         if not self._rows_K.any():
             return by_position_K
         shorter_K = (self._rows_K.cumsum() - self._rows_K / 2) / self._rows_K.sum()  # share of rows that had a shorter draft; of as long a one, half
-        return np.maximum(by_position_K, by_run_K) * (1 - shorter_K) + np.minimum(by_position_K, by_run_K) * shorter_K
+        told_K = np.maximum(by_position_K, by_run_K) * (1 - shorter_K) + np.minimum(by_position_K, by_run_K) * shorter_K
+        return (told_K * TOLD_ROWS + self._tokens_K) / (TOLD_ROWS + self._rows_K)
 
 
 class AutoLength:
