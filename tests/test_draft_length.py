@@ -348,10 +348,11 @@ def test_what_one_length_keeps_is_not_taken_for_what_another_would():
     assert lengths._emitted()[1:4] == pytest.approx([2, 2, 4], rel=0.05)
 
 
-def test_times_are_compared_whatever_slows_all_alike_for_a_while():
+@pytest.mark.parametrize("seed", range(4))
+def test_times_are_compared_whatever_slows_all_alike_for_a_while(seed):
     """As longer sequences do: steps get half as slow again within 100, then begin anew."""
     seconds = costs(1.0, 1.2) * 1e-3
-    lengths, rng = AutoLength([1, 64], np.array([seconds] * 2)), np.random.default_rng(0)
+    lengths, rng = AutoLength([1, 64], np.array([seconds] * 2)), np.random.default_rng(seed)
     held, run_B = np.zeros(LONGEST + 1), none(8)
     for step in range(20000):
         k = lengths.choose(8)
@@ -361,4 +362,4 @@ def test_times_are_compared_whatever_slows_all_alike_for_a_while():
     row = np.array(lengths._seconds(8))
     often = np.flatnonzero(held > 100)
     assert len(often) >= 3
-    assert row[often] / row[lengths._best] == pytest.approx(seconds[often] / seconds[lengths._best], rel=0.03)
+    assert row[often] / row[lengths._best] == pytest.approx(seconds[often] / seconds[lengths._best], rel=0.05)

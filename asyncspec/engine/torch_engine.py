@@ -347,7 +347,7 @@ class TorchEngine:
         extrapolated; every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
-        lengths, table, ends = (0, 1, 2, 4, 8, LONGEST), [], time.perf_counter() + CALIBRATION_S
+        lengths, table, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], time.perf_counter() + CALIBRATION_S
         for i, live in enumerate(lives):
             last_B = np.zeros(live) if self.drafter.looks_up else np.linspace(0, LONGEST, live + 2)[1:-1].round()  # half of them
             measured = [(K, np.full(live, K)) for K in lengths] + [(LONGEST, last_B.astype(int))]

@@ -24,7 +24,7 @@ from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.speculation.calibration import plausible
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)  # that are considered: of many alike the luckiest would seem the best
-EXPLORE_SHARE, FAR_SHARE = 0.003, 0.001  # the second where nothing comes near to no speculation
+EXPLORE_SHARE, FAR_SHARE = 0.005, 0.001  # the second where nothing comes near to no speculation
 EARLY_TIMES, EARLY_HOLDS = 5, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
@@ -43,6 +43,8 @@ CALIBRATED_STEPS = 8.0  # that a calibration counts for in what an entry takes
 FORGETTING = 0.003  # of a calibration's variance, which each step adds to that of every entry: what a step takes changes
 STEADY = 1.1  # where what is held takes so many times as long after a try as before it, the try's time counts half; the less steady, the less
 DOUBT = 0.07  # by what share a length may be better than expected for each standard deviation of a calibration
+ONE_SIDED = 2.0  # steps that a comparison counts for with what was held before it alone
+OUTLYING = 0.1  # share by which a try may differ from what is expected, for the same; by how much it differs more tells less and less
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
@@ -157,6 +159,8 @@ class AutoLength:
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
         self._level, self._level_steps = 1.0, 1  # of the last hold: its time over the table's, and from how many steps
+        self._pace = 1.0  # its time over the expected
+        self._before = (-1, 0)  # its bucket and entry
         self._doubt: dict[int, np.ndarray] = {}  # covariance [entries, entries] of the errors of a row's logarithms over a calibration's variance
         self._tried: list[tuple] = []  # entries whose times wait for the next hold: bucket, entry, seconds, steps, the entry that was held
         self._best_rate = 0.0  # tokens a second for each row, expected of the best choice for the step to come
@@ -278,8 +282,8 @@ class AutoLength:
         """Keep the budget."""
         if self._exploring:
             # The tokens to be expected: those that came are mostly chance, and only losses are charged.
-            worth = self._emitted()[k] / self._best_rate
-            self.budget_s -= _least_charge(self._best, len(seconds)) * seconds[0] + sum(max(0.0, s - worth) for s in seconds)
+            worth = self._pace * self._emitted()[k] / self._best_rate
+            self.budget_s -= _least_charge(self._best, len(seconds)) * seconds[0] + max(0.0, sum(seconds) - len(seconds) * worth)
         self._most_s = max(BUDGET_S, BUDGET_STEPS * seconds[0])
         share = self._share
         if share > FAR_SHARE:
@@ -293,9 +297,11 @@ class AutoLength:
         to tell of itself, too, it would get the better of those that are measured seldom.
         """
         bucket, median = self._bucket(self._live), _median(seconds)
-        row = self._table[bucket]
         if entry == self._best:
-            level, level_steps = _median(seconds[:HOLD]) / row[entry], min(HOLD, len(seconds))
+            before, self._before = self._before, (bucket, entry)
+            if before[0] == bucket and before[1] != entry and self._holds[bucket] >= SETTLED:  # a change of mind compares the two
+                self._correct(bucket, entry, _median(seconds[:HOLD]), ONE_SIDED, self._level, before[1])
+            level, level_steps = _median(seconds[:HOLD]) / self._table[bucket][entry], min(HOLD, len(seconds))
             unsteady = (math.log(level / self._level) / math.log(STEADY)) ** 2
             for of, tried, took, steps, beside in self._tried:
                 if of == bucket and beside == entry:  # levels are of each bucket's own, and of what was held before it and after
@@ -303,6 +309,7 @@ class AutoLength:
                     self._correct(bucket, tried, took, steps / (1 + unsteady), (self._level * level) ** 0.5, beside)
             self._tried.clear()
             self._level, self._level_steps = _median(seconds[-HOLD:]) / self._table[bucket][entry], level_steps
+            self._pace = self._level / self._drift[bucket]
             self._holds[bucket] += 1 if entry else len(seconds)  # one without speculation may last as long as several
             _move(self._drift, bucket, median / self._table[bucket][entry], 1 - 0.9 ** len(seconds))
         elif self._exploring:
@@ -319,9 +326,11 @@ class AutoLength:
         row, doubt_EE = self._table[bucket], self._doubt[bucket]
         doubt_EE[np.diag_indices(len(row))] += FORGETTING * steps
         between_E = doubt_EE[entry] - doubt_EE[beside]
-        gain_E = between_E / (between_E[entry] - between_E[beside] + CALIBRATED_STEPS / steps)
-        doubt_EE -= np.outer(gain_E, between_E)
+        variance = between_E[entry] - between_E[beside] + CALIBRATED_STEPS / steps
         wrong = math.log(min(2.0, max(0.5, median / level / row[entry])))
+        variance *= max(1.0, abs(wrong) / (OUTLYING * variance**0.5))  # something else may have slowed it (after Huber, 1964)
+        gain_E = between_E / variance
+        doubt_EE -= np.outer(gain_E, between_E)
         self._table[bucket] = [s * math.exp(wrong * gain) for s, gain in zip(row, (gain_E - gain_E[beside]).tolist())]
 
     def _deviations(self, bucket: int, beside: int) -> list[float]:
