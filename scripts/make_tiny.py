@@ -7,7 +7,8 @@
    About 6 minutes with --threads 2 on two cores.
 2. eagle3, mtp, draft_model: drafts trained on rollouts of that policy, supervised by the policy's own distributions.
    About an hour each on one core; mtp and draft_model were made with --draft-steps 4000 --unroll 5, in 20 to 26 minutes. All three learned by
-   cross-entropy alone; eagle3 then went on with `drafts.training.imitation`: --only eagle3 --go-on --draft-steps 3000 --draft-lr 1e-3 --seed 5.
+   cross-entropy alone; eagle3 then went on with `drafts.training.imitation`, twice: --only eagle3 --go-on --draft-lr 1e-3, first with
+   --draft-steps 3000 --seed 5, then with --draft-steps 3200 --seed 9.
 
 Prints the held-out accuracy of the policy at temperature 1 and the acceptance length of each draft, measured by
 generating with it.

@@ -363,3 +363,17 @@ def test_times_are_compared_whatever_slows_all_alike_for_a_while(seed):
     often = np.flatnonzero(held > 100)
     assert len(often) >= 3
     assert row[often] / row[lengths._best] == pytest.approx(seconds[often] / seconds[lengths._best], rel=0.05)
+
+
+@pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
+def test_no_speculation_is_found_where_all_else_takes_longer_than_calibrated(slower):
+    """All that is held then seems slow alike, as on a machine that became slow."""
+    calibrated = costs(1.0, 1.3, 1.4) * 6e-3
+    seconds = np.where(np.arange(len(calibrated)) > 0, slower, 1.0) * calibrated
+    emitted = np.concatenate([[1.0], 1 + (0.6 ** np.arange(1, LONGEST + 1)).cumsum()])
+    for seed in range(2):
+        lengths, rng, chosen, run_B = AutoLength([1, 64], np.array([calibrated] * 2)), np.random.default_rng(seed), [], none(8)
+        for _ in range(6000):
+            chosen.append(k := lengths.choose(8))
+            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((8, LONGEST)) < 0.6).cumprod(1)[:, :k].sum(1), run_B)
+        assert emitted[chosen[5000:]].sum() / seconds[chosen[5000:]].sum() > 0.97 * max(emitted / seconds[:-1])

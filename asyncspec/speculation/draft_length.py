@@ -6,7 +6,7 @@ B sequences are live; seconds are measured (a calibration fills the table, every
 is held, of all others, too, over the same text (`Emitted`). Rows that end emit less, and of them less is read, which is learned as well. Of lookups,
 what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the distribution.
 
-Trying a length that is not held for the best is paid from a budget of three thousandths of the engine's time, or one where it is far from the
+Trying a length that is not held for the best is paid from a budget of five thousandths of the engine's time, or one where it is far from the
 best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
 
 Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, N place in a run, M proposals found,
@@ -45,6 +45,7 @@ STEADY = 1.1  # where what is held takes so many times as long after a try as be
 DOUBT = 0.07  # by what share a length may be better than expected for each standard deviation of a calibration
 ONE_SIDED = 2.0  # steps that a comparison counts for with what was held before it alone
 OUTLYING = 0.1  # share by which a try may differ from what is expected, for the same; by how much it differs more tells less and less
+NONE_TURNS = 8  # tries, of which one is of no speculation
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
@@ -191,20 +192,22 @@ class AutoLength:
         self._best_rate = max(rates)
         self._best = best = rates.index(self._best_rate)
         # First the one that may be best by most, for all that is known; if none may, in turn the neighbours of the best: one longer, one shorter, and a
-        # jump over a length that does not pay alone. What comes near is held.
+        # jump over a length that does not pay alone; now and then no speculation, which is never to be lost to. What comes near is held.
         bucket = self._bucket(live)
         hoped = [rate * (1 + DOUBT * deviation) for rate, deviation in zip(rates, self._deviations(bucket, best))]
         likely = max(hoped) > self._best_rate  # the best's own deviation is nothing
         at = LENGTHS.index(best)
         neighbours = [LENGTHS[i] for i in (at + 1, at - 1, at + 2) if 0 <= i < len(LENGTHS)]
         other = hoped.index(max(hoped)) if likely else neighbours[self._turn % len(neighbours)]
+        if best and self._turn % NONE_TURNS == NONE_TURNS - 1:
+            other = 0
         steps, loss = HOLD if rates[other] > NEAR * self._best_rate else 1, 1 - rates[other] / self._best_rate
         affordable = self.budget_s >= min(self._most_s, costs[other] * (_least_charge(best, steps) + steps * loss))
         settled = self._holds[bucket] >= SETTLED
         self._exploring = affordable and settled and not self._exploring and (missed_S is None or 2 * np.count_nonzero(missed_S[:live]) <= live)
         self._choice = other if self._exploring else best
         if self._exploring:
-            self._turn += not likely
+            self._turn += 1
             self._held = steps - 1
             self._tried.clear()  # of a try after which the best was never seen whole: a lookup may find less
         else:
