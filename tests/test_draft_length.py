@@ -362,7 +362,7 @@ def test_times_are_compared_whatever_slows_all_alike_for_a_while(seed):
     row = np.array(lengths._seconds(8))
     often = np.flatnonzero(held > 100)
     assert len(often) >= 3
-    assert row[often] / row[lengths._best] == pytest.approx(seconds[often] / seconds[lengths._best], rel=0.05)
+    assert row[often] / row[lengths._best] == pytest.approx(seconds[often] / seconds[lengths._best], rel=0.03)
 
 
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])

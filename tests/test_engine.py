@@ -2,22 +2,17 @@
 
 import copy
 import itertools
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, graphs, kv_cache, matrix, memory, numpy_cache, prompts as prompts_
+from asyncspec.engine import compiled, prompts as prompts_
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
-from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
 from asyncspec.messages import summed
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
@@ -133,85 +128,6 @@ def test_norms_of_heads_may_scale_by_anything(small_shape, small_policy, embeddi
     for (_, _), completion in run(make(small_shape, policy, slots=5), [PROMPT], samples=6).items():
         logprobs = policy(torch.tensor([PROMPT + completion.tokens.tolist()]))[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
         torch.testing.assert_close(completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4)
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=64))
-def test_rows_are_parted_where_less_is_read(lengths):
-    length_B = np.array(lengths)
-    ends, read = kv_cache.split(length_B)
-    groups = np.split(length_B, ends[:-1])
-    assert ends[-1] == len(lengths) and all(map(len, groups)) and read == sum(len(g) * g.max() for g in groups)
-    assert read + kv_cache.GROUP_GAIN * (len(groups) - 1) <= len(lengths) * max(lengths)
-
-
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.booleans())
-def test_prompts_are_read_in_the_passes_that_cost_least(lengths, packs):
-    lengths.sort(reverse=True)
-
-    def cost(counts):
-        ends = itertools.accumulate(counts)
-        parts = [lengths[end - count : end] for end, count in zip(ends, counts)]
-        padded = [len(part) * part[0] for part in parts]
-        attended = [n * part[0] / prompts_.ATTENDED_TOKEN for n, part in zip(padded, parts)]
-        return prompts_.PASS_TOKENS * len(parts) + (sum(lengths) + sum(attended) if packs else sum(padded))
-
-    def ways(count):
-        return [[first, *rest] for first in range(1, count + 1) for rest in ways(count - first)] if count else [[]]
-
-    assert cost(prompts_.passes(lengths, packs)) <= min(map(cost, ways(len(lengths)))) + 1e-6
-
-
-@given(st.lists(st.integers(1, 8), min_size=1, max_size=20))
-def test_a_packing_holds_what_is_needed_and_tells_where(counts):
-    J, count_B = 8, np.array(counts)
-    L, packed, of_BJ = numpy_cache.packing(count_B, J)
-    B, token_BL = len(counts), np.arange(len(counts))[:, None] * 100 + np.arange(L)
-    computed = token_BL.reshape(-1) if packed is None else token_BL.reshape(-1)[packed.at_T]
-    found_BJ = token_BL if of_BJ is None else computed[of_BJ]
-    needed_BJ = np.arange(J) < count_B[:, None]
-    assert L == max(counts) and found_BJ.shape == (B, J)
-    assert (found_BJ[needed_BJ] == (np.arange(B)[:, None] * 100 + np.arange(J))[needed_BJ]).all()
-    assert (found_BJ // 100 == np.arange(B)[:, None]).all()  # what is not needed is of the same row
-    if packed is not None:
-        assert len(packed.at_T) % numpy_cache.PACKED == 0 and sum(counts) <= len(packed.at_T) < sum(counts) + numpy_cache.PACKED
-        assert (computed[packed.of_N].reshape(B, L)[needed_BJ[:, :L]] == token_BL[needed_BJ[:, :L]]).all()
-
-
-@pytest.mark.parametrize("cache", [kv_cache.KVCache, numpy_cache.NumpyKVCache])
-@pytest.mark.parametrize("B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)])
-def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
-    """Passes of L positions, rows of every length, in two groups; then as many of one position."""
-    H, first, layers, R = 8, 2, 2, Q + 2
-    shape, g = LayerShape(16, G, Q, H, 8, 1e-6, False), torch.Generator().manual_seed(0)
-    made = cache(layers, first + B, P, shape, "cpu", torch.float32) if cache is kv_cache.KVCache else cache(layers, first + B, P, shape)
-    heads = torch.randn(B, P, G, R, H, generator=g)  # of one layer; the other has them negative
-    start_B = torch.arange(B) % 3
-
-    def attended(place, position_BL):
-        space = Workspace(shape, B, position_BL.shape[1], torch.float32, "cpu")
-        for layer in range(layers):
-            now = heads.gather(1, position_BL.view(*position_BL.shape, 1, 1, 1).expand(-1, -1, G, R, H)) * (1 - 2 * layer)
-            space.heads.tensor.copy_(now.reshape(-1, G * R * H))
-            made.write(layer, place, space)
-            made.attend(layer, place, space)
-            out_BLGQH = space.attended.tensor.view(*position_BL.shape, G, Q, H)
-            for row in range(B):
-                for i, position in enumerate(position_BL[row].tolist()):
-                    seen = (1 - 2 * layer) * heads[row, start_B[row] : position + 1]  # earlier positions hold zeros
-                    q, k, v = (1 - 2 * layer) * heads[row, position, :, :Q], seen[:, :, Q].transpose(0, 1), seen[:, :, Q + 1].transpose(0, 1)
-                    k, v = (torch.cat([t.new_zeros(G, int(start_B[row]), H), t], 1) for t in (k, v))
-                    torch.testing.assert_close(out_BLGQH[row, i], (q @ k.transpose(1, 2)).softmax(-1) @ v, atol=1e-5, rtol=1e-4)
-
-    def spans(last_B):
-        half = max(1, B // 2)
-        return [(end, int(last_B[begin:end].max()) + 1) for begin, end in ((0, half), (half, B)) if begin < end]
-
-    for pass_ in range(2):
-        position_BL = start_B.unsqueeze(1) + pass_ * L + torch.arange(L)
-        attended(made.at(first, position_BL, spans(position_BL[:, -1])), position_BL)
-    position_BL = start_B.unsqueeze(1) + 2 * L + torch.arange(L)
-    for i, place in enumerate(made.at(first, position_BL, spans(position_BL[:, -1])).each()):
-        attended(place, position_BL[:, i : i + 1])
 
 
 def test_other_families_are_run_as_torchtitan_runs_them(other):
@@ -346,112 +262,3 @@ def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy,
     with pytest.raises(ValueError, match=expected):
         engine.submit(request_)
     assert not engine.waiting
-
-
-def test_tensors_in_huge_pages_are_tensors_like_others():
-    zeros = memory.zeros(3, 400_000, dtype=torch.bfloat16, device="cpu")
-    assert zeros.data_ptr() % memory.HUGE == 0 and not zeros.any() and zeros.shape == (3, 400_000) and zeros.is_contiguous()
-    arena = memory.Arena()
-    tensors = [torch.randn(5, 7), torch.randn(300, 2).t(), torch.arange(memory.CHUNK // 8), torch.randn(3, dtype=torch.float64)]  # the third fills a chunk
-    for _ in range(2):
-        arena.clear()
-        kept = [arena.keep(tensor) for tensor in tensors]
-        assert all(torch.equal(k, t) and k.is_contiguous() and k.data_ptr() % memory.ALIGNED == 0 for k, t in zip(kept, tensors))
-        places = [k.data_ptr() for k in kept]
-    arena.clear()
-    assert [arena.keep(tensor).data_ptr() for tensor in tensors] == places  # the same memory
-
-
-def test_what_is_derived_from_weights_stays_where_it_is_also_where_there_are_no_such_pages():
-    arena, parameter = memory.Arena(), torch.randn(4, 4)
-    first = [arena._keep_elsewhere(tensor) for tensor in (parameter, parameter * 2)]
-    parameter.mul_(3)
-    arena.clear()
-    second = [arena._keep_elsewhere(tensor) for tensor in (parameter, parameter * 2)]
-    assert first[0] is second[0] is parameter and first[1] is second[1]  # no copy of what is a weight itself
-    assert torch.equal(second[1], parameter * 2)
-
-
-@given(st.integers(1, 10**6))
-def test_padding_costs_a_quarter_at_most_and_gives_four_numbers_in_an_octave(count):
-    more = graphs.padded(count)
-    assert count <= more < 1.25 * count + 1 and graphs.padded(more) == more
-    assert len({graphs.padded(n) for n in range(count, 2 * count)}) <= 5 if count < 2000 else True
-
-
-class Wrong:
-    """Graphs that give something else."""
-
-    def capture(self, call):
-        self.results = call()
-        return self
-
-    def forget(self):
-        pass
-
-    def replay(self):
-        for result in self.results:
-            result += 1
-
-
-class Impossible(Wrong):
-    """An operation that no graph can hold."""
-
-    def capture(self, call):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-@pytest.mark.parametrize("backend,why", [(Wrong, "differs by .*%"), (Impossible, "could not be captured .operation not permitted")])
-def test_a_graph_that_fails_or_gives_something_else_is_not_used(backend, why):
-    class Twice:
-        def of(self, x_B, spans):
-            return [2 * x_B]
-
-    twice, launcher, x_B = Twice(), graphs.Graphs(8, backend()), torch.rand(3, 1)
-    with torch.inference_mode(), pytest.warns(UserWarning, match=f"{why}.*; going on without graphs"):
-        for _ in range(graphs.TIMES):
-            assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
-    assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
-
-
-PRODUCTS = """
-import torch
-from asyncspec.actors.base import held
-from asyncspec.config import load
-from asyncspec.engine.matrix import Matrix
-from asyncspec.engine.make import make_engine
-from asyncspec.engine.memory import Arena
-
-make_engine(load("tiny"), "cpu")
-product, x = Matrix(torch.ones(128, 128), Arena()), torch.ones(500, 128)
-for rows in range(100, 500):
-    product(x[:rows])
-    if rows == 199:
-        before = held()["mb"]
-print(held()["mb"] - before)
-"""
-
-
-@pytest.mark.skipif(not matrix.slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
-def test_what_onednn_keeps_is_bounded():
-    done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("numpy", [True, False])
-def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
-    monkeypatch.setattr(matrix, "slowed_by_mkl", lambda device: True)
-    monkeypatch.setattr(matrix, "numpy_uses_avx512", lambda: numpy)
-    for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (300, 64, 384), (3, 512, 768)):  # the last is large
-        weight_OI, x_TI, rest_TO = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
-        with torch.inference_mode():
-            product = matrix.Matrix(weight_OI, memory.Arena())
-            torch.testing.assert_close(product(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
-            shape = LayerShape(outputs, 1, 1, 16, 0, 1e-6, False)
-            space = Workspace(shape, tokens, 1, torch.float32, "cpu")
-            product.write(Buffer.of(x_TI), space.x)
-            torch.testing.assert_close(space.x.tensor, x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
-            space.x.tensor.copy_(rest_TO)
-            product.add(Buffer.of(x_TI), space)
-            torch.testing.assert_close(space.x.tensor, rest_TO + x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

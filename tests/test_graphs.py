@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_drafters import METHODS, engine_of, maker  # noqa: F401  a fixture
 from test_engine import run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from asyncspec.engine import matrix, numpy_cache
 from asyncspec.engine.base import Request
-from asyncspec.engine.graphs import Graphs
+from asyncspec.engine.graphs import TIMES, Graphs, padded
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 
 
@@ -91,3 +93,45 @@ def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy
     assert results[0] == results[1] and results[0][0] != results[0][1]
     assert proposed[0] == proposed[1]
     assert len(graphs._captured) > 2
+
+
+@given(st.integers(1, 10**6))
+def test_padding_costs_a_quarter_at_most_and_gives_four_numbers_in_an_octave(count):
+    more = padded(count)
+    assert count <= more < 1.25 * count + 1 and padded(more) == more
+    assert len({padded(n) for n in range(count, 2 * count)}) <= 5 if count < 2000 else True
+
+
+class Wrong:
+    """Graphs that give something else."""
+
+    def capture(self, call):
+        self.results = call()
+        return self
+
+    def forget(self):
+        pass
+
+    def replay(self):
+        for result in self.results:
+            result += 1
+
+
+class Impossible(Wrong):
+    """An operation that no graph can hold."""
+
+    def capture(self, call):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("backend,why", [(Wrong, "differs by .*%"), (Impossible, "could not be captured .operation not permitted")])
+def test_a_graph_that_fails_or_gives_something_else_is_not_used(backend, why):
+    class Twice:
+        def of(self, x_B, spans):
+            return [2 * x_B]
+
+    twice, launcher, x_B = Twice(), Graphs(8, backend()), torch.rand(3, 1)
+    with torch.inference_mode(), pytest.warns(UserWarning, match=f"{why}.*; going on without graphs"):
+        for _ in range(TIMES):
+            assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
+    assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
