@@ -123,12 +123,13 @@ def passes(lengths: Sequence[int], packs: bool) -> list[int]:
     another pass."""
     least, last, read = [0.0], [0], np.cumsum([0, *lengths])
     for end in range(1, len(lengths) + 1):
-        def cost(start: int) -> float:
+        costs = []
+        for start in range(end):
             padded = (end - start) * lengths[start]
-            return least[start] + PASS_TOKENS + (read[end] - read[start] + padded * lengths[start] / ATTENDED_TOKEN if packs else padded)
-
-        start = min(range(end), key=cost)
-        least.append(cost(start))
+            tokens = read[end] - read[start] + padded * lengths[start] / ATTENDED_TOKEN if packs else padded
+            costs.append((least[start] + PASS_TOKENS + tokens, start))
+        cost, start = min(costs)
+        least.append(cost)
         last.append(start)
     counts, end = [], len(lengths)
     while end:

@@ -347,6 +347,7 @@ class TorchEngine:
         extrapolated; every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
+        # All that are considered but 4, which lies between its neighbours.
         lengths, table, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], time.perf_counter() + CALIBRATION_S
         for i, live in enumerate(lives):
             last_B = np.zeros(live) if self.drafter.looks_up else np.linspace(0, LONGEST, live + 2)[1:-1].round()  # half of them
