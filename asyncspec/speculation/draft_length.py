@@ -297,7 +297,8 @@ class AutoLength:
         """Learn the time of a step. Most of what changes (longer sequences, a busy machine) changes all alike.
 
         So what is held tells of all entries, and what is tried of how it compares with what was held just before and just after; where the choice changes,
-        what is held now of how it compares with what was held before, which is less sure. Were what is held to tell of itself, too, it would get the better of those that are measured seldom.
+        what is held now of how it compares with what was held before, which is less sure. Were what is held
+        to tell of itself, too, it would get the better of those that are measured seldom.
         """
         bucket, median = self._bucket(self._live), _median(seconds)
         if entry == self._best:
