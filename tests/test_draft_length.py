@@ -285,6 +285,19 @@ def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(mea
     assert all((asked - rising)[j:].sum() <= 1e-6 for j in range(LONGEST + 1))
 
 
+def test_what_is_read_of_drafts_costs_what_was_measured_however_much_that_was():
+    """A step takes 1, 0.1 for each proposal that is made, 0.2 for each that is read."""
+    for usual in (1.0, 0.8):
+        read_K = np.array([*(usual * k for k in range(LONGEST + 1)), LONGEST * usual / 2])
+        seconds = 1 + 0.1 * np.array([*range(LONGEST + 1), LONGEST]) + 0.2 * read_K
+        lengths = AutoLength([1, 64], np.array([seconds] * 2), np.array([read_K] * 2))
+        for left in (1.0, 0.5):  # of rows, that do not end before the third proposal
+            lengths._read = draft_length.Survival(LONGEST, 0.0)
+            lengths._read.add(none(4000), np.where(np.arange(4000) < 4000 * left, LONGEST, 3), np.arange(4000) >= 4000 * left, 10**9)
+            for k, cost in enumerate(lengths._costs(8)):
+                assert cost == pytest.approx(1 + 0.1 * k + 0.2 * (k if k < 3 else 2 + left * (k - 2)), rel=0.01), (usual, left, k)
+
+
 def test_lookups_are_made_while_they_pay():
     seconds = np.array([[*costs(1.0, 1.3, 1.4)[:-1], 1.1]] * 2) * 1e-3
     lengths, rng, chosen = LookupLength([1, 64], seconds, False), np.random.default_rng(0), []

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, prompts as prompts_
+from asyncspec.engine import compiled, prompts as prompts_, torch_engine
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import summed
@@ -262,3 +262,14 @@ def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy,
     with pytest.raises(ValueError, match=expected):
         engine.submit(request_)
     assert not engine.waiting
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # only in float32 what is read may be a part
+def test_a_calibration_reads_of_drafts_as_much_as_is_read_where_responses_end(small_shape, small_policy, contrary_draft, dtype):
+    engine = make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), dtype=dtype)
+    mean = 40 / torch_engine.LIMIT_OVER_USUAL  # tokens of a response that is exponentially distributed
+    for live, k in itertools.product((1, 4, 64), (1, 3, 7, 15)):
+        read_B = engine._usually_read(live, k)
+        assert read_B.shape == (live,) and read_B.max() <= k
+        expected = mean * (1 - np.exp(-k / mean)) if dtype is torch.float32 else k
+        assert read_B.mean() == pytest.approx(expected, abs=0.1 if live == 64 else 0.5)  # each is rounded

@@ -33,6 +33,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
+USUAL_TOKENS, LIMIT_OVER_USUAL = 64, 16  # a response's mean length, for all that is known before there are any: the first at most
 CALIBRATION_S = 4.0  # at most
 CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4  # of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
 
@@ -348,10 +349,11 @@ class TorchEngine:
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         # All that are considered but 4, which lies between its neighbours.
-        lengths, table, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], time.perf_counter() + CALIBRATION_S
+        lengths, table, read, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], [], time.perf_counter() + CALIBRATION_S
         for i, live in enumerate(lives):
-            last_B = np.zeros(live) if self.drafter.looks_up else np.linspace(0, LONGEST, live + 2)[1:-1].round()  # half of them
-            measured = [(K, np.full(live, K)) for K in lengths] + [(LONGEST, last_B.astype(int))]
+            last = 0 if self.drafter.looks_up else LONGEST if self.decode.packs else LONGEST // 2
+            measured = [*((K, self._usually_read(live, K)) for K in lengths), (LONGEST, np.full(live, last))]
+            read.append([*np.interp(range(LONGEST + 1), lengths, [read_B.mean() for _, read_B in measured[:-1]]), last])
             rounds: list[list[float]] = []
             if self.decode.graphs is not None:
                 began = time.perf_counter()
@@ -367,15 +369,25 @@ class TorchEngine:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
             table.append(calibration(lengths, np.array(rounds)))
-        return LookupLength(lives, np.array(table), self.decode.packs) if self.drafter.looks_up else AutoLength(lives, np.array(table))
+        return LookupLength(lives, np.array(table), self.decode.packs) if self.drafter.looks_up else AutoLength(lives, np.array(table), np.array(read))
+
+    def _usual_lengths(self, count: int) -> np.ndarray:
+        """Of so many responses, descending: exponentially distributed, their mean far below the limit."""
+        return -min(USUAL_TOKENS, self.max_response_tokens / LIMIT_OVER_USUAL) * np.log((np.arange(count) + 0.5) / count)
+
+    def _usually_read(self, live: int, draft_length: int) -> np.ndarray:
+        """How many of so many proposals are read, int64 [live]: where only some may be, those before the ends of rows, the fewest of the first."""
+        if self.drafter.looks_up or not self.decode.packs:
+            return np.full(live, draft_length)
+        read_BN = np.minimum(draft_length, self._usual_lengths(16 * live)[::-1]).reshape(live, 16)
+        return read_BN.mean(1).round().astype(int)
 
     def _time_step(self, live: int, draft_length: int, verified_B: np.ndarray) -> float:
         """Seconds of a step on rows without sequences, as far on as they are usually, one farther than the other, unless the rows are too short for it."""
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
         self.rows.uniform_SPR[:live] = 0.0  # which accepts every proposal
-        quantile_B = (torch.arange(live) + 0.5) / live  # of exponentially distributed lengths; the longest first, where they need not be parted
-        length_B = self.max_prompt_tokens // 4 + 1 - (min(64, self.max_response_tokens // 8) * quantile_B.log()).long()
+        length_B = self.max_prompt_tokens // 4 + 1 + torch.from_numpy(self._usual_lengths(live)).long()  # the longest first, where they need not be parted
         for _ in range(2):  # the draft reads the whole prompt in the first
             self.tokens.length_S[:live] = length_B.clamp(max=self.tokens.positions - LONGEST - 1)
             self.tokens.refresh(live)

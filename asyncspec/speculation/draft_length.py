@@ -145,18 +145,21 @@ class AutoLength:
 
     longest = LONGEST
 
-    def __init__(self, lives: Sequence[int], seconds: np.ndarray) -> None:
+    def __init__(self, lives: Sequence[int], seconds: np.ndarray, read: np.ndarray | None = None) -> None:
         """
         Args:
             lives: numbers of live sequences the calibration measured, ascending.
-            seconds: float [len(lives), LONGEST + 2], a step's time at each of them for each draft length; the last: of the longest, of which half
-                is read, more of some rows and less of others.
+            seconds: float [len(lives), LONGEST + 2], a step's time at each of them for each draft length; the last: of the longest, of which more was
+                read, or less.
+            read: float, of the same shape, how many proposals of each row were read meanwhile; None: all, and for the last half of them.
         """
         self._emits, self._read = Emitted(), Survival(LONGEST, 0.0)  # the second: proposals of which none is read any more, as the row would end
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
         self.watches = True  # whether the step that was chosen for last is to be observed
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), plausible(np.asarray(seconds, dtype=float))
+        self._measured_read = np.tile([*range(LONGEST + 1), LONGEST / 2], (len(lives), 1)) if read is None else read
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
+        self._usual: dict[int, list[float]] = {}  # how many proposals of each row are read in that time
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
         self._level, self._level_steps = 1.0, 1  # of the last hold: its time over the table's, and from how many steps
@@ -255,31 +258,29 @@ class AutoLength:
 
     def _costs(self, live: int) -> list[float]:
         """Expected seconds of a step for k = 0..LONGEST."""
-        seconds = self._seconds(live)
-        return [s * share for s, share in zip(seconds, self._shares(seconds))]  # of the last entry there is no share
+        seconds, read = self._seconds(live), [0.0, *self._read.beyond().cumsum().tolist()]
+        return [seconds[k] * self._share_read(live, k, read[k]) for k in range(LONGEST + 1)]
 
-    def _shares(self, seconds: Sequence[float]) -> list[float]:
-        """What a step takes over one in which no row ends, for k = 0..LONGEST."""
-        read = [0.0, *self._read.beyond().cumsum().tolist()]
-        return [self._share_read(seconds, k, read[k]) for k in range(LONGEST + 1)]
-
-    def _share_read(self, seconds: Sequence[float], k: int, read: float) -> float:
-        """The same of a step that reads so many of each row's k proposals, on average. All are drafted."""
-        each = max(0.0, seconds[LONGEST] - seconds[-1]) / (LONGEST / 2)
-        return 1 - min(0.9, each * (k - read) / seconds[k])
+    def _share_read(self, live: int, k: int, read: float) -> float:
+        """What a step takes that reads so many of each row's k proposals, on average, over what the table says. All are drafted."""
+        bucket = self._bucket(live)
+        row, usual = self._table[bucket], self._usual[bucket]
+        each = max(0.0, (row[LONGEST] - row[-1]) / (usual[LONGEST] - usual[-1]))
+        return 1 - min(0.9, each * (usual[k] - read) / row[k])
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
         """Steps of one draft length."""
-        k, row = draft_length[0], self._table[self._bucket(self._live)]
+        k = draft_length[0]
         if k:
             window = WINDOW if self._best else RESTING_WINDOW
             self._emits.add(np.concatenate(run_NB), np.concatenate(kept_NB), k, window)
             found_R = np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)])
             self._read.add(np.zeros_like(found_R), np.minimum(found_R + 1, k), found_R < k, window)
         self._spent(k, seconds)
-        whole = [s if found_B is None else s / self._share_read(row, k, found_B.mean()) for s, found_B, as_usual in zip(seconds, found_NB, usual) if as_usual]
-        if whole:
-            self._took(k, whole)
+        as_table = [s / self._share_read(self._live, k, k if found_B is None else found_B.mean())
+                    for s, found_B, as_usual in zip(seconds, found_NB, usual) if as_usual]
+        if as_table:
+            self._took(k, as_table)
 
     def _spent(self, k: int, seconds: Sequence[float]) -> None:
         """Keep the budget."""
@@ -352,7 +353,8 @@ class AutoLength:
         bucket = round(2 * math.log2(live))
         if bucket not in self._table:
             at = math.log2(live)
-            self._table[bucket] = [float(np.interp(at, self._log_lives, column)) for column in self._measured.T]
+            self._table[bucket], self._usual[bucket] = (
+                [float(np.interp(at, self._log_lives, column)) for column in measured.T] for measured in (self._measured, self._measured_read))
             self._holds[bucket], self._doubt[bucket] = 0, np.eye(len(self._table[bucket]))
             self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
         return bucket
