@@ -19,6 +19,8 @@ from asyncspec.engine.workspace import Buffer, Workspace
 
 PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
 LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
+UNPACKED = 1_000_000  # multiply-adds of a product, up to which OpenBLAS reads its operands where they lie; larger ones take 5 to 9 us more to pack them
+LEAST_PIECE = 32  # tokens, from which on a product in such pieces is faster: each is a call more
 AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
 
 
@@ -31,6 +33,7 @@ class Matrix:
             arena: where a CPU's copy of the weights goes.
         """
         weight_OI = arena.keep(weight_OI.detach())
+        self._most = UNPACKED // weight_OI.numel()  # tokens whose product is that small
         # A transposed view: mm on it is half the price of linear where the matrix is small.
         self.weight = weight_OI.t()
         self._array = self._packed = None
@@ -53,7 +56,7 @@ class Matrix:
     def write(self, x: Buffer, out: Buffer) -> None:
         """out = x @ weight.T."""
         if self._array is not None:
-            np.matmul(x.array, self._array, out=out.array)
+            self._numpy_product(x.array, out.array)
         elif self._is_large(x.tensor):
             out.tensor.copy_(self._packed_product(x.tensor))
         else:
@@ -62,12 +65,22 @@ class Matrix:
     def add(self, x: Buffer, space: Workspace) -> None:
         """The workspace's x += x @ weight.T."""
         if self._array is not None:
-            np.matmul(x.array, self._array, out=space.change.array)
+            self._numpy_product(x.array, space.change.array)
             space.x.tensor.add_(space.change.tensor)
         elif self._is_large(x.tensor):
             space.x.tensor.add_(self._packed_product(x.tensor))
         else:
             space.x.tensor.addmm_(x.tensor, self.weight)
+
+    def _numpy_product(self, x_TI: np.ndarray, out_TO: np.ndarray) -> None:
+        """out = x @ weight.T, in equal pieces that OpenBLAS need not pack."""
+        T, most = len(x_TI), self._most
+        if T <= most or most < LEAST_PIECE:
+            np.matmul(x_TI, self._array, out=out_TO)
+            return
+        size = -(-T // -(-T // most))
+        for start in range(0, T, size):
+            np.matmul(x_TI[start : start + size], self._array, out=out_TO[start : start + size])
 
     def _is_large(self, x_TI: torch.Tensor) -> bool:
         return self._packed is not None and len(x_TI) * self.weight.numel() >= PACKED_FROM

@@ -387,12 +387,13 @@ class TorchEngine:
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
         self.rows.uniform_SPR[:live] = 0.0  # which accepts every proposal
-        length_B = self.max_prompt_tokens // 4 + 1 + torch.from_numpy(self._usual_lengths(live)).long()  # the longest first, where they need not be parted
-        for _ in range(2):  # the draft reads the whole prompt in the first
+        length_B = self.max_prompt_tokens // 8 + 2 + torch.from_numpy(self._usual_lengths(live)).long()  # the longest first, where they need not be parted
+        emitted = 1 + draft_length * 2 // 3  # which the draft has to read; in the first step it reads the whole prompt
+        for length_B in ((length_B - emitted).clamp(min=2), length_B):
             self.tokens.length_S[:live] = length_B.clamp(max=self.tokens.positions - LONGEST - 1)
             self.tokens.refresh(live)
             began = self._clock()
             self._arrange(live, draft_length + 1)
             self._advance(live, draft_length, verified_B)
-            seconds, length_B = self._clock() - began, length_B + 1 + draft_length * 2 // 3  # of which the draft reads as many as are usually kept
+            seconds = self._clock() - began
         return seconds
