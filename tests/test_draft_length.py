@@ -298,6 +298,27 @@ def test_what_is_read_of_drafts_costs_what_was_measured_however_much_that_was():
                 assert cost == pytest.approx(1 + 0.1 * k + 0.2 * (k if k < 3 else 2 + left * (k - 2)), rel=0.01), (usual, left, k)
 
 
+@pytest.mark.parametrize("lookups", [False, True])
+def test_positions_cost_what_each_token_takes_to_attend_to_them(lookups):
+    """A step takes 1, 0.2 for each proposal, 0.001 for each token and position it attends to; calibrated with 50 of these, and 150."""
+    def seconds(k, span):
+        return 1 + 0.2 * k + 0.001 * (k + 1) * span
+
+    calibrated = np.array([[*(seconds(k, 50) for k in range(LONGEST + 1)), seconds(0, 50) if lookups else seconds(LONGEST, 50)]] * 2)
+    farther = np.array([[seconds(LONGEST, 150), 150, 50]] * 2)
+    read = np.array([[*range(LONGEST + 1), LONGEST - 1.0]] * 2)
+    lengths = LookupLength([1, 64], calibrated, True, farther) if lookups else AutoLength([1, 64], calibrated, read, farther)
+    for span in (50, 100, 400):
+        lengths._span = span
+        assert lengths._costs(8)[: LONGEST + 1] == pytest.approx([seconds(k, span) for k in range(LONGEST + 1)])
+    # What a step took says of the table what it took less for its positions.
+    lengths._live, lengths._best, bucket = 8, 3, lengths._bucket(8)
+    found = [np.full(8, 3)] * 8
+    lengths._learn_from([3] * 8, [2 * seconds(3, 400)] * 8, [np.full(8, 3)] * 8, found, [True] * 8, [none(8)] * 8, [400] * 8)
+    lengths._span = 50
+    assert lengths._drift[bucket] == pytest.approx(2.0 ** (1 - 0.9**8), rel=1e-6)
+
+
 def test_lookups_are_made_while_they_pay():
     seconds = np.array([[*costs(1.0, 1.3, 1.4)[:-1], 1.1]] * 2) * 1e-3
     lengths, rng, chosen = LookupLength([1, 64], seconds, False), np.random.default_rng(0), []
@@ -348,7 +369,7 @@ def test_what_verifications_keep_corrects_what_looking_back_promises_position_by
     lengths.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says
     assert lengths._emitted()[1:4] == pytest.approx([2, 3, 4], rel=0.01)
     lengths.choose(50)
-    lengths._learn_from([3] * 100, [1.0] * 100, [np.ones(50, dtype=np.int64)] * 100, [np.full(50, 3)] * 100, [True] * 100, [None] * 100)  # the first is
+    lengths._learn_from([3] * 100, [1.0] * 100, [np.ones(50, dtype=np.int64)] * 100, [np.full(50, 3)] * 100, [True] * 100, [None] * 100, [None] * 100)  # the first is
     assert lengths._emitted() == pytest.approx([1, *[2] * LONGEST], abs=0.1)
 
 
@@ -357,7 +378,7 @@ def test_what_one_length_keeps_is_not_taken_for_what_another_would():
     lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     lengths.learn(np.full(1200, LONGEST), np.tile([3, 2, 1, 0], 300))
     lengths.choose(2)
-    lengths._learn_from([2] * 500, [1.0] * 500, [np.array([2, 0])] * 500, [np.full(2, 2)] * 500, [True] * 500, [None] * 500)
+    lengths._learn_from([2] * 500, [1.0] * 500, [np.array([2, 0])] * 500, [np.full(2, 2)] * 500, [True] * 500, [None] * 500, [None] * 500)
     assert lengths._emitted()[1:4] == pytest.approx([2, 2, 4], rel=0.05)
 
 

@@ -32,7 +32,7 @@ class RandomLength(FixedLength):
     def __init__(self, always_keeps=False):
         self.longest, self.rng, self.always_keeps = LONGEST, np.random.default_rng(0), always_keeps
 
-    def choose(self, live, missed_S=None):
+    def choose(self, live, missed_S=None, span=None):
         self.keeps = self.always_keeps or self.rng.random() < 0.5
         return int(self.rng.integers(0, 5))
 
@@ -285,7 +285,7 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
         def __init__(self, pattern):
             self.longest, self.pattern, self.step = 3, pattern, -1
 
-        def choose(self, live, missed_S=None):
+        def choose(self, live, missed_S=None, span=None):
             self.step += 1
             return self.pattern[self.step % len(self.pattern)]
 
@@ -327,7 +327,7 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
     class Recording(RandomLength):
         watches = kept = True
 
-        def choose(self, live, missed_S=None):
+        def choose(self, live, missed_S=None, span=None):
             k = super().choose(live)
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
             if not self.kept:  # those that came since are without features, too
@@ -341,7 +341,7 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
                 missed.update(sequences)
             return k
 
-        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None):
+        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None):
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
             assert missed_B.tolist() == [s in missed for s in sequences]  # rows may have changed places
 
@@ -361,7 +361,7 @@ def test_an_engine_tells_what_each_row_kept_and_emitted_since_its_last_rejection
     class Recording(RandomLength):
         watches = True
 
-        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None):
+        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None):
             nonlocal going_on, ends
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]  # rows change places
             assert run_B.tolist() == [runs.get(s, (0, 0))[0] for s in sequences]

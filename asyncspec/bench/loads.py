@@ -43,14 +43,14 @@ class Watched:
     def keeps(self) -> bool:
         return self.inner.keeps
 
-    def choose(self, live: int, missed_S=None) -> int:
-        draft_length = self.inner.choose(live, missed_S)
+    def choose(self, live: int, missed_S=None, span=None) -> int:
+        draft_length = self.inner.choose(live, missed_S, span)
         self.watches = draft_length > 0 or self.inner.watches
         self.steps.append((live, draft_length))
         return draft_length
 
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B, run_B, found_B=None, usual=True, missed_B=None) -> None:
-        self.inner.observe(live, draft_length, seconds, kept_B, run_B, found_B, usual, missed_B)
+    def observe(self, live: int, draft_length: int, seconds: float, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None) -> None:
+        self.inner.observe(live, draft_length, seconds, kept_B, run_B, found_B, usual, missed_B, span)
 
     def summary(self) -> dict[str, float]:
         """Draft length over rows."""

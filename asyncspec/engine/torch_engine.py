@@ -34,6 +34,7 @@ from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 USUAL_TOKENS, LIMIT_OVER_USUAL = 64, 16  # a response's mean length, for all that is known before there are any: the first at most
+FARTHER = 96  # positions, by which rows are moved to learn what these cost
 CALIBRATION_S = 4.0  # at most
 CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4  # of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
 
@@ -224,7 +225,7 @@ class TorchEngine:
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
         lengths, missed_S, run_B = self.lengths, self.rows.missed_S, self.rows.run_S[:B]
-        K = lengths.choose(B, missed_S)
+        K = lengths.choose(B, missed_S, self.tokens.attended(B))
         self._drafting = K > 0
         self._keeping = K > 0 or lengths.keeps or not self.aux_layers
         if K:  # not this step's own work
@@ -232,12 +233,12 @@ class TorchEngine:
         start = self._clock() if lengths.watches else 0.0
         self._arrange(B, K + 1)
         # A step that must first read much it has missed says nothing about what such a step usually costs.
-        usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
+        usual, span = K == 0 or self.drafter.unread(B) <= LONGEST + 1, self.tokens.attended(B)
         kept_B, finished_B, found_B = self._advance(B, K)
         if not self._keeping:
             missed_S[:B] = True
         if lengths.watches:
-            lengths.observe(B, K, self._clock() - start, kept_B, run_B.copy(), found_B, usual, missed_S[:B])
+            lengths.observe(B, K, self._clock() - start, kept_B, run_B.copy(), found_B, usual, missed_S[:B], span)
         run_B[:] = np.where(kept_B == K, run_B + K + 1, 0) if K else 0
         return self._retired(finished_B.nonzero()[0].tolist())
 
@@ -349,11 +350,13 @@ class TorchEngine:
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         # All that are considered but 4, which lies between its neighbours.
-        lengths, table, read, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], [], time.perf_counter() + CALIBRATION_S
+        lengths, table, read, spans, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], [], [], time.perf_counter() + CALIBRATION_S
         for i, live in enumerate(lives):
             last = 0 if self.drafter.looks_up else LONGEST if self.decode.packs else LONGEST // 2
-            measured = [*((K, self._usually_read(live, K)) for K in lengths), (LONGEST, np.full(live, last))]
-            read.append([*np.interp(range(LONGEST + 1), lengths, [read_B.mean() for _, read_B in measured[:-1]]), last])
+            usually = [self._usually_read(live, K) for K in lengths]
+            measured = [*zip(lengths, usually), (LONGEST, np.full(live, last)), (LONGEST, usually[-1], FARTHER)]
+            read.append([*np.interp(range(LONGEST + 1), lengths, [read_B.mean() for read_B in usually]), last])
+            spans.append([self._place(live, far) for far in (FARTHER, 0)])
             rounds: list[list[float]] = []
             if self.decode.graphs is not None:
                 began = time.perf_counter()
@@ -369,7 +372,10 @@ class TorchEngine:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
             table.append(calibration(lengths, np.array(rounds)))
-        return LookupLength(lives, np.array(table), self.decode.packs) if self.drafter.looks_up else AutoLength(lives, np.array(table), np.array(read))
+        seconds, farther = np.array(table)[:, :-1], np.column_stack([np.array(table)[:, -1], spans])
+        if self.drafter.looks_up:
+            return LookupLength(lives, seconds, self.decode.packs, farther)
+        return AutoLength(lives, seconds, np.array(read), farther)
 
     def _usual_lengths(self, count: int) -> np.ndarray:
         """Of so many responses, descending: exponentially distributed, their mean far below the limit."""
@@ -382,16 +388,21 @@ class TorchEngine:
         read_BN = np.minimum(draft_length, self._usual_lengths(16 * live)[::-1]).reshape(live, 16)
         return read_BN.mean(1).round().astype(int)
 
-    def _time_step(self, live: int, draft_length: int, verified_B: np.ndarray) -> float:
-        """Seconds of a step on rows without sequences, as far on as they are usually, one farther than the other, unless the rows are too short for it."""
+    def _place(self, live: int, farther: int, before: int = 0) -> float:
+        """Put rows without sequences so many positions farther on than usual, less those before; returns what `Slots.attended` does once they are parted."""
+        length_B = self.max_prompt_tokens // 8 + 2 + torch.from_numpy(self._usual_lengths(live)).long()  # the longest first: they need no exchange
+        self.tokens.length_S[:live] = (length_B + farther - before).clamp(2, self.tokens.positions - LONGEST - 1)
+        self.tokens.refresh(live)
+        self._arrange(live, 1)
+        return self.tokens.attended(live)
+
+    def _time_step(self, live: int, draft_length: int, verified_B: np.ndarray, farther: int = 0) -> float:
+        """Seconds of a step on rows without sequences."""
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
         self.rows.uniform_SPR[:live] = 0.0  # which accepts every proposal
-        length_B = self.max_prompt_tokens // 8 + 2 + torch.from_numpy(self._usual_lengths(live)).long()  # the longest first, where they need not be parted
-        emitted = 1 + draft_length * 2 // 3  # which the draft has to read; in the first step it reads the whole prompt
-        for length_B in ((length_B - emitted).clamp(min=2), length_B):
-            self.tokens.length_S[:live] = length_B.clamp(max=self.tokens.positions - LONGEST - 1)
-            self.tokens.refresh(live)
+        for before in (1 + draft_length * 2 // 3, 0):  # the draft reads in the first step all, in the second what is usually emitted
+            self._place(live, farther, before)
             began = self._clock()
             self._arrange(live, draft_length + 1)
             self._advance(live, draft_length, verified_B)

@@ -36,6 +36,11 @@ class Slots:
         length, ends = self.length[first_row : first_row + count], [count] if first_row else [end for end in self.ends if end < count] + [count]
         return [(end, int(length[start:end].max()) + more) for start, end in zip([0, *ends], ends)]
 
+    def attended(self, count: int) -> float:
+        """How many positions a token of rows 0..count-1 attends to, on average over rows: as many as the longest of its row's group has."""
+        spans = self.spans(0, count)
+        return sum((end - start) * longest for (end, longest), start in zip(spans, [0, *(end for end, _ in spans)])) / count
+
     def refresh(self, count: int) -> None:
         """Bring the host's copy of the lengths up to date."""
         if self.device.type != "cpu":

@@ -61,11 +61,11 @@ class FixedLength:
     def __init__(self, draft_length: int) -> None:
         self.longest = draft_length
 
-    def choose(self, live: int, missed_S: np.ndarray | None = None) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, span: float | None = None) -> int:
         return self.longest
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
-                usual: bool = True, missed_B: np.ndarray | None = None) -> None:
+                usual: bool = True, missed_B: np.ndarray | None = None, span: float | None = None) -> None:
         pass
 
 
@@ -144,22 +144,32 @@ class AutoLength:
     """The k whose expected tokens and time promise most; for drafters that always have proposals."""
 
     longest = LONGEST
+    _reads_last = True  # whether the table's last entry is of a step that reads proposals
 
-    def __init__(self, lives: Sequence[int], seconds: np.ndarray, read: np.ndarray | None = None) -> None:
+    def __init__(self, lives: Sequence[int], seconds: np.ndarray, read: np.ndarray | None = None, farther: np.ndarray | None = None) -> None:
         """
         Args:
             lives: numbers of live sequences the calibration measured, ascending.
             seconds: float [len(lives), LONGEST + 2], a step's time at each of them for each draft length; the last: of the longest, of which more was
                 read, or less.
             read: float, of the same shape, how many proposals of each row were read meanwhile; None: all, and for the last half of them.
+            farther: float [len(lives), 3], the longest draft's time with rows farther on; how many positions each token attended to there, and
+                how many elsewhere; None: these cost nothing.
         """
         self._emits, self._read = Emitted(), Survival(LONGEST, 0.0)  # the second: proposals of which none is read any more, as the row would end
         self.keeps = True  # whether features for the draft are to be kept though nothing is proposed
         self.watches = True  # whether the step that was chosen for last is to be observed
         self._log_lives, self._measured = np.log2(np.asarray(lives, dtype=float)), plausible(np.asarray(seconds, dtype=float))
         self._measured_read = np.tile([*range(LONGEST + 1), LONGEST / 2], (len(lives), 1)) if read is None else read
+        if farther is None:
+            self._measured_far = np.zeros((len(lives), 2))
+        else:  # what a position more takes, of each token of a row, over the longest draft's time; and how many there usually were
+            more, by = farther[:, 0] - self._measured[:, LONGEST], np.maximum(farther[:, 1] - farther[:, 2], 1) * (LONGEST + 1)
+            self._measured_far = np.stack([np.maximum(more, 0) / by / self._measured[:, LONGEST], farther[:, 2]], 1)
+        self._span: float | None = None  # positions that a token attends to now, counted for a row on average; None: as usual
         self._table: dict[int, list[float]] = {}  # a step's time for each entry, by bucket of live sequences
         self._usual: dict[int, list[float]] = {}  # how many proposals of each row are read in that time
+        self._far: dict[int, list[float]] = {}  # as measured
         self._drift: dict[int, float] = {}
         self._holds: dict[int, int] = {}  # from which the drift was learned
         self._level, self._level_steps = 1.0, 1  # of the last hold: its time over the table's, and from how many steps
@@ -174,10 +184,11 @@ class AutoLength:
         self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
         self._passed = 0  # steps since the budget was kept last
 
-    def choose(self, live: int, missed_S: np.ndarray | None = None) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, span: float | None = None) -> int:
         """
         Args:
             missed_S: bool, rows of which not all features were kept, since `keeps` was False, the live ones first; None: none.
+            span: how many positions a token attends to, on average over rows; None: as in the calibration.
         """
         if self._held and (live == self._live or self._bucket(live) == self._bucket(self._live)):
             self._held -= 1
@@ -188,7 +199,7 @@ class AutoLength:
         if self._seen:
             self._learn_from(*zip(*self._seen))
             self._seen.clear()
-        self._passed = 1
+        self._passed, self._span = 1, span
         self._live, self._held, self._share, self.keeps = live, HOLD - 1, EXPLORE_SHARE, True
         costs = self._costs(live)
         rates = self._rates(costs)
@@ -224,7 +235,7 @@ class AutoLength:
         return self._choice
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
-                usual: bool = True, missed_B: np.ndarray | None = None) -> None:
+                usual: bool = True, missed_B: np.ndarray | None = None, span: float | None = None) -> None:
         """Learn from a step, before the next choice; not if it does not watch.
 
         Args:
@@ -235,12 +246,13 @@ class AutoLength:
             found_B: int64, how many proposals of each row are read: those before its end, or of lookups those that were found; None: all.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
             missed_B: as for `choose`, of the live rows. What is tried is judged by the others.
+            span: as for `choose`.
         """
         if not self.watches:
             return
         if self._exploring and missed_B is not None and missed_B.any():
             kept_B, run_B = kept_B[~missed_B], run_B[~missed_B]
-        self._seen.append((draft_length, seconds, kept_B, found_B, usual, run_B))
+        self._seen.append((draft_length, seconds, kept_B, found_B, usual, run_B, span))
 
     def _pays_alone(self) -> bool:
         """Whether speculation would pay once a single sequence is left. Otherwise features are kept only when something is to be tried: that costs
@@ -268,7 +280,16 @@ class AutoLength:
         each = max(0.0, (row[LONGEST] - row[-1]) / (usual[LONGEST] - usual[-1]))
         return 1 - min(0.9, each * (usual[k] - read) / row[k])
 
-    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
+    def _share_attended(self, live: int, entry: int, span: float | None) -> float:
+        """The same of a step whose tokens attend to so many positions, on average over rows; of an entry of the table, as it is read."""
+        if span is None:
+            return 1.0
+        bucket = self._bucket(live)
+        row, (each, usual) = self._table[bucket], self._far[bucket]
+        tokens = entry + 1 if entry <= LONGEST else LONGEST + 1 if self._reads_last else 1
+        return max(0.1, 1 + each * row[LONGEST] * tokens * (span - usual) / row[entry])
+
+    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:
         """Steps of one draft length."""
         k = draft_length[0]
         if k:
@@ -277,8 +298,8 @@ class AutoLength:
             found_R = np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)])
             self._read.add(np.zeros_like(found_R), np.minimum(found_R + 1, k), found_R < k, window)
         self._spent(k, seconds)
-        as_table = [s / self._share_read(self._live, k, k if found_B is None else found_B.mean())
-                    for s, found_B, as_usual in zip(seconds, found_NB, usual) if as_usual]
+        as_table = [s / self._share_read(self._live, k, k if found_B is None else found_B.mean()) / self._share_attended(self._live, k, at)
+                    for s, found_B, as_usual, at in zip(seconds, found_NB, usual, span) if as_usual]
         if as_table:
             self._took(k, as_table)
 
@@ -346,15 +367,16 @@ class AutoLength:
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
         drift = self._drift[bucket]
-        return [s * drift for s in self._table[bucket]]
+        return [s * drift * self._share_attended(live, entry, self._span) for entry, s in enumerate(self._table[bucket])]
 
     def _bucket(self, live: int) -> int:
         """Half powers of two: live sequences that cost about the same."""
         bucket = round(2 * math.log2(live))
         if bucket not in self._table:
             at = math.log2(live)
-            self._table[bucket], self._usual[bucket] = (
-                [float(np.interp(at, self._log_lives, column)) for column in measured.T] for measured in (self._measured, self._measured_read))
+            self._table[bucket], self._usual[bucket], self._far[bucket] = (
+                [float(np.interp(at, self._log_lives, column)) for column in measured.T]
+                for measured in (self._measured, self._measured_read, self._measured_far))
             self._holds[bucket], self._doubt[bucket] = 0, np.eye(len(self._table[bucket]))
             self._drift[bucket] = sum(self._drift.values()) / len(self._drift) if self._drift else 1.0
         return bucket

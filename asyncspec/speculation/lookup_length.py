@@ -24,13 +24,16 @@ class LookupLength(AutoLength):
     finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
     """
 
-    def __init__(self, lives: Sequence[int], seconds: np.ndarray, packs: bool) -> None:
+    _reads_last = False
+
+    def __init__(self, lives: Sequence[int], seconds: np.ndarray, packs: bool, farther: np.ndarray | None = None) -> None:
         """
         Args:
             seconds: float [len(lives), LONGEST + 2], by how many proposals of each row are verified; the last: looked, and found nothing.
             packs: whether of each row no more are read than were found; otherwise as many as were found of any.
+            farther: as for `AutoLength`.
         """
-        super().__init__(lives, seconds)
+        super().__init__(lives, seconds, None, farther)
         self._packs = packs
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
         self._share_KM: dict[int, np.ndarray] = {}  # by bucket: what entries a step of each k takes, the first for none found
@@ -94,7 +97,7 @@ class LookupLength(AutoLength):
             self._share_KM[bucket] = share_KM
         return [seconds[0], *(self._share_KM[bucket] @ [seconds[-1], *seconds[1:-1]]).tolist()]
 
-    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB) -> None:
+    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
         window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
         forget = max(0.5, 1 - rows * self._passed / len(seconds) / window)
@@ -107,12 +110,12 @@ class LookupLength(AutoLength):
             self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
         self._spent(k, seconds)
         row, by_entry = self._table[self._bucket(self._live)], {}
-        for spent, found_B in zip(seconds, found_NB):
+        for spent, found_B, at in zip(seconds, found_NB, span):
             read = 0.0 if not k else float(found_B.mean() if self._packs else found_B.max())
             entry = (round(read) or LONGEST + 1) if k else 0
             if read != round(read):
                 spent *= row[entry] / np.interp(read, range(LONGEST + 1), [row[-1], *row[1:-1]])
-            by_entry.setdefault(entry, []).append(spent)
+            by_entry.setdefault(entry, []).append(spent / self._share_attended(self._live, entry, at))
         for entry, times in by_entry.items():
             self._took(entry, times)
 
