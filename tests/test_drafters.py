@@ -32,7 +32,7 @@ class RandomLength(FixedLength):
     def __init__(self, always_keeps=False):
         self.longest, self.rng, self.always_keeps = LONGEST, np.random.default_rng(0), always_keeps
 
-    def choose(self, live, missed_S=None, span=None):
+    def choose(self, live, missed_S=None, attended=None):
         self.keeps = self.always_keeps or self.rng.random() < 0.5
         return int(self.rng.integers(0, 5))
 
@@ -285,7 +285,7 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
         def __init__(self, pattern):
             self.longest, self.pattern, self.step = 3, pattern, -1
 
-        def choose(self, live, missed_S=None, span=None):
+        def choose(self, live, missed_S=None, attended=None):
             self.step += 1
             return self.pattern[self.step % len(self.pattern)]
 
@@ -327,7 +327,7 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
     class Recording(RandomLength):
         watches = kept = True
 
-        def choose(self, live, missed_S=None, span=None):
+        def choose(self, live, missed_S=None, attended=None):
             k = super().choose(live)
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
             if not self.kept:  # those that came since are without features, too

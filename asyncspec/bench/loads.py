@@ -43,8 +43,8 @@ class Watched:
     def keeps(self) -> bool:
         return self.inner.keeps
 
-    def choose(self, live: int, missed_S=None, span=None) -> int:
-        draft_length = self.inner.choose(live, missed_S, span)
+    def choose(self, live: int, missed_S=None, attended=None) -> int:
+        draft_length = self.inner.choose(live, missed_S, attended)
         self.watches = draft_length > 0 or self.inner.watches
         self.steps.append((live, draft_length))
         return draft_length

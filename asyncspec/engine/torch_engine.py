@@ -225,7 +225,7 @@ class TorchEngine:
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
         lengths, missed_S, run_B = self.lengths, self.rows.missed_S, self.rows.run_S[:B]
-        K = lengths.choose(B, missed_S, self.tokens.attended(B))
+        K = lengths.choose(B, missed_S, self.tokens.attended)
         self._drafting = K > 0
         self._keeping = K > 0 or lengths.keeps or not self.aux_layers
         if K:  # not this step's own work
@@ -233,7 +233,8 @@ class TorchEngine:
         start = self._clock() if lengths.watches else 0.0
         self._arrange(B, K + 1)
         # A step that must first read much it has missed says nothing about what such a step usually costs.
-        usual, span = K == 0 or self.drafter.unread(B) <= LONGEST + 1, self.tokens.attended(B)
+        usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
+        span = self.tokens.attended(B) if lengths.watches else None
         kept_B, finished_B, found_B = self._advance(B, K)
         if not self._keeping:
             missed_S[:B] = True

@@ -16,7 +16,7 @@ E entries of the table.
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class FixedLength:
     def __init__(self, draft_length: int) -> None:
         self.longest = draft_length
 
-    def choose(self, live: int, missed_S: np.ndarray | None = None, span: float | None = None) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Callable[[int], float] | None = None) -> int:
         return self.longest
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
@@ -184,11 +184,11 @@ class AutoLength:
         self._seen: list[tuple] = []  # steps of the choice that holds, to be learned from together
         self._passed = 0  # steps since the budget was kept last
 
-    def choose(self, live: int, missed_S: np.ndarray | None = None, span: float | None = None) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Callable[[int], float] | None = None) -> int:
         """
         Args:
             missed_S: bool, rows of which not all features were kept, since `keeps` was False, the live ones first; None: none.
-            span: how many positions a token attends to, on average over rows; None: as in the calibration.
+            attended: tells of so many rows how many positions a token attends to, on average over them; None: as many as in the calibration.
         """
         if self._held and (live == self._live or self._bucket(live) == self._bucket(self._live)):
             self._held -= 1
@@ -199,7 +199,7 @@ class AutoLength:
         if self._seen:
             self._learn_from(*zip(*self._seen))
             self._seen.clear()
-        self._passed, self._span = 1, span
+        self._passed, self._span = 1, attended and attended(live)
         self._live, self._held, self._share, self.keeps = live, HOLD - 1, EXPLORE_SHARE, True
         costs = self._costs(live)
         rates = self._rates(costs)
@@ -246,7 +246,7 @@ class AutoLength:
             found_B: int64, how many proposals of each row are read: those before its end, or of lookups those that were found; None: all.
             usual: False if the step did work that is not part of every such step; its time then says nothing of others.
             missed_B: as for `choose`, of the live rows. What is tried is judged by the others.
-            span: as for `choose`.
+            span: how many positions a token attended to, on average over rows; None: as many as in the calibration.
         """
         if not self.watches:
             return
