@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.speculation import draft_length
+from asyncspec.speculation.base import Slots
 from asyncspec.speculation.calibration import calibration
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, Emitted, Survival
 from asyncspec.speculation.lookup_length import LookupLength
@@ -296,6 +298,14 @@ def test_what_is_read_of_drafts_costs_what_was_measured_however_much_that_was():
             lengths._read.add(none(4000), np.where(np.arange(4000) < 4000 * left, LONGEST, 3), np.arange(4000) >= 4000 * left, 10**9)
             for k, cost in enumerate(lengths._costs(8)):
                 assert cost == pytest.approx(1 + 0.1 * k + 0.2 * (k if k < 3 else 2 + left * (k - 2)), rel=0.01), (usual, left, k)
+
+
+def test_rows_attend_to_as_many_positions_as_the_longest_of_their_group_has():
+    slots = Slots(6, 64, "cpu")
+    slots.length_S[:5] = torch.tensor([10, 8, 3, 2, 40])
+    assert slots.attended(4) == 10 and slots.attended(5) == 40
+    slots.ends = [2]
+    assert slots.attended(4) == (2 * 10 + 2 * 3) / 4 and slots.attended(2) == 10
 
 
 @pytest.mark.parametrize("lookups", [False, True])
