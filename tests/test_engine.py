@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, prompts as prompts_, torch_engine
+from asyncspec.engine import compiled, kv_cache, prompts as prompts_, torch_engine
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import summed
@@ -273,3 +273,18 @@ def test_a_calibration_reads_of_drafts_as_much_as_is_read_where_responses_end(sm
         assert read_B.shape == (live,) and read_B.max() <= k
         expected = mean * (1 - np.exp(-k / mean)) if dtype is torch.float32 else k
         assert read_B.mean() == pytest.approx(expected, abs=0.1 if live == 64 else 0.5)  # each is rounded
+
+
+def test_the_rows_of_a_calibration_are_where_it_says_that_they_are(small_shape, small_policy, contrary_draft, monkeypatch):
+    """A step like those it timed is expected to take what the table says, parted in groups, too."""
+    monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
+    monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
+    engine = make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), slots=16, k="auto")
+    with torch.inference_mode():
+        lengths = engine._calibrated()
+        for live, k in itertools.product((1, 4, 16), (0, 3, 15)):
+            engine._place(live, 0)
+            engine._arrange(live, k + 1)
+            assert lengths._share_attended(live, k, engine._attended(live)) == pytest.approx(1.0)
+        assert len(engine.tokens.ends) > 1
+    assert make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), dtype=torch.bfloat16)._attended is None

@@ -34,7 +34,7 @@ from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 USUAL_TOKENS, LIMIT_OVER_USUAL = 64, 16  # a response's mean length, for all that is known before there are any: the first at most
-FARTHER = 96  # positions, by which rows are moved to learn what these cost
+FARTHER, LIMIT_OVER_FARTHER, FARTHEST = 96, 4, 256  # positions by which rows are moved to learn what these cost: a share of the limit, at least and at most
 CALIBRATION_S = 4.0  # at most
 CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4  # of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
 
@@ -72,6 +72,8 @@ class TorchEngine:
         # What steps cost beside one another: on processors their own time, which others that share them (the trainer, say) do not lengthen.
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
+        # Elsewhere rows are attended to at once or in groups, as the width of a step has it, or what that costs was not tried.
+        self._attended = self.tokens.attended if self.decode.packs else None
         self._prompts = PromptReader(self.decode, self.tokens, self.drafter, self.settings, slots + 1)
         self._drafting = longest > 0
         self._keeping = True  # features for the draft
@@ -225,7 +227,7 @@ class TorchEngine:
             _, finished_B, _ = self._advance(B, 0)
             return self._retired(finished_B.nonzero()[0].tolist())
         lengths, missed_S, run_B = self.lengths, self.rows.missed_S, self.rows.run_S[:B]
-        K = lengths.choose(B, missed_S, self.tokens.attended)
+        K = lengths.choose(B, missed_S, self._attended)
         self._drafting = K > 0
         self._keeping = K > 0 or lengths.keeps or not self.aux_layers
         if K:  # not this step's own work
@@ -234,7 +236,7 @@ class TorchEngine:
         self._arrange(B, K + 1)
         # A step that must first read much it has missed says nothing about what such a step usually costs.
         usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
-        span = self.tokens.attended(B) if lengths.watches else None
+        span = self._attended(B) if lengths.watches and self._attended else None
         kept_B, finished_B, found_B = self._advance(B, K)
         if not self._keeping:
             missed_S[:B] = True
@@ -352,12 +354,13 @@ class TorchEngine:
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         # All that are considered but 4, which lies between its neighbours.
         lengths, table, read, spans, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], [], [], time.perf_counter() + CALIBRATION_S
+        farther = min(max(FARTHER, self.max_response_tokens // LIMIT_OVER_FARTHER), FARTHEST)
         for i, live in enumerate(lives):
             last = 0 if self.drafter.looks_up else LONGEST if self.decode.packs else LONGEST // 2
             usually = [self._usually_read(live, K) for K in lengths]
-            measured = [*zip(lengths, usually), (LONGEST, np.full(live, last)), (LONGEST, usually[-1], FARTHER)]
+            measured = [*zip(lengths, usually), (LONGEST, np.full(live, last)), (LONGEST, usually[-1], farther)]
             read.append([*np.interp(range(LONGEST + 1), lengths, [read_B.mean() for read_B in usually]), last])
-            spans.append([self._place(live, far) for far in (FARTHER, 0)])
+            spans.append([self._place(live, far) for far in (farther, 0)])
             rounds: list[list[float]] = []
             if self.decode.graphs is not None:
                 began = time.perf_counter()
@@ -373,10 +376,10 @@ class TorchEngine:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
             table.append(calibration(lengths, np.array(rounds)))
-        seconds, farther = np.array(table)[:, :-1], np.column_stack([np.array(table)[:, -1], spans])
+        seconds, far = np.array(table)[:, :-1], np.column_stack([np.array(table)[:, -1], spans]) if self._attended else None
         if self.drafter.looks_up:
-            return LookupLength(lives, seconds, self.decode.packs, farther)
-        return AutoLength(lives, seconds, np.array(read), farther)
+            return LookupLength(lives, seconds, self.decode.packs, far)
+        return AutoLength(lives, seconds, np.array(read), far)
 
     def _usual_lengths(self, count: int) -> np.ndarray:
         """Of so many responses, descending: exponentially distributed, their mean far below the limit."""

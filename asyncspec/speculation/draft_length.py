@@ -277,7 +277,7 @@ class AutoLength:
         """What a step takes that reads so many of each row's k proposals, on average, over what the table says. All are drafted."""
         bucket = self._bucket(live)
         row, usual = self._table[bucket], self._usual[bucket]
-        each = max(0.0, (row[LONGEST] - row[-1]) / (usual[LONGEST] - usual[-1]))
+        each = max(0.0, (row[LONGEST] - row[-1]) / (usual[LONGEST] - usual[-1] or LONGEST))
         return 1 - min(0.9, each * (usual[k] - read) / row[k])
 
     def _share_attended(self, live: int, entry: int, span: float | None) -> float:
