@@ -34,7 +34,8 @@ from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 USUAL_TOKENS, LIMIT_OVER_USUAL = 64, 16  # a response's mean length, for all that is known before there are any: the first at most
-FARTHER, LIMIT_OVER_FARTHER, FARTHEST = 96, 4, 256  # positions by which rows are moved to learn what these cost: a share of the limit, at least and at most
+# Positions by which rows are moved to learn what these cost: a share of the limit, but no fewer than the first and no more than the last.
+FARTHER, LIMIT_OVER_FARTHER, FARTHEST = 96, 4, 256
 CALIBRATION_S = 4.0  # at most
 CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4  # of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
 
@@ -358,9 +359,11 @@ class TorchEngine:
         for i, live in enumerate(lives):
             last = 0 if self.drafter.looks_up else LONGEST if self.decode.packs else LONGEST // 2
             usually = [self._usually_read(live, K) for K in lengths]
-            measured = [*zip(lengths, usually), (LONGEST, np.full(live, last)), (LONGEST, usually[-1], farther)]
+            measured = [*zip(lengths, usually), (LONGEST, np.full(live, last))]
             read.append([*np.interp(range(LONGEST + 1), lengths, [read_B.mean() for read_B in usually]), last])
-            spans.append([self._place(live, far) for far in (farther, 0)])
+            if self._attended:
+                measured.append((LONGEST, usually[-1], farther))
+                spans.append([self._place(live, far) for far in (farther, 0)])
             rounds: list[list[float]] = []
             if self.decode.graphs is not None:
                 began = time.perf_counter()
@@ -376,7 +379,8 @@ class TorchEngine:
                 table.append(table[-1] * (live / lives[len(table) - 1]))
                 continue
             table.append(calibration(lengths, np.array(rounds)))
-        seconds, far = np.array(table)[:, :-1], np.column_stack([np.array(table)[:, -1], spans]) if self._attended else None
+        times = np.array(table)
+        seconds, far = times[:, : LONGEST + 2], np.column_stack([times[:, -1], spans]) if self._attended else None
         if self.drafter.looks_up:
             return LookupLength(lives, seconds, self.decode.packs, far)
         return AutoLength(lives, seconds, np.array(read), far)

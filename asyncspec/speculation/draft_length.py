@@ -144,7 +144,6 @@ class AutoLength:
     """The k whose expected tokens and time promise most; for drafters that always have proposals."""
 
     longest = LONGEST
-    _reads_last = True  # whether the table's last entry is of a step that reads proposals
 
     def __init__(self, lives: Sequence[int], seconds: np.ndarray, read: np.ndarray | None = None, farther: np.ndarray | None = None) -> None:
         """
@@ -281,12 +280,13 @@ class AutoLength:
         return 1 - min(0.9, each * (usual[k] - read) / row[k])
 
     def _share_attended(self, live: int, entry: int, span: float | None) -> float:
-        """The same of a step whose tokens attend to so many positions, on average over rows; of an entry of the table, as it is read."""
+        """The same of a step whose tokens attend to so many positions, on average over rows; of an entry of the table. The last counts where it is of a
+        step that reads no proposals, see `LookupLength`."""
         if span is None:
             return 1.0
         bucket = self._bucket(live)
         row, (each, usual) = self._table[bucket], self._far[bucket]
-        tokens = entry + 1 if entry <= LONGEST else LONGEST + 1 if self._reads_last else 1
+        tokens = entry + 1 if entry <= LONGEST else 1
         return max(0.1, 1 + each * row[LONGEST] * tokens * (span - usual) / row[entry])
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:

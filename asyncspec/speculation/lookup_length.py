@@ -24,8 +24,6 @@ class LookupLength(AutoLength):
     finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
     """
 
-    _reads_last = False
-
     def __init__(self, lives: Sequence[int], seconds: np.ndarray, packs: bool, farther: np.ndarray | None = None) -> None:
         """
         Args:
