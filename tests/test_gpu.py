@@ -13,7 +13,6 @@ from test_engine import run
 from test_weights import SHAPES, tensors, wait_until_idle
 
 from asyncspec.audit import audit
-from asyncspec.engine.graphs import Graphs
 from asyncspec.messages import Membership, Publish
 from asyncspec.speculation.verify import sample
 from asyncspec.weights import Layout, Publisher, WholeSnapshot
@@ -29,8 +28,9 @@ def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method,
     new, results = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}, []
     for device in ("cpu", "cuda:0"):
         engine = engine_of(small_shape, small_policy, maker.get(method), top_k=1, device=device)
-        if launched == "graphs" and device != "cpu":
-            engine.launch_by(graphs := Graphs.of(engine.slots, device))
+        graphs = engine.decode.graphs
+        if launched == "kernels":
+            engine.launch_by(None)
         tokens = [{key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()}]
         engine.load_policy(new, 1)
         results.append([*tokens, {key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()}])
@@ -44,8 +44,8 @@ def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method,
 @pytest.mark.parametrize("method", METHODS)
 def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, settings):  # noqa: F811
     engine = engine_of(small_shape, small_policy, maker[method], 256, k, device="cuda:0", **dict(zip(("temperature", "top_p", "top_k"), settings)))
-    if launched == "graphs":
-        engine.launch_by(Graphs.of(engine.slots, "cuda:0"))
+    if launched == "kernels":
+        engine.launch_by(None)
     check_distribution(engine, small_policy, small_shape, *settings)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.speculation import counter_rng
-from asyncspec.speculation.verify import sample, sampling_distribution, verify
+from asyncspec.speculation.verify import sample, sample_in_blocks, sampling_distribution, verify
 
 ALPHA = 1e-5
 
@@ -46,6 +46,22 @@ def test_each_emitted_token_has_the_targets_distribution(seed, draft_length, voc
         observed, expected = pooled(observed, expected)
         if len(observed) > 1:
             assert chisquare(observed, expected).pvalue > ALPHA / 150  # 30 examples, at most 5 positions each
+
+
+@given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([1, 2, 7, 64, 97, 150, 4096, 151936]), share=st.floats(0.0, 1.0))
+def test_sampling_in_blocks_inverts_the_same_sum(seed, vocabulary, share):
+    generator = torch.Generator().manual_seed(seed)
+    weights = (4 * torch.randn(3, 2, vocabulary, generator=generator)).exp() * (torch.rand(3, 2, vocabulary, generator=generator) < share)
+    weights[..., seed % vocabulary] += 1e-3  # some is positive
+    uniform = torch.randint(2**23, (3, 2), generator=generator) / 2**23
+    uniform[0] = torch.tensor([0.0, 1 - 2**-23])
+    drawn = sample_in_blocks(weights, uniform)
+    assert (weights.gather(-1, drawn.unsqueeze(-1)) > 0).all()
+    end = weights.double().cumsum(-1)
+    upto, threshold = end.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), uniform * end[..., -1]
+    before = upto - weights.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+    slack = 1e-12 * end[..., -1]
+    assert ((before <= threshold + slack) & (threshold < upto + slack)).all()
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted():

@@ -34,14 +34,15 @@ class LayerWeights(NamedTuple):
 class CompiledLayers:
     """All layers of a dense policy, block by block."""
 
-    def __init__(self, shape: PolicyShape, positions: int) -> None:
+    def __init__(self, shape: PolicyShape, positions: int, device: str) -> None:
         """
         Args:
             positions: of a row of the cache.
+            device: its type.
         """
         self.shape = shape
         self.block = max(n for n in range(1, LONGEST_BLOCK + 1) if shape.n_layers % n == 0)
-        self._pass = _compiled_block(shape, positions)
+        self._pass = _compiled_block(shape, positions, device)
 
     def __call__(self, x_TD, weights: Sequence[LayerWeights], caches: Sequence[torch.Tensor], index, mask, rotation) -> list[torch.Tensor]:
         """
@@ -75,7 +76,7 @@ class CompiledLayers:
 
 
 @lru_cache
-def _compiled_block(shape: PolicyShape, positions: int):
+def _compiled_block(shape: PolicyShape, positions: int, device: str):
     G, R, H, D = shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, shape.dim
     eps = shape.norm_eps
 
@@ -112,5 +113,5 @@ def _compiled_block(shape: PolicyShape, positions: int):
         return outputs
 
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # several engines may share a process
-    # Calls from C++: with few tokens half of what is left would be Python.
-    return torch.compile(block, fullgraph=True, options={"cpp_wrapper": True})
+    # Calls from C++: with few tokens half of what is left would be Python. A GPU launches graphs instead.
+    return torch.compile(block, fullgraph=True, options={"cpp_wrapper": device == "cpu"})

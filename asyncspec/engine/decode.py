@@ -205,6 +205,8 @@ class DecodeModel:
         self.layers = [DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
         self.compiled: CompiledLayers | None = None
         self.graphs: Graphs | None = None
+        # torch's grouped products wait for the host in float32.
+        self._captures, self._rows = shape.experts is None or dtype_of(model) is torch.bfloat16, slots
         self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
 
     def reload(self) -> None:
@@ -227,8 +229,12 @@ class DecodeModel:
             raise ValueError("layers with a mixture of experts are not compiled")
         if not isinstance(self.cache, KVCache):
             raise ValueError("a model that is to be compiled is made with compiled=True")
-        self.compiled, self._weights = CompiledLayers(shape, self.cache.positions), [layer.weights for layer in self.layers]
+        self.compiled, self._weights = CompiledLayers(shape, self.cache.positions, self.cache.kv.device.type), [layer.weights for layer in self.layers]
         self.compiled.prepare(self._weights, self.cache.flat)
+
+    def launch_by(self, graphs: Graphs | None) -> None:
+        """Launch passes over few tokens by these from now on, if they can be captured; None: kernel by kernel."""
+        self.graphs = graphs if self._captures else None
 
     def attends_at_once(self, tokens: int) -> bool:
         """Whether a pass over so many tokens attends over all rows as one group, however they are parted."""
@@ -252,10 +258,11 @@ class DecodeModel:
         """
         if packed is not None:
             hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row, packed)
-        elif self.graphs is None or first_row:
+        elif self.graphs is None:
             hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row)
         else:
-            hidden_BLD, *kept_BLD = self.graphs(self._pass, (token_BL, position_BL), spans, aux_layers)
+            spare = self._rows - first_row if first_row else None
+            hidden_BLD, *kept_BLD = self.graphs(self._pass, (token_BL, position_BL), spans, aux_layers, first_row, most=spare)
         return hidden_BLD, kept_BLD
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

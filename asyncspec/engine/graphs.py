@@ -19,6 +19,7 @@ from asyncspec.engine.kv_cache import SPAN_STEP, Spans
 
 TOKENS = 512  # rows times positions up to which a pass is captured: beyond, kernels take longer than their launches
 TIMES = 3  # that a pass comes until it is captured
+LEAST_SPAN = 128  # positions, to which all shorter spans are padded: fewer graphs, and reading so few costs nothing
 MOST = 512  # graphs that are kept; one more, and all are forgotten
 TOLERANCE = 0.01  # of its norm, by which what a graph gives first may differ from what the pass gives
 
@@ -44,7 +45,7 @@ class CudaGraphs:
 
 
 class Graphs:
-    """Calls functions over rows from 0, by graphs where they are small."""
+    """Calls functions over rows, by graphs where they are small."""
 
     def __init__(self, slots: int, backend) -> None:
         """
@@ -62,19 +63,21 @@ class Graphs:
         """None where the device has none."""
         return cls(slots, CudaGraphs(device)) if torch.device(device).type == "cuda" else None
 
-    def __call__(self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], spans: Spans, *settings) -> Sequence[torch.Tensor]:
+    def __call__(self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], spans: Spans, *settings,
+                 most: int | None = None) -> Sequence[torch.Tensor]:
         """function(*inputs, spans, *settings), by a graph where it is worth it.
 
         Args:
             function: a bound method that waits for nothing and keeps nothing. Besides its inputs it may read and write what never moves, in their rows.
-            inputs: [B, ...], of rows from 0; rows beyond them hold zeros where they are floats, ones where they are integers, or what was there before.
+            inputs: [B, ...], of rows from the first; rows beyond them hold zeros where they are floats, ones where they are integers, or what was there before.
             spans: see `KVCache.at`.
+            most: rows that there are, if they are not the slots.
 
         Returns:
             What it returns, [B, ...] each, the first of floats.
         """
         B = len(inputs[0])
-        rows, span = min(padded(B), self.slots), SPAN_STEP * padded(-(-max(span for _, span in spans) // SPAN_STEP))
+        rows, span = min(padded(B), most or self.slots), SPAN_STEP * padded(-(-max(LEAST_SPAN, *(span for _, span in spans)) // SPAN_STEP))
         sizes = tuple(tuple(tensor.shape[1:]) for tensor in inputs)
         small = rows * max(size[0] for size in sizes if size) <= TOKENS
         # Outside the engine's steps (a cache that is filled anew) tensors of the steps must not be written to.

@@ -21,7 +21,8 @@ from asyncspec.speculation.verify import sampling_distribution
 PREFILL_CHUNK = 512  # positions read in one pass
 PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
 READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
-PASS_TOKENS = 48  # a further pass over prompts costs what so many tokens cost
+PASS_TOKENS, GPU_PASS_TOKENS = 48, 2048  # a further pass over prompts costs what so many tokens cost
+GRAPH_STEP = 16  # to multiples of so many positions prompts are padded where passes are graphs
 ATTENDED_TOKEN = 512  # positions that padding attends to cost what a token costs
 
 
@@ -73,7 +74,8 @@ class PromptReader:
                 ahead[id(request)] = request
         requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
         logits, read = [], 0
-        for count in passes([len(request.prompt) for request in requests], self.decode.packs):
+        pass_tokens = PASS_TOKENS if self.tokens.device.type == "cpu" else GPU_PASS_TOKENS
+        for count in passes([len(request.prompt) for request in requests], self.decode.packs, pass_tokens):
             prompts = [request.prompt for request in requests[read : read + count]]
             logits.append(self._read_alike(self.first_row + read, prompts, drafting))
             read += count
@@ -84,6 +86,8 @@ class PromptReader:
     def _read_alike(self, first_row: int, prompts: list, drafting: bool) -> torch.Tensor:
         """Read prompts in one pass, the longest first; returns the logits after each, [U, V]."""
         tokens, rows, longest = self.tokens, slice(first_row, first_row + len(prompts)), len(prompts[0])
+        if self.decode.graphs is not None:
+            longest = min(-(-longest // GRAPH_STEP) * GRAPH_STEP, tokens.positions)
         token_UL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=tokens.device)
         length_U = torch.tensor([len(p) for p in prompts], device=tokens.device)
         tokens.token_SP[rows, :longest] = token_UL
@@ -118,16 +122,16 @@ class PromptReader:
         return self.decode.logits(hidden_UD) if wanted else None
 
 
-def passes(lengths: Sequence[int], packs: bool) -> list[int]:
+def passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
     """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where a pass `packs`, against the cost of
-    another pass."""
+    another pass, in tokens."""
     least, last, read = [0.0], [0], np.cumsum([0, *lengths])
     for end in range(1, len(lengths) + 1):
         costs = []
         for start in range(end):
             padded = (end - start) * lengths[start]
             tokens = read[end] - read[start] + padded * lengths[start] / ATTENDED_TOKEN if packs else padded
-            costs.append((least[start] + PASS_TOKENS + tokens, start))
+            costs.append((least[start] + pass_tokens + tokens, start))
         cost, start = min(costs)
         least.append(cost)
         last.append(start)

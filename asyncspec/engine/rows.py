@@ -114,18 +114,24 @@ class Rows:
         self.reached_SJ[row_B, np.minimum(offered, emitted_B)] += 1
         self.accepted_SJ[row_B, accepted_B] += 1
 
-    def retire(self, row: int) -> Completion:
-        """Hand out what finished in this row; it is free."""
-        tokens, sample = self.tokens, self.samples[row]
-        start, end = len(sample.request.prompt), int(tokens.length[row])
+    def retire(self, rows: Sequence[int]) -> list[Completion]:
+        """Hand out what finished in these rows; they are free."""
+        held, at = (self.tokens.token_SP, self.logprob_SP, self.version_SP), rows
+        if rows and self.tokens.device.type != "cpu":
+            held, at = [tensor[rows].cpu() for tensor in held], range(len(rows))  # the host waits once, not once for each
+        return [self._completion(row, *(tensor[i] for tensor in held)) for row, i in zip(rows, at)]
+
+    def _completion(self, row: int, token_P: torch.Tensor, logprob_P: torch.Tensor, version_P: torch.Tensor) -> Completion:
+        sample = self.samples[row]
+        start, end = len(sample.request.prompt), int(self.tokens.length[row])
         verifications, proposed, accepted = self.counter_S3[row].tolist()
-        response = tokens.token_SP[row, start:end].to("cpu", torch.int32)
+        response = token_P[start:end].int()
         self.samples[row] = None
         self._free.append(row)
         return Completion(
-            sample.request.request_id, sample.number, response, self.logprob_SP[row, start:end].cpu().clone(),
-            self.version_SP[row, start:end].cpu().clone(), int(response[-1]) not in self.eos_token_ids,
-            verifications, proposed, accepted, sample.started_at, at_least(self.reached_SJ[row]), at_least(self.accepted_SJ[row]))
+            sample.request.request_id, sample.number, response, logprob_P[start:end].clone(), version_P[start:end].clone(),
+            int(response[-1]) not in self.eos_token_ids, verifications, proposed, accepted, sample.started_at,
+            at_least(self.reached_SJ[row]), at_least(self.accepted_SJ[row]))
 
     def close(self) -> None:
         """Move the last sequences into rows that nobody waits for."""

@@ -53,8 +53,7 @@ class TorchEngine:
             kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
                 "recompute" fills it again under the new weights.
             dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in float32.
-            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights. On a GPU they are
-                launched as CUDA graphs besides, see engine/graphs.py.
+            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights.
         """
         self.slots, self.shape = slots, shape
         self.settings = (temperature, top_p, top_k)
@@ -83,6 +82,7 @@ class TorchEngine:
         self._queue: deque[Sample] = deque()
         self.entered = 0  # sequences, whose number salts their seeds where a drafter remembers
         self.laps: dict[str, float] | None = None  # seconds by part of a step, for benchmarks: a dict switches it on
+        self.launch_by(Graphs.of(slots, device))
 
     @property
     def live(self) -> int:
@@ -137,8 +137,6 @@ class TorchEngine:
         self.decode.reload()
         if self._compile and self.decode.compiled is None:
             self.decode.compile(self.shape)
-            if graphs := Graphs.of(self.slots, self.device):
-                self.launch_by(graphs)
         if self.drafter is not None:
             self.drafter.reload()
         self.version = version
@@ -161,9 +159,9 @@ class TorchEngine:
         self.drafter.reload()
         self.draft_version = version
 
-    def launch_by(self, graphs: Graphs) -> None:
-        """Launch passes over few tokens, the policy's and the draft's, by these from now on."""
-        self.decode.graphs = graphs
+    def launch_by(self, graphs: Graphs | None) -> None:
+        """Launch passes over few tokens, the policy's and the draft's, by these from now on; None: kernel by kernel."""
+        self.decode.launch_by(graphs)
         if self.drafter is not None:
             self.drafter.launch_by(graphs)
 
@@ -319,7 +317,7 @@ class TorchEngine:
 
     def _retired(self, rows: list[int]) -> list[Completion]:
         """Hand out what finished in these rows."""
-        done = [self.rows.retire(row) for row in rows]
+        done = self.rows.retire(rows)
         if self.drafter is not None:
             for row in rows:
                 self.drafter.leave(row)

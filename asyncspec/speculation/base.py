@@ -97,5 +97,5 @@ class Drafter(Protocol):
     def reload(self) -> None:
         """Weights have changed, the draft's or the target's."""
 
-    def launch_by(self, graphs: Graphs) -> None:
-        """Launch passes by these from now on."""
+    def launch_by(self, graphs: Graphs | None) -> None:
+        """Launch passes by these from now on; None: kernel by kernel."""

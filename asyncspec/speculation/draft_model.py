@@ -32,9 +32,8 @@ class DraftModelDrafter:
     def reload(self) -> None:
         self.decode.reload()
 
-    def launch_by(self, graphs: Graphs) -> None:
-        if self.shape.experts is None:  # as the policy's
-            self.decode.graphs = graphs
+    def launch_by(self, graphs: Graphs | None) -> None:
+        self.decode.launch_by(graphs)
 
     def enter(self, first_row: int, count: int) -> None:
         self.read[first_row : first_row + count] = 0
@@ -55,7 +54,10 @@ class DraftModelDrafter:
         self._read(first_row, count, int(self.slots.length[first_row : first_row + count].max()))
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        logits_BV = self._read(0, count, self.unread(count))
+        width = self.unread(count)
+        if self.decode.graphs is not None and width <= draft_length + 1:
+            width = draft_length + 1  # one graph, whatever was accepted
+        logits_BV = self._read(0, count, width)
         length_B1 = self.slots.length_S[:count].unsqueeze(1)
         tokens, distributions = [], []
         for step in range(draft_length):

@@ -61,7 +61,7 @@ class FeatureDrafter:
                 self._compiled = CompiledDraft(self.slots, self.read, self.feature_SPE, self.decode.cache, self.draft.shape.norm_eps)
             self._compiled.reload(weights)
 
-    def launch_by(self, graphs: Graphs) -> None:
+    def launch_by(self, graphs: Graphs | None) -> None:
         self.graphs = graphs
 
     def enter(self, first_row: int, count: int) -> None:
@@ -130,7 +130,7 @@ class FeatureDrafter:
         if self.graphs is None or width > draft_length + 1:  # which a draft has to read after it has rested
             q_BKV, draft_BK = self._proposal(*inputs, spans, width)
         else:
-            q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, width)
+            q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, draft_length + 1)  # one graph, whatever was accepted
         return draft_BK, q_BKV
 
     def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:

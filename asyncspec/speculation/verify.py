@@ -9,6 +9,9 @@ Shape suffixes: B batch, K draft length, J = K + 1 positions verified, V vocabul
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import isqrt
+
 import torch
 
 
@@ -18,10 +21,12 @@ def sampling_distribution(logits: torch.Tensor, temperature: float, top_p: float
     Top-k keeps exactly k tokens (ties by token id); top-p keeps the smallest set of most probable tokens, renormalised
     after top-k, whose mass reaches top_p.
     """
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     V = logits.shape[-1]
+    if temperature != 1.0:
+        logits = logits.float() / temperature
     if (top_k <= 0 or top_k >= V) and top_p >= 1.0:
-        return logits.softmax(-1)
+        return logits.softmax(-1, dtype=torch.float32)
+    logits = logits.float()
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if 0 < top_k < V:
         ordered[..., top_k:] = float("-inf")
@@ -43,10 +48,33 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [...]; never an index of weight zero.
     """
-    # A GPU adds in an order of its own: in float32 a sum may pass the one before it by rounding alone.
-    cumulative = weights.cumsum(-1, dtype=torch.float64 if weights.is_cuda else None)
+    if weights.is_cuda:
+        return sample_in_blocks(weights, uniform)
+    cumulative = weights.cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+
+
+def sample_in_blocks(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`sample` for a GPU, whose long cumulative sums of several rows are slow: first which block of weights, then which of it.
+
+    It adds in an order of its own, in float64: in float32 a sum may pass the one before it by rounding alone.
+    """
+    parts = weights.unflatten(-1, (-1, _block(weights.shape[-1])))
+    cumulative = parts.sum(-1, dtype=torch.float64).cumsum(-1)
+    threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]
+    at = torch.searchsorted(cumulative, threshold, right=True)
+    before = torch.where(at > 0, cumulative.gather(-1, (at - 1).clamp_(min=0)), 0.0)
+    within = parts.take_along_dim(at.unsqueeze(-1), -2).squeeze(-2).cumsum(-1, dtype=torch.float64)
+    # The block's sum here and there may differ by rounding: what is left of the threshold stays below this one.
+    left = torch.minimum(threshold - before, within[..., -1:] * (1 - 2**-50))
+    return (at * parts.shape[-1] + torch.searchsorted(within, left, right=True)).squeeze(-1)
+
+
+@lru_cache
+def _block(size: int) -> int:
+    """The largest divisor up to the root."""
+    return next(block for block in range(isqrt(size), 0, -1) if size % block == 0)
 
 
 def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ, count_B=None) -> tuple[torch.Tensor, torch.Tensor]:
