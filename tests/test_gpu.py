@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from test_engine import run
 from test_weights import SHAPES, tensors, wait_until_idle
 
 from asyncspec.audit import audit
+from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import Membership, Publish
+from asyncspec.models.policy import build
+from asyncspec.models.shape import Experts
 from asyncspec.speculation.verify import sample
 from asyncspec.weights import Layout, Publisher, WholeSnapshot
 
@@ -36,6 +40,22 @@ def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method,
         results.append([*tokens, {key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()}])
     assert results[0] == results[1]
     assert launched == "kernels" or graphs._captured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
+    shape = replace(small_shape, model_type="qwen3_moe", experts=Experts(5, 2, 32, normed=True))
+    torch.manual_seed(3)
+    model, results = build(shape), []
+    model.init_states()
+    for launched in ("kernels", "graphs"):
+        engine = TorchEngine(shape, None, slots=5, max_prompt_tokens=8, max_response_tokens=24, top_k=1, device="cuda:0", dtype=dtype)
+        engine.load_policy(dict(model.named_parameters()), 0)
+        if launched == "kernels":
+            engine.launch_by(None)
+        results.append({key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()})
+    assert results[0] == results[1]
+    assert bool(engine.decode.graphs) == (dtype is torch.bfloat16)  # in float32 grouped products wait for the host
 
 
 @pytest.mark.parametrize("settings", [(1.0, 1.0, 0), (0.7, 0.9, 4)])

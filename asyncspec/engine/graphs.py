@@ -54,6 +54,7 @@ class Graphs:
             backend: as `CudaGraphs`.
         """
         self.slots, self._backend, self._on = slots, backend, True
+        self.came_early = 0  # calls that will be graphs once they have come often enough, and took as long as ten
         self._times: Counter[tuple] = Counter()
         self._captured: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.CUDAGraph]] = {}  # where inputs and results lie
         self._results: dict[tuple, torch.Tensor] = {}  # memory for those of all graphs, by number and dtype: distributions are large
@@ -84,6 +85,7 @@ class Graphs:
         if self._on and small and torch.is_inference_mode_enabled():
             key = (function, rows, span, sizes, settings)
             if key not in self._captured:
+                self.came_early += 1
                 self._times[key] += 1
                 if self._times[key] >= TIMES:
                     self._add(key, lambda own: function(*own, [(rows, span)], *settings), inputs, rows)

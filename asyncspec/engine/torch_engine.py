@@ -233,13 +233,15 @@ class TorchEngine:
             self.drafter.catch_up()
         start = self._clock() if lengths.watches else 0.0
         self._arrange(B, K + 1)
-        # A step that must first read much it has missed says nothing about what such a step usually costs.
-        usual = K == 0 or self.drafter.unread(B) <= LONGEST + 1
+        # A step that must first read much it has missed, or capture its passes, says nothing about what such a step usually costs.
+        usual, graphs = K == 0 or self.drafter.unread(B) <= LONGEST + 1, self.decode.graphs
+        early = graphs and graphs.came_early
         span = self._attended(B) if lengths.watches and self._attended else None
         kept_B, finished_B, found_B = self._advance(B, K)
         if not self._keeping:
             missed_S[:B] = True
         if lengths.watches:
+            usual = usual and early == (graphs and graphs.came_early)
             lengths.observe(B, K, self._clock() - start, kept_B, run_B.copy(), found_B, usual, missed_S[:B], span)
         run_B[:] = np.where(kept_B == K, run_B + K + 1, 0) if K else 0
         return self._retired(finished_B.nonzero()[0].tolist())
