@@ -14,6 +14,8 @@ from math import isqrt
 
 import torch
 
+LARGE = 8192  # weights of a row, from which on a GPU samples in blocks
+
 
 def sampling_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
     """Logits [..., V] to the probabilities that are sampled from: temperature, then top-k, then top-p.
@@ -48,18 +50,16 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [...]; never an index of weight zero.
     """
-    if weights.is_cuda:
+    if weights.is_cuda and weights.shape[-1] >= LARGE:
         return sample_in_blocks(weights, uniform)
-    cumulative = weights.cumsum(-1)
+    # A GPU adds in an order of its own: in float32 a sum may pass the one before it by rounding alone.
+    cumulative = weights.cumsum(-1, dtype=torch.float64 if weights.is_cuda else None)
     threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
 def sample_in_blocks(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """`sample` for a GPU, whose long cumulative sums of several rows are slow: first which block of weights, then which of it.
-
-    It adds in an order of its own, in float64: in float32 a sum may pass the one before it by rounding alone.
-    """
+    """`sample` where V is large on a GPU, whose long cumulative sums of several rows are slow: first which block of weights, then which of it."""
     parts = weights.unflatten(-1, (-1, _block(weights.shape[-1])))
     cumulative = parts.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""What engine steps cost by live rows and draft length, every proposal accepted by force: costs only, no rates of tokens. Of the shipped policy, or of
+random weights of other sizes; rows stand where those of short responses do. Beside it what reading a dense policy's weights once takes.
+
+    scripts/step_costs.py deployment.device=cuda
+    scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16 engine.compile=true
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from asyncspec import config as configuration  # noqa: E402
+from asyncspec import estimate  # noqa: E402
+from asyncspec.bench.generation import read_rate  # noqa: E402
+from asyncspec.console import terminal  # noqa: E402
+from asyncspec.engine.torch_engine import TorchEngine  # noqa: E402
+from asyncspec.launch.roles import devices  # noqa: E402
+from asyncspec.loading import use_threads  # noqa: E402
+from asyncspec.models import policy  # noqa: E402
+from asyncspec.models.eagle3 import DraftShape, Eagle3  # noqa: E402
+from asyncspec.models.shape import PolicyShape  # noqa: E402
+from asyncspec.speculation.eagle3 import eagle3_drafter  # noqa: E402
+from asyncspec.speculation.make import drafter_maker  # noqa: E402
+from scripts.make_random import LIKE, SHIPPED  # noqa: E402
+
+LIVE, LENGTHS = (1, 4, 16, 64), (0, 1, 3, 7, 15)
+WARM, TIMED = 5, 15  # steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--like", choices=LIKE, help="random weights of these sizes, the draft's too (default: the shipped policy and draft)")
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for example deployment.device=cuda")
+    args = parser.parse_args()
+    try:
+        c = configuration.load("tiny", args.overrides)
+    except configuration.ConfigError as error:
+        sys.exit(f"step_costs: {error}")
+    use_threads(c.engine.threads)
+    device, dtype = devices(c.deployment.device, ["generator"])[0], getattr(torch, c.model.dtype)
+    if args.like:
+        torch.manual_seed(c.seed)
+        shape = replace(PolicyShape.from_hf(SHIPPED), **LIKE[args.like])
+        model = policy.build(shape).to(device)
+        model.init_states()
+
+        def maker(model, slots, settings):
+            return eagle3_drafter(Eagle3(DraftShape.for_policy(shape)), model, slots, settings)
+    else:
+        model, shape = policy.load(configuration.resolve_path(c.model.path))
+        maker = drafter_maker("eagle3", configuration.resolve_path(c.draft_directory), shape)
+    began = time.perf_counter()
+    engine = TorchEngine(shape, maker, slots=max(LIVE), max_prompt_tokens=c.engine.max_prompt_tokens, max_response_tokens=c.sampling.max_response_tokens,
+                         draft_length=max(LENGTHS), compile_layers=c.engine.compile, device=device, dtype=dtype)
+    engine.load_policy(dict(model.named_parameters()), 0)
+    print(f"engine made in {time.perf_counter() - began:.1f} s")
+    # Of an embedding that is not the head, too, a step reads a few rows only.
+    weights = dtype.itemsize * (estimate.parameters(shape.to_hf()) - (0 if shape.tied else shape.vocab_size * shape.dim))
+    floor = weights / read_rate(device)
+    table = Table(title=f"milliseconds of a step; reading {weights / 1e6:.0f} MB of weights takes {1e3 * floor:.3f}", title_justify="left")
+    for column in ("live", *(f"k={k}" for k in LENGTHS), "floor over k=0"):
+        table.add_column(column, justify="right")
+    with torch.inference_mode():
+        for live in LIVE:
+            medians = []
+            for k in LENGTHS:
+                took = [engine._time_step(live, k, np.full(live, k)) for _ in range(WARM + TIMED)]
+                medians.append(statistics.median(took[WARM:]))
+            table.add_row(str(live), *(f"{1e3 * seconds:.2f}" for seconds in medians), f"{floor / medians[0]:.3f}")
+    terminal().print(table)
+
+
+if __name__ == "__main__":
+    main()
