@@ -374,6 +374,25 @@ def test_where_rows_are_packed_as_much_is_read_as_they_have_found_together():
     assert lengths._costs(8)[4] / lengths._costs(8)[0] == pytest.approx(3.0, rel=0.03)
 
 
+def test_all_rows_attend_as_widely_as_the_one_that_has_found_most():
+    """A step takes 1, 0.1 for each proposal that is read of a row on average, 0.001 for each position and place of the rectangle that holds them."""
+    def seconds(read, widest, span):
+        return 1 + 0.1 * read + 0.001 * (widest + 1) * span
+
+    calibrated = np.array([[*(seconds(k, k, 50) for k in range(LONGEST + 1)), seconds(0, 0, 50)]] * 2)
+    lengths = LookupLength([1, 64], calibrated, True, np.array([[seconds(LONGEST, LONGEST, 150), 150, 50]] * 2))
+    lengths.learn(np.tile([0, 0, 0, 4], 64), np.zeros(256, dtype=np.int64))  # one in four
+    lengths._span = 100
+    for live in (1, 8):
+        some = 1 - 0.75**live
+        expected = [seconds(min(k, 4) / 4, some * min(k, 4), 100) for k in range(1, LONGEST + 1)]
+        assert lengths._costs(live) == pytest.approx([seconds(0, 0, 100), *expected])
+    # A step that took what is expected of it says that the table is right.
+    lengths._live, lengths._best, found_B = 8, 7, np.array([7, *[0] * 7])
+    lengths._learn_from([7] * 8, [seconds(7 / 8, 7, 100)] * 8, [none(8)] * 8, [found_B] * 8, [True] * 8, [none(8)] * 8, [100] * 8)
+    assert lengths._drift[lengths._bucket(8)] == pytest.approx(1.0)
+
+
 def test_what_verifications_keep_corrects_what_looking_back_promises_position_by_position():
     lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     lengths.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says

@@ -279,15 +279,13 @@ class AutoLength:
         each = max(0.0, (row[LONGEST] - row[-1]) / (usual[LONGEST] - usual[-1] or LONGEST))
         return 1 - min(0.9, each * (usual[k] - read) / row[k])
 
-    def _share_attended(self, live: int, entry: int, span: float | None) -> float:
-        """The same of a step whose tokens attend to so many positions, on average over rows; of an entry of the table. The last counts where it is of a
-        step that reads no proposals, see `LookupLength`."""
+    def _share_attended(self, live: int, k: int, span: float | None) -> float:
+        """The same of a step whose tokens attend to so many positions, on average over rows."""
         if span is None:
             return 1.0
         bucket = self._bucket(live)
         row, (each, usual) = self._table[bucket], self._far[bucket]
-        tokens = entry + 1 if entry <= LONGEST else 1
-        return max(0.1, 1 + each * row[LONGEST] * tokens * (span - usual) / row[entry])
+        return max(0.1, 1 + each * row[LONGEST] * (k + 1) * (span - usual) / row[k])
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:
         """Steps of one draft length."""
@@ -367,7 +365,7 @@ class AutoLength:
     def _seconds(self, live: int) -> list[float]:
         bucket = self._bucket(live)
         drift = self._drift[bucket]
-        return [s * drift * self._share_attended(live, entry, self._span) for entry, s in enumerate(self._table[bucket])]
+        return [s * drift * self._share_attended(live, k, self._span) for k, s in enumerate(self._table[bucket][: LONGEST + 1])]
 
     def _bucket(self, live: int) -> int:
         """Half powers of two: live sequences that cost about the same."""

@@ -33,8 +33,9 @@ class LookupLength(AutoLength):
         """
         super().__init__(lives, seconds, None, farther)
         self._packs = packs
+        self._entries: dict[int, list[float]] = {}  # what was calibrated, by bucket; the table has by what each k's steps take more, or less
         self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
-        self._share_KM: dict[int, np.ndarray] = {}  # by bucket: what entries a step of each k takes, the first for none found
+        self._to_find: dict[int, tuple[np.ndarray, ...]] = {}  # by bucket: what steps of each k find, see `_finds`
         self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
         self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))  # the same, of those that would keep one fewer
         # Rows that kept so many, and for each k those that kept one fewer and so were asked; forgotten over a window.
@@ -61,7 +62,7 @@ class LookupLength(AutoLength):
         kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget + _at_least(_table(k_V, kept_R[verified]))
         self._found_KM = self._found_KM * forget + _table(k_V, count_R[verified])
         self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
-        self._share_KM.clear()
+        self._to_find.clear()
         promise_KJ = self._promise_KJ
         before_KJ = np.concatenate([np.ones((LONGEST + 1, 1)), promise_KJ[:, :-1]], 1)
         self._expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
@@ -80,20 +81,50 @@ class LookupLength(AutoLength):
         return (1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)).tolist()
 
     def _costs(self, live: int) -> list[float]:
-        bucket, seconds = self._bucket(live), self._seconds(live)
+        bucket = self._bucket(live)
+        share_EK, read_EK, widest_EK = self._finds(bucket, live)
+        lookups_K = (share_EK * self._step_s(bucket, read_EK, widest_EK, self._span)).sum(0)
+        seconds = [self._step_s(bucket, -1, 0, self._span), *lookups_K.tolist()]
+        return [s * self._drift[bucket] * more for s, more in zip(seconds, self._table[bucket])]
+
+    def _finds(self, bucket: int, live: int) -> tuple[np.ndarray, ...]:
+        """Kinds E of steps of k = 1..LONGEST: what share of them it is, how many proposals of a row are read in it on average, and of the row of which
+        most are; float [E, K]."""
         if not self._tokens:
-            return seconds[:-1]
-        if bucket not in self._share_KM:
+            k_1K = np.arange(1.0, LONGEST + 1)[None]
+            return np.ones_like(k_1K), k_1K, k_1K
+        if bucket not in self._to_find:
             found_KM = self._found_KM[1:] / self._found_KM[1:].sum(1, keepdims=True)
-            if self._packs:
-                none_K1 = found_KM[:, :1] ** live
-                mean_K1 = found_KM @ np.arange(LONGEST + 1.0)[:, None] / np.maximum(1 - none_K1, 1e-9)  # where any has found one
-                share_KM = (1 - none_K1) * np.maximum(0.0, 1 - abs(mean_K1 - np.arange(LONGEST + 1)))  # between two entries
-                share_KM[:, :1] += none_K1
-            else:
-                share_KM = np.diff(found_KM.cumsum(1) ** live, axis=1, prepend=0.0)  # of the most that a row has
-            self._share_KM[bucket] = share_KM
-        return [seconds[0], *(self._share_KM[bucket] @ [seconds[-1], *seconds[1:-1]]).tolist()]
+            upto_KM = np.minimum(found_KM.cumsum(1), 1.0) ** live  # how often no row has found more
+            if self._packs:  # none of any row, or some
+                none_K = upto_KM[:, 0]
+                any_K, zeros_K = np.maximum(1 - none_K, 1e-9), np.zeros(LONGEST)
+                read_K, widest_K = found_KM @ np.arange(LONGEST + 1.0), (1 - upto_KM).sum(1)
+                self._to_find[bucket] = tuple(np.stack(pair) for pair in ((none_K, 1 - none_K), (zeros_K, read_K / any_K), (zeros_K, widest_K / any_K)))
+            else:  # as many of each row as of the one that has found most
+                most_EK = np.repeat(np.arange(LONGEST + 1.0)[:, None], LONGEST, 1)
+                self._to_find[bucket] = np.diff(upto_KM, axis=1, prepend=0.0).T, most_EK, most_EK
+        return self._to_find[bucket]
+
+    def _step_s(self, bucket: int, read, widest, span: float | None):
+        """Seconds of a step as calibrated.
+
+        Args:
+            read: how many proposals of a row are verified, on average; 0: looked, and found none; -1: did not look.
+            widest: of the row with most. All rows attend as if they had as many.
+            span: see `observe`.
+        """
+        row, (each, usual) = self._entries[bucket], self._far[bucket]
+        calibrated = np.interp(read, range(-1, LONGEST + 1), [row[0], row[-1], *row[1:-1]])
+        attending = (widest + 1) * (usual if span is None else span) - (np.maximum(read, 0) + 1) * usual
+        return np.maximum(0.1 * calibrated, calibrated + each * row[LONGEST] * attending)
+
+    def _bucket(self, live: int) -> int:
+        bucket = super()._bucket(live)
+        if bucket not in self._entries:
+            self._entries[bucket], self._table[bucket] = self._table[bucket], [1.0] * (LONGEST + 1)
+            self._doubt[bucket] = np.eye(LONGEST + 1)
+        return bucket
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
@@ -107,15 +138,14 @@ class LookupLength(AutoLength):
             self._kept_J += kept_J
             self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
         self._spent(k, seconds)
-        row, by_entry = self._table[self._bucket(self._live)], {}
-        for spent, found_B, at in zip(seconds, found_NB, span):
-            read = 0.0 if not k else float(found_B.mean() if self._packs else found_B.max())
-            entry = (round(read) or LONGEST + 1) if k else 0
-            if read != round(read):
-                spent *= row[entry] / np.interp(read, range(LONGEST + 1), [row[-1], *row[1:-1]])
-            by_entry.setdefault(entry, []).append(spent / self._share_attended(self._live, entry, at))
-        for entry, times in by_entry.items():
-            self._took(entry, times)
+        bucket, over = self._bucket(self._live), []
+        for spent, found_B, as_usual, at in zip(seconds, found_NB, usual, span):
+            widest = int(found_B.max()) if k else 0
+            read = -1 if not k else float(found_B.mean()) if self._packs else widest
+            if as_usual:
+                over.append(spent / self._step_s(bucket, read, widest, at))
+        if over:
+            self._took(k, over)
 
 
 def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
