@@ -32,40 +32,17 @@ WARM_UP_ROLLOUTS = 24  # for each slot
 TURNS = 16
 
 
-class Watched:
-    """A draft length controller that counts what it decides and what comes of it."""
-
-    def __init__(self, inner) -> None:
-        self.inner, self.longest, self.watches = inner, inner.longest, True
-        self.steps: list[tuple[int, int]] = []  # live sequences and draft length of each
-
-    @property
-    def keeps(self) -> bool:
-        return self.inner.keeps
-
-    def choose(self, live: int, missed_S=None, attended=None) -> int:
-        draft_length = self.inner.choose(live, missed_S, attended)
-        self.watches = draft_length > 0 or self.inner.watches
-        self.steps.append((live, draft_length))
-        return draft_length
-
-    def observe(self, live: int, draft_length: int, seconds: float, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None) -> None:
-        self.inner.observe(live, draft_length, seconds, kept_B, run_B, found_B, usual, missed_B, span)
-
-    def summary(self) -> dict[str, float]:
-        """Draft length over rows."""
-        rows = sum(live for live, _ in self.steps)
-        return {"draft_length": sum(live * k for live, k in self.steps) / rows} if rows else {}
-
-
 def accepted(done: Sequence[Completion]) -> dict[str, float]:
-    """Of finished rollouts: acceptance length, and acceptance of each position, given that those before were accepted."""
+    """Of finished rollouts: acceptance length, proposals a verification, and acceptance of each position, given that those before were accepted."""
 
     def summed(at: str) -> list[int]:
         return [sum(counts) for counts in zip_longest(*(getattr(c, at) for c in done), fillvalue=0)]
 
+    counts = {"acceptance_length": acceptance_length(list(enumerate(done)))}
+    if verifications := sum(c.verifications for c in done):
+        counts["proposals"] = sum(c.proposed for c in done) / verifications
     positions = enumerate(zip(summed("reached_at"), summed("accepted_at")), 1)
-    return {"acceptance_length": acceptance_length(list(enumerate(done)))} | {f"acceptance_{j}": kept / reached for j, (reached, kept) in positions if reached}
+    return counts | {f"acceptance_{j}": kept / reached for j, (reached, kept) in positions if reached}
 
 
 class Loads:
@@ -108,7 +85,7 @@ class Loads:
         if engine.drafter is None:
             return
         engine.drafter.catch_up()
-        engine.lengths = Watched(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
+        engine.lengths = self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length))
         if engine.drafter.looks_up:
             engine.drafter.learn = self._auto[key].learn if draft_length == "auto" else None
         if isinstance(engine.drafter, SuffixDrafter):
@@ -190,5 +167,5 @@ class Loads:
         for i, engine in enumerate(engines):
             tokens[i] = engine.begun_tokens + sum(len(c.tokens) for c in done[i])
             result = {"tokens": tokens[i], "seconds": seconds[i], "tokens_per_s": tokens[i] / seconds[i], "step_ms": 1e3 * seconds[i] / steps[i]}
-            results.append(result | (engine.lengths.summary() | accepted(done[i]) if isinstance(engine.lengths, Watched) else {}))
+            results.append(result | (accepted(done[i]) if engine.drafter is not None else {}))
         return results

@@ -34,6 +34,7 @@ TOLD_ROWS = 1024.0  # that what other lengths tell of one counts for beside the 
 RUN = 4 * (LONGEST + 1)  # places of a run that are told apart
 PRIOR_ROWS, REJECTED_PRIOR = 8.0, 0.3  # rows that a place counts for like those before it; the share rejected where nothing is known
 # For each k, behind how many tokens of a run its verifications begin.
+ALL_K = np.arange(LONGEST + 1)
 BEGINS_KN = np.array([np.arange(RUN) % (k + 1) == 0 for k in range(LONGEST + 1)], dtype=float)
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
@@ -50,7 +51,7 @@ SETTLED = 4  # choices held with about as many sequences live, before anything i
 # A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
 # cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
 # new or where nothing comes near to it, and one step in HOLD of that is observed.
-HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.2, 0.9
+HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.3, 0.9
 
 
 class FixedLength:
@@ -269,23 +270,21 @@ class AutoLength:
 
     def _costs(self, live: int) -> list[float]:
         """Expected seconds of a step for k = 0..LONGEST."""
-        seconds, read = self._seconds(live), [0.0, *self._read.beyond().cumsum().tolist()]
-        return [seconds[k] * self._share_read(live, k, read[k]) for k in range(LONGEST + 1)]
+        return (self._seconds(live) * self._share_read(live, ALL_K, np.append(0.0, self._read.beyond().cumsum()))).tolist()
 
-    def _share_read(self, live: int, k: int, read: float) -> float:
-        """What a step takes that reads so many of each row's k proposals, on average, over what the table says. All are drafted."""
+    def _share_read(self, live: int, k, read):
+        """What a step takes that reads so many of each row's k proposals, on average, over what the table says; of several steps or lengths. All are
+        drafted."""
         bucket = self._bucket(live)
-        row, usual = self._table[bucket], self._usual[bucket]
-        each = max(0.0, (row[LONGEST] - row[-1]) / (usual[LONGEST] - usual[-1] or LONGEST))
-        return 1 - min(0.9, each * (usual[k] - read) / row[k])
+        row_E, usual_E = np.array(self._table[bucket]), np.array(self._usual[bucket])
+        each = max(0.0, (row_E[LONGEST] - row_E[-1]) / (usual_E[LONGEST] - usual_E[-1] or LONGEST))
+        return 1 - np.minimum(0.9, each * (usual_E[k] - read) / row_E[k])
 
-    def _share_attended(self, live: int, k: int, span: float | None) -> float:
-        """The same of a step whose tokens attend to so many positions, on average over rows."""
-        if span is None:
-            return 1.0
+    def _share_attended(self, live: int, k, span):
+        """The same of steps whose tokens attend to so many positions, on average over rows."""
         bucket = self._bucket(live)
-        row, (each, usual) = self._table[bucket], self._far[bucket]
-        return max(0.1, 1 + each * row[LONGEST] * (k + 1) * (span - usual) / row[k])
+        row_E, (each, usual) = np.array(self._table[bucket]), self._far[bucket]
+        return np.maximum(0.1, 1 + each * row_E[LONGEST] * (k + 1) * (span - usual) / row_E[k])
 
     def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:
         """Steps of one draft length."""
@@ -293,13 +292,16 @@ class AutoLength:
         if k:
             window = WINDOW if self._best else RESTING_WINDOW
             self._emits.add(np.concatenate(run_NB), np.concatenate(kept_NB), k, window)
-            found_R = np.concatenate([np.full(len(kept_B), k) if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)])
+            all_B = np.full(max(map(len, kept_NB)), k)
+            found_R = np.concatenate([all_B[: len(kept_B)] if found_B is None else found_B for kept_B, found_B in zip(kept_NB, found_NB)])
             self._read.add(np.zeros_like(found_R), np.minimum(found_R + 1, k), found_R < k, window)
         self._spent(k, seconds)
-        as_table = [s / self._share_read(self._live, k, k if found_B is None else found_B.mean()) / self._share_attended(self._live, k, at)
-                    for s, found_B, as_usual, at in zip(seconds, found_NB, usual, span) if as_usual]
-        if as_table:
-            self._took(k, as_table)
+        read_N = np.array([k if found_B is None else found_B.sum() / len(found_B) for found_B in found_NB])
+        as_table_N = np.array(seconds) / self._share_read(self._live, k, read_N)
+        if span[0] is not None:
+            as_table_N /= self._share_attended(self._live, k, np.array(span))
+        if any(usual):
+            self._took(k, as_table_N[list(usual)].tolist())
 
     def _spent(self, k: int, seconds: Sequence[float]) -> None:
         """Keep the budget."""
@@ -362,10 +364,10 @@ class AutoLength:
         doubt_EE = self._doubt[bucket]
         return np.sqrt(np.maximum(0.0, np.diag(doubt_EE) + doubt_EE[beside, beside] - 2 * doubt_EE[beside])).tolist()
 
-    def _seconds(self, live: int) -> list[float]:
+    def _seconds(self, live: int) -> np.ndarray:
         bucket = self._bucket(live)
-        drift = self._drift[bucket]
-        return [s * drift * self._share_attended(live, k, self._span) for k, s in enumerate(self._table[bucket][: LONGEST + 1])]
+        seconds_K = np.array(self._table[bucket][: LONGEST + 1]) * self._drift[bucket]
+        return seconds_K if self._span is None else seconds_K * self._share_attended(live, ALL_K, self._span)
 
     def _bucket(self, live: int) -> int:
         """Half powers of two: live sequences that cost about the same."""
