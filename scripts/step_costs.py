@@ -42,14 +42,15 @@ WARM, TIMED = 5, 15  # steps
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--like", choices=LIKE, help="random weights of these sizes, the draft's too (default: the shipped policy and draft)")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for example deployment.device=cuda")
+    parser.add_argument("overrides", nargs="*", metavar="field=value",
+                        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example deployment.device=cuda")
     args = parser.parse_args()
     try:
         c = configuration.load("tiny", args.overrides)
+        device, dtype = devices(c.deployment.device, ["generator"])[0], getattr(torch, c.model.dtype)
     except configuration.ConfigError as error:
-        sys.exit(f"step_costs: {error}")
+        parser.error(str(error))
     use_threads(c.engine.threads)
-    device, dtype = devices(c.deployment.device, ["generator"])[0], getattr(torch, c.model.dtype)
     if args.like:
         torch.manual_seed(c.seed)
         shape = replace(PolicyShape.from_hf(SHIPPED), **LIKE[args.like])

@@ -49,7 +49,7 @@ OUTLYING = 0.1  # share by which a try may differ from what is expected, for the
 NONE_TURNS = 8  # tries, of which one is of no speculation
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; once it is not new for HOLD_S, or HOLD_MOST steps if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
+# cost; once it is not new for HOLD_S, or HOLD_MOST steps (twice those without speculation) if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
 # new or where nothing comes near to it, and one step in HOLD of that is observed.
 HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.3, 0.9
 
@@ -230,7 +230,7 @@ class AutoLength:
                 self._share = FAR_SHARE
                 self.keeps = affordable or self._pays_alone()
             if far or self._holds[bucket] >= EARLY_HOLDS:
-                most = HOLD_NONE if far and affordable else HOLD_MOST  # features are kept only for a try, which is not to wait for long
+                most = HOLD_NONE if far and affordable else HOLD_MOST if best else 2 * HOLD_MOST  # features are kept only for a try, which is not to wait for long
                 self._held = max(HOLD if best else HOLD_NONE, min(most, int(HOLD_S / costs[best]))) - 1
         return self._choice
 
