@@ -33,8 +33,8 @@ RESTING_WINDOW = 256  # the same where proposals are only tried now and then: a 
 TOLD_ROWS = 1024.0  # that what other lengths tell of one counts for beside the rows that were verified with it
 RUN = 4 * (LONGEST + 1)  # places of a run that are told apart
 PRIOR_ROWS, REJECTED_PRIOR = 8.0, 0.3  # rows that a place counts for like those before it; the share rejected where nothing is known
-# For each k, behind how many tokens of a run its verifications begin.
 ALL_K = np.arange(LONGEST + 1)
+# For each k, behind how many tokens of a run its verifications begin.
 BEGINS_KN = np.array([np.arange(RUN) % (k + 1) == 0 for k in range(LONGEST + 1)], dtype=float)
 # A try of one step beside another length, or one that is held, is charged with so much of a step besides what it loses itself: the steps after it
 # emit less than usual, too, because fixed lengths fall into step with what repeats in the text, the hard token being the one that the target
@@ -49,8 +49,8 @@ OUTLYING = 0.1  # share by which a try may differ from what is expected, for the
 NONE_TURNS = 8  # tries, of which one is of no speculation
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; once it is not new for HOLD_S, or HOLD_MOST steps (twice those without speculation) if that is less. One without speculation holds for HOLD_NONE steps at least, once it is not
-# new or where nothing comes near to it, and one step in HOLD of that is observed.
+# cost; once it is not new for HOLD_S, or HOLD_MOST steps (without speculation twice as many) if that is less. One without speculation holds for
+# HOLD_NONE steps at least, once it is not new or where nothing comes near to it, and one step in HOLD of that is observed.
 HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.3, 0.9
 
 
@@ -230,7 +230,8 @@ class AutoLength:
                 self._share = FAR_SHARE
                 self.keeps = affordable or self._pays_alone()
             if far or self._holds[bucket] >= EARLY_HOLDS:
-                most = HOLD_NONE if far and affordable else HOLD_MOST if best else 2 * HOLD_MOST  # features are kept only for a try, which is not to wait for long
+                # Features are kept only for a try, which is not to wait for long.
+                most = HOLD_NONE if far and affordable else HOLD_MOST if best else 2 * HOLD_MOST
                 self._held = max(HOLD if best else HOLD_NONE, min(most, int(HOLD_S / costs[best]))) - 1
         return self._choice
 
