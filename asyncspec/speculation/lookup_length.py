@@ -106,8 +106,8 @@ class LookupLength(AutoLength):
                 self._to_find[bucket] = np.diff(upto_KM, axis=1, prepend=0.0).T, most_EK, most_EK
         return self._to_find[bucket]
 
-    def _step_s(self, bucket: int, read, widest, span: float | None):
-        """Seconds of a step as calibrated.
+    def _step_s(self, bucket: int, read, widest, span):
+        """Seconds of a step as calibrated, or of several.
 
         Args:
             read: how many proposals of a row are verified, on average; 0: looked, and found none; -1: did not look.
@@ -138,14 +138,13 @@ class LookupLength(AutoLength):
             self._kept_J += kept_J
             self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
         self._spent(k, seconds)
-        bucket, over = self._bucket(self._live), []
-        for spent, found_B, as_usual, at in zip(seconds, found_NB, usual, span):
-            widest = int(found_B.max()) if k else 0
-            read = -1 if not k else float(found_B.mean()) if self._packs else widest
-            if as_usual:
-                over.append(spent / self._step_s(bucket, read, widest, at))
-        if over:
-            self._took(k, over)
+        read_N, widest_N = np.full(len(seconds), -1), np.zeros(len(seconds))
+        if k:
+            widest_N = np.array([found_B.max() for found_B in found_NB])
+            read_N = np.array([found_B.sum() / len(found_B) for found_B in found_NB]) if self._packs else widest_N
+        over_N = np.array(seconds) / self._step_s(self._bucket(self._live), read_N, widest_N, None if span[0] is None else np.array(span))
+        if any(usual):
+            self._took(k, over_N[list(usual)].tolist())
 
 
 def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
