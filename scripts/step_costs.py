@@ -22,8 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from asyncspec import config as configuration  # noqa: E402
-from asyncspec import estimate  # noqa: E402
-from asyncspec.bench.generation import read_rate  # noqa: E402
+from asyncspec.bench.generation import read_rate, weight_bytes  # noqa: E402
 from asyncspec.console import terminal  # noqa: E402
 from asyncspec.engine.torch_engine import TorchEngine  # noqa: E402
 from asyncspec.launch.roles import devices  # noqa: E402
@@ -67,8 +66,7 @@ def main() -> None:
                          draft_length=max(LENGTHS), compile_layers=c.engine.compile, device=device, dtype=dtype)
     engine.load_policy(dict(model.named_parameters()), 0)
     print(f"engine made in {time.perf_counter() - began:.1f} s")
-    # Of an embedding that is not the head, too, a step reads a few rows only.
-    weights = dtype.itemsize * (estimate.parameters(shape.to_hf()) - (0 if shape.tied else shape.vocab_size * shape.dim))
+    weights = weight_bytes(shape, dtype)
     floor = weights / read_rate(device)
     table = Table(title=f"milliseconds of a step; reading {weights / 1e6:.0f} MB of weights takes {1e3 * floor:.3f}", title_justify="left")
     for column in ("live", *(f"k={k}" for k in LENGTHS), "floor over k=0"):

@@ -27,6 +27,7 @@ from asyncspec import config as configuration
 from asyncspec import estimate
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
 from asyncspec.bench.loads import Loads
+from asyncspec.models.shape import PolicyShape
 
 LIVE = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (0, *range(1, 8), "auto")
@@ -72,6 +73,12 @@ def read_rate(device: str) -> float:
     return 4 * len(gigabyte) / min(took[1:])
 
 
+def weight_bytes(shape: PolicyShape, dtype: torch.dtype) -> int:
+    """Bytes of a dense policy's weights that a step reads; of an embedding that is not the head, too, it reads a few rows."""
+    looked_up = 0 if shape.tied else shape.vocab_size * shape.dim
+    return dtype.itemsize * (estimate.parameters(shape.to_hf()) - looked_up)
+
+
 class GenerationBenchmark(Benchmark):
     name = "engine"
     repeats = 5
@@ -80,9 +87,8 @@ class GenerationBenchmark(Benchmark):
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.loads = Loads(overrides)
         self.others: dict[str, Other] = {}
-        c, shape, element = self.loads.config, self.loads.shape, getattr(torch, self.loads.config.model.dtype).itemsize
-        looked_up = 0 if shape.tied else shape.vocab_size * shape.dim  # of the embedding a step reads a few rows, unless it is the head too
-        self.floor_ms = 1e3 * element * (estimate.parameters(shape.to_hf()) - looked_up) / read_rate(self.loads.device)
+        c = self.loads.config
+        self.floor_ms = 1e3 * weight_bytes(self.loads.shape, getattr(torch, c.model.dtype)) / read_rate(self.loads.device)
         alike = self.loads.device == "cpu" and c.model.dtype == "float32"  # as the others compute
         for name, (variable, program, arguments) in OTHERS.items() if alike else ():
             python = os.environ.get(variable)
