@@ -67,7 +67,7 @@ class EngineConfig:
     slots: int = 64  # sequences in flight in one generator
     max_prompt_tokens: int = 96  # longest prompt; a longer one in the data is refused before the run starts
     threads: int = 1  # CPU threads of one generator
-    compile: bool = False  # torch.compile for steps over few tokens: faster, after half a minute at the first start
+    compile: bool = False  # torch.compile for steps over few tokens: faster, but on CPUs with AVX-512, after half a minute at the first start
     gpu_memory_utilization: float = 0.9  # vllm on a GPU: share of its memory that one generator takes
     url: str = ""  # sglang: where the servers are, http://HOST:PORT for each generator, with commas between
     weights_dir: str = ""  # sglang: directory that generators and servers share, for weights on their way; empty: one in /dev/shm, on one host
