@@ -22,9 +22,9 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action, value):
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)
-            hint = ", before any flag" if action.metavar == "COMMAND" else ""
-            raise argparse.ArgumentError(action, f"{value!r}: expected one of {', '.join(choices)}{hint}; nearest: {nearest[0]}")
+            nearest = configuration.closest(str(value), choices)
+            hint = (", before any flag" if action.metavar == "COMMAND" else "") + (f"; nearest: {nearest}" if nearest else "")
+            raise argparse.ArgumentError(action, f"{value!r}: expected one of {', '.join(choices)}{hint}")
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -17,7 +17,7 @@ import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -356,9 +356,9 @@ def _config_path(config: str) -> Path:
         if candidate.is_file():
             return candidate
     names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
-    nearest = difflib.get_close_matches(Path(config).stem, names, 1, 0.0)
+    nearest = closest(Path(config).stem, names)
     raise ConfigError(f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}"
-                      + (f"; nearest: {nearest[0]}" if nearest else ""))
+                      + (f"; nearest: {nearest}" if nearest else ""))
 
 
 def leaves(tree: Any, prefix: str = "") -> list[str]:
@@ -382,6 +382,11 @@ def _check_key(key: str, where: str) -> None:
                       f"(default {default_of(near)!r})")
 
 
+def closest(value: str, choices: Sequence[str]) -> str | None:
+    """The choice most like what was given, if any is like it."""
+    return next(iter(difflib.get_close_matches(value, choices, 1, 0.4)), None)
+
+
 def nearest_field(key: str) -> str | None:
     """The field most like what was given, if any is."""
     known = leaves(dataclasses.asdict(Config()))
@@ -399,7 +404,7 @@ def _field_type(key: str) -> Any:
 
 def _expected(key: str) -> str:
     try:
-        return f"a value of type {_field_type(key).__name__}, for example {default_of(key)!r}"
+        return f"a value of type {_field_type(key).__name__}; nearest valid choice: {key}={default_of(key)}"
     except (KeyError, TypeError):
         return "a known field"
 

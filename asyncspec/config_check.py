@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import urlsplit
 
-from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, leaves, resolve_path, value_of
+from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, closest, default_of, first_line, leaves, resolve_path, value_of
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.faults import parse as parse_faults
 from asyncspec.models import CheckpointError
@@ -37,8 +36,7 @@ def check(config: Config) -> None:
 
     def choice(name: str, choices: tuple[str, ...]) -> None:
         value = value_of(config, name)
-        nearest = difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
-        need(value in choices, name, "one of " + ", ".join(choices), nearest)
+        need(value in choices, name, "one of " + ", ".join(choices), closest(str(value), choices) or default_of(name))
 
     def at_least(name: str, low: float) -> None:
         need(value_of(config, name) >= low, name, f"at least {low}", low)
