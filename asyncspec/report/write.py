@@ -109,7 +109,7 @@ def text(runs: Sequence[Run], console: Console) -> None:
         for line in slowest(run) or ["no timeline was kept"]:
             console.print(f"  {line}", soft_wrap=True)
     for row in what_ifs(runs):
-        console.print(f"{row.change}: " + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f}x" for seconds, ratio in row.values), soft_wrap=True)
+        console.print(f"{row.change}: " + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f} times as long" for seconds, ratio in row.values), soft_wrap=True)
 
 
 def report(directories: Sequence[str], out: str, as_text: bool) -> int:

@@ -188,8 +188,7 @@ class Console:
         self._out = terminal(soft_wrap=True)
         self._started = time.monotonic()
         self._filled: float | None = None  # when the first step ended
-        self._first_accuracy: float | None = None
-        self._accuracy = float("nan")
+        self._accuracies: list[float] = []
         k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
         self._bars: Progress | None = None
         self.line(f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
@@ -198,7 +197,7 @@ class Console:
     def resumed(self, metrics: RunMetrics) -> None:
         """Say where a run goes on that was begun before; its first accuracy was measured then."""
         if metrics.first_accuracy is not None:
-            self._first_accuracy, self._accuracy = metrics.first_accuracy, metrics.last["eval/accuracy"]
+            self._accuracies = [metrics.first_accuracy, metrics.last["eval/accuracy"]]
         self.line(f"going on from version {self.first_step}, with {self.first_step} steps trained")
 
     def line(self, text: str) -> None:
@@ -225,12 +224,10 @@ class Console:
             self._bars.update(task, completed=value)
 
     def evaluated(self, accuracy: dict, rollouts: int) -> None:
-        self._accuracy = accuracy["eval/accuracy"]
-        if self._first_accuracy is None:
-            self._first_accuracy = self._accuracy
+        self._accuracies.append(accuracy["eval/accuracy"])
         oldest, newest = accuracy["eval/policy_version"], accuracy["eval/policy_version_max"]
         versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-        self.line(f"held-out accuracy {self._accuracy:.1%} with {versions} ({rollouts} rollouts)")
+        self.line(f"held-out accuracy {self._accuracies[-1]:.1%} with {versions} ({rollouts} rollouts)")
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1
@@ -263,8 +260,9 @@ class Console:
                 table.add_row(label, f"{np.median(values):.3f}", f"{np.mean(values):.3f}", f"{np.mean(values) / total:.0%}",
                               f"{columns[key][0]:.3f}", end_section=key in ("time/other", "time/step"))
             self._out.print(table)
-        if self._first_accuracy is not None and steps:
-            self.line(f"held-out accuracy {self._first_accuracy:.1%} -> {self._accuracy:.1%}; "
+        if self._accuracies and steps:
+            reached = f" -> {self._accuracies[-1]:.1%}" if len(self._accuracies) > 1 else ""
+            self.line(f"held-out accuracy {self._accuracies[0]:.1%}{reached}; "
                       f"largest lag {max(columns['lag/max']):.0f} of {self.config.policy_lag} allowed; "
                       f"{time.monotonic() - self._started:.0f} s")
         if failure:
