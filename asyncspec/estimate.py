@@ -13,6 +13,8 @@ from asyncspec.config import LONGEST_DRAFT, Config, resolve_path
 FLOAT = 4
 ADAM = 2 * FLOAT  # its two moments
 UNROLLED = 31 * FLOAT  # of a pass of an unrolled draft, a token and unit of width, beside logits and attention weights; measured
+FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # of the policy's width, which a draft reads of each position
+SORTED = 4 * FLOAT + 8  # of a probability, while top-p and top-k sort it
 LIBRARIES = 5e8  # that a process has loaded, its CUDA context included; measured on CPUs
 
 
@@ -42,6 +44,16 @@ def eagle3_parameters(draft: dict) -> int:
     D, H, heads, kv_heads = (draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"))
     attention = 2 * D * H * (heads + 2 * kv_heads) + heads * H * D
     return 3 * D * D + attention + 3 * D * draft["intermediate_size"] + 4 * D + D * (draft.get("draft_vocab_size") or draft["vocab_size"])
+
+
+def draft_parameters(method: str, draft: dict) -> int:
+    """Of a draft, from its config.json; of MTP without the head, which is the policy's."""
+    if method == "eagle3":
+        return eagle3_parameters(draft)
+    if method == "mtp":
+        D = draft["hidden_size"]
+        return parameters(draft | {"num_hidden_layers": 1, "vocab_size": 0}) + 2 * D * D + 2 * D
+    return parameters(draft)
 
 
 def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
@@ -92,16 +104,19 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     if role == "generator" and config.engine.kind == "torch":
         from asyncspec.engine.prompts import PROMPT_ROWS
 
-        positions = longest
         length = config.speculation.draft_length
-        positions += 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))
-        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
-        if config.speculation.method == "eagle3":
+        verified = 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))  # tokens of a step, of each row
+        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * (longest + verified), {}
+        method = config.speculation.method
+        if method in FEATURES:
             cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())
-            features = 3 * cfg["hidden_size"] + 2 * cfg["num_key_value_heads"] * cfg["head_dim"]  # and its keys and values
-            draft = {"draft": (2 * element + FLOAT) * eagle3_parameters(cfg), "draft's features": element * features * cached}
+            own = cfg | {"num_hidden_layers": 1} if FEATURES[method] else cfg
+            each = element * FEATURES[method] * cfg["hidden_size"] + kv_bytes_per_token(own, element)
+            draft = {"draft": (2 * element + FLOAT) * draft_parameters(method, cfg), "draft's features and cache": each * cached}
+        # Of each token that may come next: its logit, this over the temperature, and its probability for the target and for the draft.
+        of_token = element + 3 * FLOAT + SORTED * (config.sampling.top_p < 1 or config.sampling.top_k > 0)
         return {"weights": 2 * element * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
-                "KV cache": kv_bytes_per_token(policy, element) * cached, **draft}
+                "KV cache": kv_bytes_per_token(policy, element) * cached, "distributions": of_token * config.engine.slots * verified * V, **draft}
     if role == "generator" and config.engine.kind == "vllm":
         # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
         return {"weights": element * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest}
@@ -122,11 +137,11 @@ def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:
     window = min(longest, config.draft.window or longest)
     tokens = min(tokens, config.rl.group_size * window)
     if config.speculation.method == "eagle3":
-        P, vocabulary = eagle3_parameters(draft), draft.get("draft_vocab_size") or draft["vocab_size"]
+        vocabulary = draft.get("draft_vocab_size") or draft["vocab_size"]
         # Until the backward pass each of the unrolled ones keeps its logits and attention weights; one makes them, in several steps.
         working = {"activations": unroll * UNROLLED * tokens * draft["hidden_size"], "logits": (unroll + 2) * FLOAT * tokens * vocabulary,
                    "attention weights": (unroll + 2) * FLOAT * tokens * draft["num_attention_heads"] * window}
     else:
-        P = parameters(draft)
         working = {"activations": 2 * 34 * tokens * draft["hidden_size"] * draft["num_hidden_layers"], "logits": 3 * FLOAT * tokens * draft["vocab_size"]}
+    P = draft_parameters(config.speculation.method, draft)
     return {"weights and gradients": 2 * FLOAT * P, "optimizer": ADAM * P, "snapshot": FLOAT * P, **working}

@@ -4,18 +4,24 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncspec import estimate
 from asyncspec.config import load
 from asyncspec.doctor import HEADROOM, Node, judge
+from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.supervision import Supervision, Target
 from asyncspec.drafts.training import unrolled_loss
+from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import eagle3, policy
+from asyncspec.speculation.make import drafter_for
 from runs import TORCHRUN
 
 POLICY_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
@@ -51,6 +57,56 @@ def test_sharding_divides_what_a_rank_needs():
     one, four = (estimate.of_actor(load("tiny", [f"logprob.ranks={n}"]), POLICY_8B, "logprob") for n in (1, 4))
     assert four["weights"] == one["weights"] / 4 and four["arriving weights"] < one["arriving weights"]
     assert four == estimate.of_actor(load("tiny", ["logprob.ranks=4"]), POLICY_8B, "logprob_rank")
+
+
+@pytest.mark.parametrize("method", drafts.METHODS)
+def test_a_generator_needs_its_draft_and_the_distributions_of_a_step(tmp_path, small_shape, method):
+    torch.manual_seed(5)
+    shape, settings = replace(small_shape, vocab_size=4096), {"engine.slots": 8, "engine.max_prompt_tokens": 8, "sampling.max_response_tokens": 20}
+    model = policy.build(shape)
+    model.init_states()
+    draft = drafts.new(method, shape, model)
+    draft.save(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert estimate.draft_parameters(method, described) == sum(p.numel() for p in draft.module.parameters())
+    config = load("tiny", [f"{name}={value}" for name, value in settings.items()] + [f"speculation.method={method}", "speculation.draft_length=5"])
+    config.speculation.draft_path = str(tmp_path)
+    for top_p in 1.0, 0.9:
+        config.sampling.top_p = top_p
+        needs = estimate.of_actor(config, shape.to_hf(), "generator")
+        engine = TorchEngine(shape, drafter_for(draft), slots=8, max_prompt_tokens=8, max_response_tokens=20, draft_length=5, top_p=top_p, temperature=0.9)
+        engine.load_policy(dict(model.named_parameters()), 0)
+        cache, drafter = engine.decode.cache, engine.drafter
+        own = drafter.decode.cache.keys.nbytes + drafter.decode.cache.values.nbytes + getattr(drafter, "feature_SPE", torch.empty(0)).nbytes
+        assert (needs["KV cache"], needs["draft's features and cache"]) == (cache.keys.nbytes + cache.values.nbytes, own)
+        engine.submit(Request(0, [2, 3], list(range(8)), 20))
+        engine.poll()
+        with Largest() as largest:
+            engine.poll()
+        assert 0.4 * needs["distributions"] < largest.bytes < needs["distributions"], largest.bytes / needs["distributions"]
+
+
+class Largest(TorchDispatchMode):
+    """The most memory that tensors made meanwhile took at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.held, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self.known | given:
+                self.known.add(storage.data_ptr())
+                self.held += storage.nbytes()
+                self.bytes = max(self.bytes, self.held)
+                weakref.finalize(storage, self._end, storage.data_ptr(), storage.nbytes())
+        return result
+
+    def _end(self, address, count):
+        self.known.discard(address)
+        self.held -= count
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
