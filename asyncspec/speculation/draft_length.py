@@ -6,7 +6,7 @@ B sequences are live; seconds are measured (a calibration fills the table, every
 is held, of all others, too, over the same text (`Emitted`). Rows that end emit less, and of them less is read, which is learned as well. Of lookups,
 what looking back at finished rollouts promises, corrected by what was kept. Only what is past is looked at, so the choice cannot bend the distribution.
 
-Trying a length that is not held for the best is paid from a budget of five thousandths of the engine's time, or one where it is far from the
+Trying a length that is not held for the best is paid from a budget of four thousandths of the engine's time, or one where it is far from the
 best, and more while a number of live sequences is new. So a draft that has become good again is found out, and a useless one costs next to nothing.
 
 Shape suffixes: B live rows, R tokens of responses, V verifications, K draft length, J position of a proposal, N place in a run, M proposals found,
@@ -24,8 +24,8 @@ from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.speculation.calibration import plausible
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)  # that are considered: of many alike the luckiest would seem the best
-EXPLORE_SHARE, FAR_SHARE = 0.005, 0.001  # the second where nothing comes near to no speculation
-EARLY_TIMES, EARLY_HOLDS = 5, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
+EXPLORE_SHARE, FAR_SHARE = 0.004, 0.001  # the second where nothing comes near to no speculation
+EARLY_TIMES, EARLY_HOLDS = 7, 16  # so many times more while a number of live sequences is new; a quarter of that after so many choices held there
 BUDGET_S, BUDGET_STEPS = 0.1, 2  # the most that is saved up: so long, or so many steps
 FIRST_BUDGET_S = 0.02  # given at the start, where the calibration is all that is known
 WINDOW = 4096  # row verifications over which acceptance is remembered
@@ -49,8 +49,9 @@ OUTLYING = 0.1  # share by which a try may differ from what is expected, for the
 NONE_TURNS = 8  # tries, of which one is of no speculation
 SETTLED = 4  # choices held with about as many sequences live, before anything is tried beside them
 # A choice holds for so many steps while about as many sequences are live, because choosing and learning cost what a dozen operations
-# cost; once it is not new for HOLD_S, or HOLD_MOST steps (without speculation twice as many) if that is less. One without speculation holds for
-# HOLD_NONE steps at least, once it is not new or where nothing comes near to it, and one step in HOLD of that is observed.
+# cost; once it is not new for HOLD_S, or HOLD_MOST steps (without speculation twice as many) if that is less, of which every other HOLD are observed.
+# One without speculation holds for HOLD_NONE steps at least, once it is not new or where nothing comes near to it, and one step in HOLD of that is
+# observed.
 HOLD, HOLD_NONE, HOLD_MOST, HOLD_S, NEAR = 8, 32, 128, 0.3, 0.9
 
 
@@ -193,7 +194,7 @@ class AutoLength:
         if self._held and (live == self._live or self._bucket(live) == self._bucket(self._live)):
             self._held -= 1
             self._passed += 1
-            self.watches = self._choice > 0 or self._exploring or self._held % HOLD == HOLD - 1
+            self.watches = self._exploring or (self._held % (2 * HOLD) < HOLD if self._choice else self._held % HOLD == HOLD - 1)
             return self._choice
         self.watches = True
         if self._seen:
@@ -233,6 +234,8 @@ class AutoLength:
                 # Features are kept only for a try, which is not to wait for long.
                 most = HOLD_NONE if far and affordable else HOLD_MOST if best else 2 * HOLD_MOST
                 self._held = max(HOLD if best else HOLD_NONE, min(most, int(HOLD_S / costs[best]))) - 1
+                if best:  # the first and the last are observed
+                    self._held = self._held // (2 * HOLD) * 2 * HOLD + HOLD - 1
         return self._choice
 
     def observe(self, live: int, draft_length: int, seconds: float, kept_B: np.ndarray, run_B: np.ndarray, found_B: np.ndarray | None = None,
