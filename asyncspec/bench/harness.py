@@ -8,7 +8,6 @@ writes result.json with every sample, and a plot.
 from __future__ import annotations
 
 import datetime
-import difflib
 import importlib
 import json
 import os
@@ -25,7 +24,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 from threadpoolctl import threadpool_info
 
-from asyncspec.config import ConfigError
+from asyncspec.config import ConfigError, closest
 from asyncspec.console import terminal
 
 NAMES = {
@@ -78,8 +77,8 @@ class Benchmark(ABC):
 def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
     if name not in NAMES:
-        nearest = difflib.get_close_matches(name, NAMES, 1, 0.0)[0]
-        raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}; nearest: {nearest}")
+        nearest = closest(name, NAMES)
+        raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}" + (f"; nearest: {nearest}" if nearest else ""))
     directory = Path(out)
     try:
         directory.mkdir(parents=True, exist_ok=True)
