@@ -11,6 +11,7 @@ from typing import Sequence
 
 from asyncspec import __version__
 from asyncspec import config as configuration
+from asyncspec.fields import describe, hint
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
 LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
@@ -22,9 +23,8 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action, value):
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            nearest = configuration.closest(str(value), choices)
-            hint = (", before any flag" if action.metavar == "COMMAND" else "") + (f"; nearest: {nearest}" if nearest else "")
-            raise argparse.ArgumentError(action, f"{value!r}: expected one of {', '.join(choices)}{hint}")
+            where = ", before any flag" if action.metavar == "COMMAND" else ""
+            raise argparse.ArgumentError(action, f"{value!r}: expected one of {', '.join(choices)}{where}" + hint(str(value), choices))
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_train(commands) -> None:
     fields = "\n".join(f"  {name}={default}" + (f"\n      {comment}" if comment else "")
-                       for name, default, comment in configuration.describe())
+                       for name, default, comment in describe(configuration.Config))
     train = commands.add_parser(
         "train", help="train a policy; without arguments the default job",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -183,7 +183,7 @@ def _add_draft(commands) -> None:
         description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes files that the engine and\n"
                     "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, comment in configuration.describe(settings.Training):
+    for name, default, comment in describe(settings.Training):
         train.add_argument(f"--{name.replace('_', '-')}", metavar="TEXT" if isinstance(default, str) else "N", help=f"{comment} (default: {default!r})",
                            **({"choices": ("eagle3", "mtp", "draft_model")} if name == "method" else {}))
     train.set_defaults(run=_draft_train, parser=train)

@@ -17,13 +17,14 @@ import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncspec import topology
+from asyncspec.fields import hint, leaves, type_of, value_of
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PACKAGE_DIR / "configs"
@@ -299,7 +300,7 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
 def _override(merged, key: str, text: str) -> None:
     try:
         # A string field takes its text as it stands; for all others YAML's reading of the text counts.
-        value = text if _field_type(key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+        value = text if type_of(Config, key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
         _check_type(key, value)
         OmegaConf.update(merged, key, value)
     except ConfigError:
@@ -311,7 +312,7 @@ def _override(merged, key: str, text: str) -> None:
 def _check_type(key: str, value: Any) -> None:
     """Yes and no are no numbers, and no number is yes or no: omegaconf takes either for the other."""
     interpolated = isinstance(value, str) and value.startswith("${")
-    if not interpolated and (_field_type(key) is bool) != isinstance(value, bool):
+    if not interpolated and (type_of(Config, key) is bool) != isinstance(value, bool):
         raise ConfigError(f"{key}={value!r}: expected {_expected(key)}")
 
 
@@ -345,27 +346,12 @@ def resolve_path(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def describe(cls: type = Config) -> list[tuple[str, Any, str]]:
-    """Every field of a dataclass as (dotted name, default, comment), for --help."""
-    comments, defaults = _comments(cls), cls()
-    return [(name, value_of(defaults, name), comments.get(name, "")) for name in leaves(dataclasses.asdict(defaults))]
-
-
 def _config_path(config: str) -> Path:
     for candidate in (Path(config), CONFIG_DIR / f"{config}.yaml"):
         if candidate.is_file():
             return candidate
     names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
-    nearest = closest(Path(config).stem, names)
-    raise ConfigError(f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}"
-                      + (f"; nearest: {nearest}" if nearest else ""))
-
-
-def leaves(tree: Any, prefix: str = "") -> list[str]:
-    """Dotted names of what is in nested mappings."""
-    if not isinstance(tree, dict) or (not tree and prefix):
-        return [prefix]
-    return [leaf for key, value in tree.items() for leaf in leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+    raise ConfigError(f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}" + hint(Path(config).stem, names))
 
 
 def _check_key(key: str, where: str) -> None:
@@ -382,11 +368,6 @@ def _check_key(key: str, where: str) -> None:
                       f"(default {default_of(near)!r})")
 
 
-def closest(value: str, choices: Sequence[str]) -> str | None:
-    """The choice most like what was given, if any is like it."""
-    return next(iter(difflib.get_close_matches(value, choices, 1, 0.4)), None)
-
-
 def nearest_field(key: str) -> str | None:
     """The field most like what was given, if any is."""
     known = leaves(dataclasses.asdict(Config()))
@@ -395,26 +376,11 @@ def nearest_field(key: str) -> str | None:
     return next(iter(same_name[:1] or difflib.get_close_matches(key, known, 1, 0.5)), None)
 
 
-def _field_type(key: str) -> Any:
-    cls: Any = Config
-    for part in key.split("."):
-        cls = typing.get_type_hints(cls)[part]
-    return cls
-
-
 def _expected(key: str) -> str:
     try:
-        return f"a value of type {_field_type(key).__name__}; nearest valid choice: {key}={default_of(key)}"
+        return f"a value of type {type_of(Config, key).__name__}; nearest valid choice: {key}={default_of(key)}"
     except (KeyError, TypeError):
         return "a known field"
-
-
-def value_of(config: Any, key: str) -> Any:
-    """The field that a dotted name names."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def default_of(key: str) -> Any:
@@ -425,26 +391,6 @@ def default_of(key: str) -> Any:
 def first_line(error: Exception) -> str:
     """What an exception says, in one line."""
     return str(error).strip().splitlines()[0]
-
-
-def _comments(of: type) -> dict[str, str]:
-    """The comment after each field of a dataclass, by dotted name: the source is the documentation."""
-    import inspect
-
-    found: dict[str, str] = {}
-
-    def walk(cls: type, prefix: str) -> None:
-        hints = typing.get_type_hints(cls)
-        for line in inspect.getsource(cls).splitlines():
-            name = line.strip().split(":")[0]
-            if name in hints and line.startswith("    ") and not line.startswith("     "):
-                found[prefix + name] = line.split("  # ", 1)[1] if "  # " in line else ""
-        for name, hint in hints.items():
-            if dataclasses.is_dataclass(hint):
-                walk(hint, f"{prefix}{name}.")
-
-    walk(of, "")
-    return found
 
 
 def default_run_dir() -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import urlsplit
 
-from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, closest, default_of, first_line, leaves, resolve_path, value_of
+from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, resolve_path
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.faults import parse as parse_faults
+from asyncspec.fields import closest, leaves, value_of
 from asyncspec.models import CheckpointError
 from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
 from asyncspec.timing.delays import parse as parse_delays

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from asyncspec.config import CONFIG_DIR, ConfigError, describe, from_yaml, load, resolve_path, to_yaml
+from asyncspec.config import CONFIG_DIR, Config, ConfigError, from_yaml, load, resolve_path, to_yaml
+from asyncspec.fields import describe
 
 
 @pytest.mark.parametrize("override,expected", [
@@ -216,7 +217,7 @@ def test_help_lists_flags_and_every_field_with_its_meaning():
     text = subprocess.run([sys.executable, "-m", "asyncspec.cli", "train", "--help"], capture_output=True, text=True, check=True).stdout
     for word in ("--config", "--policy-lag", "--steps", "--run-dir", "--seed"):
         assert word in text
-    for name, default, comment in describe():
+    for name, default, comment in describe(Config):
         assert f"{name}={default}" in text and comment in text
 
 

@@ -27,6 +27,7 @@ from asyncspec import config as configuration
 from asyncspec import messages as m
 from asyncspec import transport
 from asyncspec.bench.harness import Benchmark, Samples
+from asyncspec.fields import describe, value_of
 
 FRAMES, OVERSIZED, STRANGERS, CONFIGS = 1_000_000, 40, 5_000, 1_000
 GOOD_EVERY = 50  # frames, or connections, between two good messages
@@ -295,7 +296,7 @@ _VALUES = ("", "x", "-1", "0", "1", "1.5", "1e400", "nan", "inf", "-inf", "true"
 def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
     """Overrides with damaged names and values."""
     counts = dict.fromkeys(_COUNTS, 0)
-    names = [name for name, _, _ in configuration.describe()]
+    names = [name for name, _, _ in describe(configuration.Config)]
     for _ in range(count):
         name, text = str(rng.choice(names)), str(rng.choice(_VALUES))
         misspelt = rng.random() < 0.25
@@ -313,7 +314,7 @@ def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
             counts["crashes"] += 1
             continue
         counts["accepted"] += 1
-        value = configuration.value_of(loaded, name) if name in names else None
+        value = value_of(loaded, name) if name in names else None
         counts["silent"] += (name not in names) or not same(value, text)
     return counts
 

@@ -24,8 +24,9 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 from threadpoolctl import threadpool_info
 
-from asyncspec.config import ConfigError, closest
+from asyncspec.config import ConfigError
 from asyncspec.console import terminal
+from asyncspec.fields import hint
 
 NAMES = {
     "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
@@ -77,8 +78,7 @@ class Benchmark(ABC):
 def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
     if name not in NAMES:
-        nearest = closest(name, NAMES)
-        raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}" + (f"; nearest: {nearest}" if nearest else ""))
+        raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}" + hint(name, NAMES))
     directory = Path(out)
     try:
         directory.mkdir(parents=True, exist_ok=True)

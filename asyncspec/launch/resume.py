@@ -6,7 +6,8 @@ import difflib
 from pathlib import Path
 from typing import Sequence
 
-from asyncspec.config import Config, ConfigError, load, value_of
+from asyncspec.config import Config, ConfigError, load
+from asyncspec.fields import value_of
 from asyncspec.timing.exporters import read_rows
 
 # What a run may be given anew when it goes on. Everything else decides what it has learned and what its records mean.
