@@ -20,6 +20,7 @@ from asyncspec.engine.workspace import LayerShape, Workspace, items
 
 PACKED = 4  # tokens: workspaces are kept for their multiples
 LEFT_OUT = 8  # tokens, from which on it pays to leave them out
+LINE = 16  # numbers of a cache line: of what begins elsewhere every vector that is read lies in two
 ALIASING = 512  # numbers: what lies so far apart competes for the same places of a processor's cache
 
 
@@ -85,7 +86,8 @@ class NumpyKVCache:
 
     def __init__(self, layers: int, slots: int, positions: int, shape: LayerShape) -> None:
         self.shape, self.positions, (_, G, _, H, *_) = shape, positions, shape
-        stride = positions + 16 * (positions % ALIASING == 0)
+        stride = -(-positions // LINE) * LINE
+        stride += LINE * (stride % ALIASING == 0)
         self.keys = memory.zeros(layers, slots, G, H, stride, dtype=torch.float32, device="cpu")
         self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
         self._flat_keys = list(self.keys.numpy().reshape(layers, -1))
