@@ -24,7 +24,7 @@ LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
 FIXED = (1, 2, 3, 5, 7, LONGEST)
 ROLLOUTS, ROLLOUTS_SLOT = 32, 3  # of a measurement, and more for each slot, besides those that are still live when it ends
-PAIRS, MOST_PAIRS, ERROR = 8, 46, 0.005  # of auto beside the best, once it is known which is best: until the median's standard error is so small
+PAIRS, MOST_PAIRS, ERROR = 12, 46, 0.004  # of auto beside the best, once it is known which is best: until the median's standard error is so small
 NEVER_LOSES = 0.97  # of the best's tokens a second, at least
 _ALIKE = "{} eagle3 none over none"
 
