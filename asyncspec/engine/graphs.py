@@ -17,7 +17,7 @@ import torch
 
 from asyncspec.engine.kv_cache import SPAN_STEP, Spans
 
-TOKENS = 512  # rows times positions up to which a pass is captured: beyond, kernels take longer than their launches
+TOKENS = 1024  # rows times positions up to which a pass is captured: beyond, kernels take longer than their launches
 TIMES = 3  # that a pass comes until it is captured
 LEAST_SPAN = 128  # positions, to which all shorter spans are padded: fewer graphs, and reading so few costs nothing
 MOST = 512  # graphs that are kept; one more, and all are forgotten
