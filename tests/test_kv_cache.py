@@ -70,3 +70,10 @@ def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
     position_BL = start_B.unsqueeze(1) + 2 * L + torch.arange(L)
     for i, place in enumerate(made.at(first, position_BL, spans(position_BL[:, -1])).each()):
         attended(place, position_BL[:, i : i + 1])
+
+
+@pytest.mark.parametrize("positions", [1, 417, 432, 500, 512, 1024])
+def test_keys_begin_at_cache_lines_that_do_not_alias(positions):
+    keys = numpy_cache.NumpyKVCache(2, 3, positions, LayerShape(8, 2, 1, 4, 8, 1e-6, True)).keys
+    assert keys.data_ptr() % 64 == 0 and all(stride % 16 == 0 for stride in keys.stride()[:-1])
+    assert keys.stride(-2) >= positions and keys.stride(-2) % 512
