@@ -1,7 +1,8 @@
 """How much memory each actor takes, from the configuration and the policy's config.json alone: bytes, by what they are for.
 
-What is derived is exact (weights, moments, the KV cache); activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token,
-layer and unit of width in 16 bits, twice that in 32, and two bytes where they are recomputed. Allocators and libraries come on top.
+What is derived is exact (weights, moments; the KV cache but for what aligns it, up to `numpy_cache.LINE` positions a row); activations follow
+Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token, layer and unit of width in 16 bits, twice that in 32, and two bytes where they are
+recomputed. Allocators and libraries come on top.
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         return found | {"arriving weights": 2 * element * P / ranks + FLOAT * largest,
                         "gathered weights": element * largest / config.logprob.tensor_parallel}
     if role == "generator" and config.engine.kind == "torch":
+        from asyncspec.engine.numpy_cache import LINE
         from asyncspec.engine.prompts import PROMPT_ROWS
 
         length = config.speculation.draft_length
         verified = 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))  # tokens of a step, of each row
-        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * (longest + verified), {}
+        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * -(-(longest + verified) // LINE) * LINE, {}
         method = config.speculation.method
         if method in FEATURES:
             cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())

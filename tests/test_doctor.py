@@ -35,8 +35,8 @@ def test_parameters_and_cache_are_counted_as_they_are(small_shape, small_policy)
     assert estimate.parameters(described) == sum(p.numel() for p in small_policy.parameters())
     tied = replace(small_shape, tied=True)
     assert estimate.parameters(tied.to_hf()) == sum(p.numel() for p in policy.build(tied).parameters())
-    config = load("tiny", ["engine.slots=4", "engine.max_prompt_tokens=8", "sampling.max_response_tokens=16", "speculation.method=none"])
-    engine = TorchEngine(small_shape, slots=4, max_prompt_tokens=8, max_response_tokens=16)
+    config = load("tiny", ["engine.slots=4", "engine.max_prompt_tokens=8", "sampling.max_response_tokens=23", "speculation.method=none"])
+    engine = TorchEngine(small_shape, slots=4, max_prompt_tokens=8, max_response_tokens=23)  # 32 positions, whole lines
     cache = engine.decode.cache
     assert estimate.of_actor(config, described, "generator")["KV cache"] == cache.keys.nbytes + cache.values.nbytes
     assert estimate.parameters(POLICY_8B) == pytest.approx(8.19e9, rel=1e-3)  # as its model card says
@@ -62,7 +62,8 @@ def test_sharding_divides_what_a_rank_needs():
 @pytest.mark.parametrize("method", drafts.METHODS)
 def test_a_generator_needs_its_draft_and_the_distributions_of_a_step(tmp_path, small_shape, method):
     torch.manual_seed(5)
-    shape, settings = replace(small_shape, vocab_size=4096), {"engine.slots": 8, "engine.max_prompt_tokens": 8, "sampling.max_response_tokens": 20}
+    # 48 positions, whole lines of the cache.
+    shape, settings = replace(small_shape, vocab_size=4096), {"engine.slots": 8, "engine.max_prompt_tokens": 8, "sampling.max_response_tokens": 34}
     model = policy.build(shape)
     model.init_states()
     draft = drafts.new(method, shape, model)
@@ -74,12 +75,12 @@ def test_a_generator_needs_its_draft_and_the_distributions_of_a_step(tmp_path, s
     for top_p in 1.0, 0.9:
         config.sampling.top_p = top_p
         needs = estimate.of_actor(config, shape.to_hf(), "generator")
-        engine = TorchEngine(shape, drafter_for(draft), slots=8, max_prompt_tokens=8, max_response_tokens=20, draft_length=5, top_p=top_p, temperature=0.9)
+        engine = TorchEngine(shape, drafter_for(draft), slots=8, max_prompt_tokens=8, max_response_tokens=34, draft_length=5, top_p=top_p, temperature=0.9)
         engine.load_policy(dict(model.named_parameters()), 0)
         cache, drafter = engine.decode.cache, engine.drafter
         own = drafter.decode.cache.keys.nbytes + drafter.decode.cache.values.nbytes + getattr(drafter, "feature_SPE", torch.empty(0)).nbytes
         assert (needs["KV cache"], needs["draft's features and cache"]) == (cache.keys.nbytes + cache.values.nbytes, own)
-        engine.submit(Request(0, [2, 3], list(range(8)), 20))
+        engine.submit(Request(0, [2, 3], list(range(8)), 34))
         engine.poll()
         with Largest() as largest:
             engine.poll()

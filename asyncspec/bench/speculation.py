@@ -45,9 +45,9 @@ class SpeculationBenchmark(Benchmark):
         """A variant is LOAD DRAFTER LENGTH, with "over LENGTH" for two that take turns; the load is "job" or a number of live sequences."""
         load, method, *lengths = variant.replace("over ", "").split()
         slots, loads = JOB_SLOTS if load == "job" else int(load), self.loads
-        engines = [loads.engine("none" if k == "none" else method, slots, 0 if k == "none" else k, (repetition + i) % 2) for i, k in enumerate(lengths)]
 
         def run() -> list[dict[str, float]]:
+            engines = [loads.engine("none" if k == "none" else method, slots, 0 if k == "none" else k, (repetition + i) % 2) for i, k in enumerate(lengths)]
             if load != "job":
                 return loads.steady(repetition, ROLLOUTS + (1 + ROLLOUTS_SLOT) * slots, *engines)
             samples = loads.config.rl.group_size
