@@ -254,7 +254,7 @@ def _add_bench(commands) -> None:
                     "               beside it where ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON name their\n"
                     "               interpreters (scripts/compare/make_environments.sh makes both; about 15 minutes)\n"
                     "  speculation  every drafter by live sequences and draft length, the default job's rollouts, and whether\n"
-                    "               the automatic draft length ever loses (about 30 minutes)\n"
+                    "               the automatic draft length ever loses (about 50 minutes)\n"
                     "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 minutes)\n"
                     "  ranks        whether trainers of 1, 2 and 4 ranks learn alike (about 15 minutes)\n"
                     "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 minutes)\n"
@@ -266,7 +266,7 @@ def _add_bench(commands) -> None:
                     "               figures; needs root (about 10 minutes)")
     bench.add_argument("name", help="async, engine, speculation, drafts, adapter, ranks, attribution, chaos, fuzz, soak or deployment")
     bench.add_argument("--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)")
-    bench.add_argument("--repeats", type=int, default=0, metavar="N", help="repetitions of each variant (default: the benchmark's own)")
+    bench.add_argument("--repeats", type=int, metavar="N", help="repetitions of each variant (default: the benchmark's own)")
     bench.add_argument("overrides", nargs="*", default=[], metavar="field=value",
                        help="fields of the job that is measured, as for train, for example engine.threads=2")
     bench.set_defaults(run=_bench, parser=bench)

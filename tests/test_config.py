@@ -158,6 +158,7 @@ def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path)
     (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
     (["trian"], "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: train"),
     (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
+    (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),
     (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
 ])
 def test_wrong_command_lines_are_one_clear_line(args, expected, capsys):

@@ -75,10 +75,12 @@ class Benchmark(ABC):
         """End what was started."""
 
 
-def run(name: str, out: str, repeats: int, overrides: Sequence[str]) -> int:
+def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
     if name not in NAMES:
         raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}" + hint(name, NAMES))
+    if repeats is not None and repeats < 1:
+        raise ConfigError(f"--repeats {repeats}: expected 1 or more")
     directory = Path(out)
     try:
         directory.mkdir(parents=True, exist_ok=True)
