@@ -108,7 +108,8 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
 
         length = config.speculation.draft_length
         verified = 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))  # tokens of a step, of each row
-        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * -(-(longest + verified) // LINE) * LINE, {}
+        positions = -(-(longest + verified) // LINE) * LINE
+        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
         method = config.speculation.method
         if method in FEATURES:
             cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())
