@@ -1,7 +1,8 @@
 """`asyncspec audit`: does a run's ledger prove what the system promises?
 
-Every ticket was trained once, evaluated once, or dropped with a reason; each was trained in the step it was issued for, no token of it older
-than the policy lag allows or newer than the policy it trained; steps and versions follow each other without a gap.
+Every ticket was trained once, evaluated once, or dropped with a reason; each was trained in the step it was issued for,
+no token of it older than the policy lag allows or newer than the policy it trained; steps and versions follow each
+other without a gap.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ FATES = ("trained", "evaluated", "dropped")
 
 
 def fates(events: Iterable[dict]) -> dict[int, Counter]:
-    """How often each ticket that was issued was trained, evaluated and dropped; of what a resumed run made void nothing counts."""
+    """How often each ticket that was issued was trained, evaluated and dropped; of what a resumed run made void nothing
+    counts.
+    """
     counts: dict[int, Counter] = {}
     step_of: dict[int, int] = {}
     for event in events:
@@ -38,7 +41,8 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
 
     Args:
         events: the ledger's lines, in order.
-        steps_trained: rows of metrics.jsonl; None for a run that goes on: its tickets may still be without an end, its newest step incomplete.
+        steps_trained: rows of metrics.jsonl; None for a run that goes on: its tickets may still be without an end, its
+            newest step incomplete.
     """
     ended = steps_trained is not None
     found: list[str] = []
@@ -72,15 +76,22 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         if event["trained_in"] != step:
             found.append(f"ticket {ticket}: trained in step {event['trained_in']}, issued for step {step}")
         if event["version_min"] < step - lag:
-            found.append(f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy lag {lag}")
+            found.append(
+                f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy lag {lag}"
+            )
         if event["version_max"] > step:
-            found.append(f"ticket {ticket}: a token of version {event['version_max']} trained in step {step}, which made version {step + 1}")
+            found.append(
+                f"ticket {ticket}: a token of version {event['version_max']} trained in step {step}, which made version {step + 1}"
+            )
     for ticket, times in issued.items():
         if times > 1:
             found.append(f"ticket {ticket}: issued {times} times")
     for ticket, ends in fates(events).items():
         if sum(ends.values()) != 1 and (ends or ended):
-            found.append(f"ticket {ticket}: " + (", ".join(f"{fate} {n} times" for fate, n in ends.items()) or "no end: neither trained nor dropped"))
+            found.append(
+                f"ticket {ticket}: "
+                + (", ".join(f"{fate} {n} times" for fate, n in ends.items()) or "no end: neither trained nor dropped")
+            )
     for step in range(max(steps, default=-1) + ended):
         if steps[step] != groups_per_step:
             found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")
@@ -105,7 +116,8 @@ def audit(directory: str) -> int:
         events = list(ledger.read(run))
     except ValueError as error:
         raise ConfigError(f"audit {directory}: {error}") from None
-    written = (run / "metrics.jsonl").read_bytes().count(b"\n")  # whole lines; before they are read, as the run may go on
+    # whole lines; before they are read, as the run may go on
+    written = (run / "metrics.jsonl").read_bytes().count(b"\n")
     rows = read_rows(run / "metrics.jsonl")
     found = [f"metrics.jsonl, line {len(rows) + 1}: not the row of a step"] if len(rows) < written else []
     found += violations(events, config.policy_lag, config.rl.groups_per_step, None if going_on else len(rows))
@@ -114,14 +126,24 @@ def audit(directory: str) -> int:
         print(f"violated: {line}")
     if len(found) > SHOWN:
         print(f"and {len(found) - SHOWN} more")
-    faults = ", ".join(f"{count} {name}" for name in ("frozen", "lost", "joined", "resumed", "reissued") if (count := counts[name]))
-    undone, void = (sum(event.get(name, 0) for event in events if event["event"] == "resumed") for name in ("tickets_undone", "tickets_void"))
+    faults = ", ".join(
+        f"{count} {name}" for name in ("frozen", "lost", "joined", "resumed", "reissued") if (count := counts[name])
+    )
+    undone, void = (
+        sum(event.get(name, 0) for event in events if event["event"] == "resumed")
+        for name in ("tickets_undone", "tickets_void")
+    )
     if undone or void:
         faults += f"; by going back to a checkpoint {undone} trained tickets were undone and {void} on their way dropped, and all of them issued anew"
     if faults:
         print(f"{directory}: {faults}")
     if going_on:
-        print(f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are on their way, and whether each has one end can be said when it has ended")
-    print(f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "
-          f"{counts['dropped']} dropped; policy lag {config.policy_lag}: " + (f"{len(found)} violations" if found else "all of it holds"))
+        print(
+            f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are on their way, and whether each has one end can be said when it has ended"
+        )
+    print(
+        f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "
+        f"{counts['dropped']} dropped; policy lag {config.policy_lag}: "
+        + (f"{len(found)} violations" if found else "all of it holds")
+    )
     return 1 if found else 0

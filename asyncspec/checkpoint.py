@@ -1,9 +1,10 @@
 """Checkpoints to resume from: written in the background, whole or not at all, the newest few kept.
 
-    RUN/checkpoints/trainer-000040/    files of torch.distributed.checkpoint, and manifest.json: each file's bytes and CRC-32
+    RUN/checkpoints/trainer-000040/    files of torch.distributed.checkpoint, and manifest.json: each file's bytes and
+    CRC-32
 
-A checkpoint is written under another name and renamed when its manifest is on disk, so one that a crash cut short has never had
-its name; one that was damaged later disagrees with its manifest and is passed over for the one before it.
+A checkpoint is written under another name and renamed when its manifest is on disk, so one that a crash cut short has
+never had its name; one that was damaged later disagrees with its manifest and is passed over for the one before it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Checkpoints:
         if self._leads:
             shutil.rmtree(partial, ignore_errors=True)
             self.folder.mkdir(parents=True, exist_ok=True)
-        staged = dcp.async_save(state, checkpoint_id=str(partial), no_dist=self._group is None, process_group=self._group)
+        staged = dcp.async_save(
+            state, checkpoint_id=str(partial), no_dist=self._group is None, process_group=self._group
+        )
         self._writing = version, self._pool.submit(self._seal, staged, partial, version)
 
     def saved(self, wait: bool = False) -> int | None:
@@ -96,7 +99,9 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def newest(run_dir: Path, kind: str, passed_over: Callable[[str], None] = lambda text: None, at_most: int | None = None) -> tuple[int, Path] | None:
+def newest(
+    run_dir: Path, kind: str, passed_over: Callable[[str], None] = lambda text: None, at_most: int | None = None
+) -> tuple[int, Path] | None:
     """Version and path of the newest complete checkpoint; None if there is none.
 
     Args:
@@ -118,15 +123,24 @@ def where(run_dir: Path, kind: str, version: int) -> Path:
 
 
 def learned(module, optimizer) -> dict[str, Any]:
-    """A module's parameters and its AdamW's moments, for `save`; they are the live tensors, so that `load` fills them in place."""
+    """A module's parameters and its AdamW's moments, for `save`; they are the live tensors, so that `load` fills them
+    in place.
+    """
     import torch
 
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
     for parameter in module.parameters():
         if not optimizer.state[parameter]:  # as AdamW itself begins
-            optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                                          "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False)}
-    moments = {f"{name}/{key}": value for name, parameter in module.named_parameters() for key, value in optimizer.state[parameter].items()}
+            optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+    moments = {
+        f"{name}/{key}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
     return {"parameters": parameters, "moments": moments}
 
 
@@ -168,7 +182,9 @@ def damage(path: Path) -> str:
 
 def _found(folder: Path, kind: str) -> list[tuple[int, Path]]:
     """Versions and paths of all that bear a checkpoint's name, the newest first."""
-    named = [(re.fullmatch(rf"{kind}-(\d+)", item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())]
+    named = [
+        (re.fullmatch(rf"{kind}-(\d+)", item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())
+    ]
     return sorted(((int(match[1]), item) for match, item in named if match), reverse=True)
 
 

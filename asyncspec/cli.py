@@ -24,7 +24,9 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             where = ", before any flag" if action.metavar == "COMMAND" else ""
-            raise argparse.ArgumentError(action, f"{value!r}: expected one of {', '.join(choices)}{where}" + hint(str(value), choices))
+            raise argparse.ArgumentError(
+                action, f"{value!r}: expected one of {', '.join(choices)}{where}" + hint(str(value), choices)
+            )
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -33,8 +35,11 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. Wrong input is one line on standard error and exit code 2."""
     parser = _Parser(
-        prog="asyncspec", description="Asynchronous, speculative RL post-training.", formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume runs/20261121-120000 steps=240\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench speculation --repeats 3")
+        prog="asyncspec",
+        description="Asynchronous, speculative RL post-training.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume runs/20261121-120000 steps=240\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench speculation --repeats 3",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_train(commands)
@@ -51,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags = {flag.strip("-"): flag for action in args.parser._actions for flag in action.option_strings}
             name, _, value = item.strip("-").partition("=")
             field = configuration.nearest_field(name.replace("-", "_")) if hasattr(args, "overrides") else None
-            near = [flags[flag] for flag in difflib.get_close_matches(name, flags, 1, 0.6 if field else 0.0)] or [f"{field}={value or '...'}"]
+            near = [flags[flag] for flag in difflib.get_close_matches(name, flags, 1, 0.6 if field else 0.0)] or [
+                f"{field}={value or '...'}"
+            ]
             args.parser.error(f"{item}: no such flag; nearest: {near[0]}")
     if rest and not hasattr(args, "overrides"):
         args.parser.error(f"{rest[0]!r}: expected flags only")
@@ -65,27 +72,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_train(commands) -> None:
-    fields = "\n".join(f"  {name}={default}" + (f"\n      {comment}" if comment else "")
-                       for name, default, comment in describe(configuration.Config))
+    fields = "\n".join(
+        f"  {name}={default}" + (f"\n      {comment}" if comment else "")
+        for name, default, comment in describe(configuration.Config)
+    )
     train = commands.add_parser(
-        "train", help="train a policy; without arguments the default job",
+        "train",
+        help="train a policy; without arguments the default job",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train a policy with GRPO: asynchronous under a strict policy lag, with speculative generation.\n"
-                    "Without arguments: the default job (config tiny), a few minutes on two CPU cores.",
-        epilog=f"fields for overrides, with their defaults:\n{fields}")
+        "Without arguments: the default job (config tiny), a few minutes on two CPU cores.",
+        epilog=f"fields for overrides, with their defaults:\n{fields}",
+    )
     train.add_argument("--config", metavar="NAME", help="YAML file, or the name of a shipped one (default: tiny)")
     train.add_argument("--policy-lag", metavar="N", help="versions a rollout may be behind; 0 is synchronous")
     train.add_argument("--steps", metavar="N", help="optimizer steps")
     train.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/<date>-<time>)")
-    train.add_argument("--resume", metavar="RUN", help="go on with the run in this directory from its newest checkpoint, with its configuration")
-    train.add_argument("--node", type=int, metavar="K", help="play only what node K of deployment.nodes does: 0 begins a run, others --join it")
-    train.add_argument("--join", metavar="RUN", help="with --node: join the run that node 0 has begun in this directory")
-    train.add_argument("--hosts", metavar="HOST[:PORT],...", help="where the nodes but the first are played, in order: hosts on which `asyncspec host` runs; "
-                                                                  "further ones stand in for those that are lost")
+    train.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with the run in this directory from its newest checkpoint, with its configuration",
+    )
+    train.add_argument(
+        "--node",
+        type=int,
+        metavar="K",
+        help="play only what node K of deployment.nodes does: 0 begins a run, others --join it",
+    )
+    train.add_argument(
+        "--join", metavar="RUN", help="with --node: join the run that node 0 has begun in this directory"
+    )
+    train.add_argument(
+        "--hosts",
+        metavar="HOST[:PORT],...",
+        help="where the nodes but the first are played, in order: hosts on which `asyncspec host` runs; "
+        "further ones stand in for those that are lost",
+    )
     train.add_argument("--seed", metavar="N", help="of the data, its order and every sample")
-    train.add_argument("--launcher", choices=LAUNCHERS, default="auto",
-                       help="what starts and watches the actors (default: torchrun if it has started several ranks, else monarch)")
-    train.add_argument("overrides", nargs="*", metavar="field=value", help="any field listed below, for example trainer.optimizer.lr=1e-4")
+    train.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="auto",
+        help="what starts and watches the actors (default: torchrun if it has started several ranks, else monarch)",
+    )
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="field=value",
+        help="any field listed below, for example trainer.optimizer.lr=1e-4",
+    )
     train.set_defaults(run=_train, parser=train)
 
 
@@ -95,9 +130,14 @@ def _train(args) -> int:
 
         given = [name for name in (*TRAIN_FLAGS, "config", "resume", "hosts", "overrides") if getattr(args, name)]
         if args.node is None or given:
-            raise configuration.ConfigError(f"--join {args.join}: expected --node K beside it and nothing else" + (f", not {given[0]}" if given else ""))
+            raise configuration.ConfigError(
+                f"--join {args.join}: expected --node K beside it and nothing else"
+                + (f", not {given[0]}" if given else "")
+            )
         return join(args.join, args.node)
-    overrides = args.overrides + [f"{flag}={getattr(args, flag)}" for flag in TRAIN_FLAGS if getattr(args, flag) is not None]
+    overrides = args.overrides + [
+        f"{flag}={getattr(args, flag)}" for flag in TRAIN_FLAGS if getattr(args, flag) is not None
+    ]
     if args.resume is not None:
         from asyncspec.launch.resume import configure
 
@@ -107,20 +147,28 @@ def _train(args) -> int:
     resume = args.resume is not None
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
-        raise configuration.ConfigError(f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes themselves; "
-                                        "nearest valid choice: no --node")
+        raise configuration.ConfigError(
+            f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes themselves; "
+            "nearest valid choice: no --node"
+        )
     if args.hosts is not None and (args.node is not None or args.launcher not in ("auto", "monarch") or world_size > 1):
-        raise configuration.ConfigError(f"--hosts {args.hosts}: expected one process, no --node and no other launcher than monarch; "
-                                        "nearest valid choice: no --hosts")
+        raise configuration.ConfigError(
+            f"--hosts {args.hosts}: expected one process, no --node and no other launcher than monarch; "
+            "nearest valid choice: no --hosts"
+        )
     if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
-        raise configuration.ConfigError("--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 launch/async.py")
+        raise configuration.ConfigError(
+            "--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 launch/async.py"
+        )
     if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:
         from asyncspec.launch import processes
 
         return processes.launch(config, rank, world_size, resume)
     if world_size > 1:
-        raise configuration.ConfigError(f"--launcher {args.launcher}: expected one process, torchrun has started {world_size}; "
-                                        "nearest valid choice: --launcher torchrun")
+        raise configuration.ConfigError(
+            f"--launcher {args.launcher}: expected one process, torchrun has started {world_size}; "
+            "nearest valid choice: --launcher torchrun"
+        )
     if args.launcher == "ray":
         from asyncspec.launch import ray
 
@@ -132,7 +180,9 @@ def _train(args) -> int:
 
 
 def _end_at_once(code: int) -> None:
-    """All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy machine."""
+    """All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy
+    machine.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -140,11 +190,19 @@ def _end_at_once(code: int) -> None:
 
 def _add_host(commands) -> None:
     host = commands.add_parser(
-        "host", help="let launchers elsewhere start actors on this host",
+        "host",
+        help="let launchers elsewhere start actors on this host",
         description="Let `asyncspec train --hosts` of another host play nodes of its run here, through Monarch, one run after another, until Ctrl-C. Whoever\n"
-                    "reaches the port can run code as the account that started this: see docs/security.md.", formatter_class=argparse.RawDescriptionHelpFormatter)
-    host.add_argument("address", nargs="?", default="", metavar="[HOST][:PORT]",
-                      help="where to listen: an address of this host or a name for one (default: its own address, port 26600)")
+        "reaches the port can run code as the account that started this: see docs/security.md.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    host.add_argument(
+        "address",
+        nargs="?",
+        default="",
+        metavar="[HOST][:PORT]",
+        help="where to listen: an address of this host or a name for one (default: its own address, port 26600)",
+    )
     host.set_defaults(run=_host, parser=host)
 
 
@@ -157,13 +215,18 @@ def _host(args) -> int:
 
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
-        "doctor", help="say what would run where, and whether it can",
+        "doctor",
+        help="say what would run where, and whether it can",
         description="Say what a run would place where, how much memory each part takes, and what on this host speaks against it: versions, GPUs, NCCL,\n"
-                    "addresses, memory. Under torchrun, a rank on each node, also whether the nodes reach each other, share a file system, and how far\n"
-                    "their clocks are apart:\n\n"
-                    "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n\n"
-                    "Exit code 1 if something does.", formatter_class=argparse.RawDescriptionHelpFormatter)
-    doctor.add_argument("--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped one (default: tiny)")
+        "addresses, memory. Under torchrun, a rank on each node, also whether the nodes reach each other, share a file system, and how far\n"
+        "their clocks are apart:\n\n"
+        "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n\n"
+        "Exit code 1 if something does.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument(
+        "--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped one (default: tiny)"
+    )
     doctor.add_argument("overrides", nargs="*", metavar="field=value", help="fields, as of asyncspec train")
     doctor.set_defaults(run=_doctor, parser=doctor)
 
@@ -178,14 +241,22 @@ def _add_draft(commands) -> None:
     from asyncspec.drafts import settings
 
     draft = commands.add_parser("draft", help="make a draft for a policy", description="Make a draft for a policy.")
-    train = draft.add_subparsers(dest="draft_command", required=True, metavar="COMMAND", parser_class=_Parser).add_parser(
-        "train", help="train a draft on what a policy samples",
+    train = draft.add_subparsers(
+        dest="draft_command", required=True, metavar="COMMAND", parser_class=_Parser
+    ).add_parser(
+        "train",
+        help="train a draft on what a policy samples",
         description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes files that the engine and\n"
-                    "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for name, default, comment in describe(settings.Training):
-        train.add_argument(f"--{name.replace('_', '-')}", metavar="TEXT" if isinstance(default, str) else "N", help=f"{comment} (default: {default!r})",
-                           **({"choices": ("eagle3", "mtp", "draft_model")} if name == "method" else {}))
+        train.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="TEXT" if isinstance(default, str) else "N",
+            help=f"{comment} (default: {default!r})",
+            **({"choices": ("eagle3", "mtp", "draft_model")} if name == "method" else {}),
+        )
     train.set_defaults(run=_draft_train, parser=train)
 
 
@@ -213,11 +284,16 @@ def _draft_train(args) -> int:
 
 def _add_report(commands) -> None:
     report = commands.add_parser(
-        "report", help="what a run was like, as one HTML file or as text", formatter_class=argparse.RawDescriptionHelpFormatter,
+        "report",
+        help="what a run was like, as one HTML file or as text",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Where the time of a run's steps went, what the slowest waited for, what would make them faster, and how it learned.\n"
-                    "Writes RUN/report.html, which needs no network. Two runs are put side by side.")
+        "Writes RUN/report.html, which needs no network. Two runs are put side by side.",
+    )
     report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run; a second one to compare with")
-    report.add_argument("--out", default="", metavar="FILE", help="where the page goes (default: report.html in the first run)")
+    report.add_argument(
+        "--out", default="", metavar="FILE", help="where the page goes (default: report.html in the first run)"
+    )
     report.add_argument("--text", action="store_true", help="print to the terminal instead")
     report.set_defaults(run=_report, parser=report)
 
@@ -232,9 +308,11 @@ def _report(args) -> int:
 
 def _add_audit(commands) -> None:
     audit = commands.add_parser(
-        "audit", help="check that a run kept its promises",
+        "audit",
+        help="check that a run kept its promises",
         description="Check from a run's ledger that each ticket was trained once or dropped with a reason, in its step, within the policy lag, and that "
-                    "steps have no gap. Prints what is violated; exit code 1 if anything is.")
+        "steps have no gap. Prints what is violated; exit code 1 if anything is.",
+    )
     audit.add_argument("directory", metavar="RUN", help="directory of a run")
     audit.set_defaults(run=_audit, parser=audit)
 
@@ -247,28 +325,42 @@ def _audit(args) -> int:
 
 def _add_bench(commands) -> None:
     bench = commands.add_parser(
-        "bench", help="measure; writes a table, result.json and a plot", formatter_class=argparse.RawDescriptionHelpFormatter,
+        "bench",
+        help="measure; writes a table, result.json and a plot",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure, all variants interleaved; prints a table and writes result.json and plot.png.\n\n"
-                    "  async        the default job at policy lag 0 and 1: what asynchrony hides (about 5 minutes)\n"
-                    "  engine       tokens a second by live sequences and draft length, a step's parts, vLLM and transformers\n"
-                    "               beside it where ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON name their\n"
-                    "               interpreters (scripts/compare/make_environments.sh makes both; about 15 minutes)\n"
-                    "  speculation  every drafter by live sequences and draft length, the default job's rollouts, and whether\n"
-                    "               the automatic draft length ever loses (about 50 minutes)\n"
-                    "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 minutes)\n"
-                    "  ranks        whether trainers of 1, 2 and 4 ranks learn alike (about 15 minutes)\n"
-                    "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 minutes)\n"
-                    "  attribution  whether time is charged to its cause: delays put into known places, and found again (about 10 minutes)\n"
-                    "  chaos        a hundred actors killed or frozen at random in a default run (about 15 minutes)\n"
-                    "  fuzz         a million damaged frames and a thousand damaged configurations: what is refused (about 5 minutes)\n"
-                    "  soak         half an hour of a small job: memory, file descriptors and threads of each actor\n"
-                    "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside published\n"
-                    "               figures; needs root (about 10 minutes)")
-    bench.add_argument("name", help="async, engine, speculation, drafts, adapter, ranks, attribution, chaos, fuzz, soak or deployment")
-    bench.add_argument("--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)")
-    bench.add_argument("--repeats", type=int, metavar="N", help="repetitions of each variant (default: the benchmark's own)")
-    bench.add_argument("overrides", nargs="*", default=[], metavar="field=value",
-                       help="fields of the job that is measured, as for train, for example engine.threads=2")
+        "  async        the default job at policy lag 0 and 1: what asynchrony hides (about 5 minutes)\n"
+        "  engine       tokens a second by live sequences and draft length, a step's parts, vLLM and transformers\n"
+        "               beside it where ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON name their\n"
+        "               interpreters (scripts/compare/make_environments.sh makes both; about 15 minutes)\n"
+        "  speculation  every drafter by live sequences and draft length, the default job's rollouts, and whether\n"
+        "               the automatic draft length ever loses (about 50 minutes)\n"
+        "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 minutes)\n"
+        "  ranks        whether trainers of 1, 2 and 4 ranks learn alike (about 15 minutes)\n"
+        "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 minutes)\n"
+        "  attribution  whether time is charged to its cause: delays put into known places, and found again (about 10 minutes)\n"
+        "  chaos        a hundred actors killed or frozen at random in a default run (about 15 minutes)\n"
+        "  fuzz         a million damaged frames and a thousand damaged configurations: what is refused (about 5 minutes)\n"
+        "  soak         half an hour of a small job: memory, file descriptors and threads of each actor\n"
+        "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside published\n"
+        "               figures; needs root (about 10 minutes)",
+    )
+    bench.add_argument(
+        "name", help="async, engine, speculation, drafts, adapter, ranks, attribution, chaos, fuzz, soak or deployment"
+    )
+    bench.add_argument(
+        "--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)"
+    )
+    bench.add_argument(
+        "--repeats", type=int, metavar="N", help="repetitions of each variant (default: the benchmark's own)"
+    )
+    bench.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="field=value",
+        help="fields of the job that is measured, as for train, for example engine.threads=2",
+    )
     bench.set_defaults(run=_bench, parser=bench)
 
 

@@ -2,8 +2,8 @@
 
 Every knob of the system is a field here, with its unit and its default; `asyncspec train --help` prints this list.
 `load` merges, in this order: the dataclass defaults, a YAML file, dotlist overrides. A key that does not exist, a value
-of the wrong type or an impossible combination (config_check.py) raises `ConfigError`, one line that names the field, the value, what was
-expected and the nearest valid choice.
+of the wrong type or an impossible combination (config_check.py) raises `ConfigError`, one line that names the field,
+the value, what was expected and the nearest valid choice.
 
 This module imports no torch, and of ours only what has no imports itself: reading a configuration must be instant.
 """
@@ -79,7 +79,9 @@ class EngineConfig:
 class SpeculationConfig:
     method: str = "eagle3"  # eagle3, mtp, draft_model, ngram, suffix; none: autoregressive generation
     draft_length: str = "auto"  # k, tokens proposed per verification; auto: chosen for each engine step, 0 included
-    draft_path: str = ""  # directory of the draft; empty: the one made for the default policy. ngram and suffix need none
+    draft_path: str = (
+        ""  # directory of the draft; empty: the one made for the default policy. ngram and suffix need none
+    )
 
 
 @dataclass
@@ -110,8 +112,12 @@ class TrainerConfig:
     kind: str = "torch"  # torch; mock: trainer and logprob wait instead of computing, see mock
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ranks: int = 1  # processes that hold and train one policy together, by FSDP
-    tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
-    tokens_per_pass: int = 32768  # of one forward and backward pass, padding included, and of one of logprob; larger groups are divided
+    tensor_parallel: int = (
+        1  # of them, so many divide each matrix and read the same groups; the others read different groups
+    )
+    tokens_per_pass: int = (
+        32768  # of one forward and backward pass, padding included, and of one of logprob; larger groups are divided
+    )
     recompute: bool = False  # activations in the backward pass instead of keeping them: less memory, a third more work
     threads: int = 1  # CPU threads of each rank
 
@@ -119,17 +125,25 @@ class TrainerConfig:
 @dataclass
 class LogprobConfig:
     ranks: int = 1  # processes that hold the policy of one logprob actor together, by FSDP
-    tensor_parallel: int = 1  # of them, so many divide each matrix and read the same groups; the others read different groups
+    tensor_parallel: int = (
+        1  # of them, so many divide each matrix and read the same groups; the others read different groups
+    )
     threads: int = 1  # CPU threads of each rank
 
 
 @dataclass
 class DraftConfig:
-    adapt: bool = True  # train the draft on the policy's rollouts while it runs: mtp in the trainer, others in the draft adapter
+    adapt: bool = (
+        True  # train the draft on the policy's rollouts while it runs: mtp in the trainer, others in the draft adapter
+    )
     lr: float = 3e-4  # learning rate of the draft's AdamW
-    groups_per_step: int = 4  # at most so many groups of a step go to the draft adapter, or wait for it; then the oldest is dropped
+    groups_per_step: int = (
+        4  # at most so many groups of a step go to the draft adapter, or wait for it; then the oldest is dropped
+    )
     bytes_per_step: int = 64_000_000  # and at most so many bytes of groups
-    top_tokens: int = 512  # tokens kept of each target distribution, the rest of its mass as one; a smaller vocabulary is kept whole
+    top_tokens: int = (
+        512  # tokens kept of each target distribution, the rest of its mass as one; a smaller vocabulary is kept whole
+    )
     window: int = 0  # positions of a rollout that are sent, a stretch at random, for long contexts; 0: all
     publish_every: int = 4  # optimizer steps of the draft between two published draft versions
     unroll: int = 3  # positions the draft is unrolled over in training (training-time test)
@@ -171,19 +185,27 @@ class DeploymentConfig:
     generators: int = 1  # generator actors
     logprobs: int = 1  # logprob actors, of logprob.ranks processes each; each takes every so manieth group
     nodes: str = ""  # who plays where on several nodes, for example 4*trainer:4+logprob:4,12*generator:8; then it says how many there are of each
-    device: str = "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
+    device: str = (
+        "auto"  # auto: GPUs if there are any; cpu (so the default job); cuda. GPUs are dealt out to the actors in turn
+    )
     host: str = "auto"  # address the actors of this host bind to; auto: loopback, or where torchrun joins several hosts the address they are reached at
     replacements: int = 8  # generators, logprob actors (of one rank) and draft adapters started in place of ones that died, at most, between two starts of all
     restarts: int = 3  # times all may be started again from the last checkpoint because the trainer, the controller or one of several ranks died
     standby: int = 1  # with Ray: spare processes on each node, which have loaded all libraries, for the next replacements; other launchers fork theirs
     encrypt: bool = True  # the actors' sockets, with keys made for the run; who has not got them cannot connect
-    start_timeout_s: float = 120.0  # of an actor to come up, and then to join the broadcasts; its first sign of life is due within it
+    start_timeout_s: float = (
+        120.0  # of an actor to come up, and then to join the broadcasts; its first sign of life is due within it
+    )
     stall_timeout_s: float = 300.0  # without any progress; then the run stops and says what was waited for
-    silent_timeout_s: float = 5.0  # without a sign of life from a process; then it counts as frozen, is killed, and is a death like others
+    silent_timeout_s: float = (
+        5.0  # without a sign of life from a process; then it counts as frozen, is killed, and is a death like others
+    )
     turn_timeout_s: float = 180.0  # of one turn of an actor's main loop; then it counts as stuck, likewise
     stop_timeout_s: float = 4.0  # from an interrupt to the end of every process
     record: bool = True  # what the actors do from when to when, for trace.json
-    faults: str = ""  # for tests of recovery: actor:place:times:kill or freeze,...; the places are in asyncspec/faults.py
+    faults: str = (
+        ""  # for tests of recovery: actor:place:times:kill or freeze,...; the places are in asyncspec/faults.py
+    )
     delays: str = ""  # for tests of the measurement: place=seconds,...; places: generate, reward, queue, logprob, broadcast, train
 
 
@@ -218,10 +240,14 @@ class Config:
 
     @property
     def draft_trainer(self) -> str:
-        """Who trains the draft while the policy moves: draft_adapter, the trainer (mtp, the policy's own), or nobody ("")."""
+        """Who trains the draft while the policy moves: draft_adapter, the trainer (mtp, the policy's own), or nobody
+        ("").
+        """
         if not self.draft.adapt or self.trainer.kind == "mock":
             return ""
-        return {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}.get(self.speculation.method, "")
+        return {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}.get(
+            self.speculation.method, ""
+        )
 
     @property
     def server_urls(self) -> list[str]:
@@ -232,7 +258,11 @@ class Config:
     def draft_directory(self) -> str:
         """Where the draft's files are, as `resolve_path` reads it; "" for a method without files."""
         method = self.speculation.method
-        return (self.speculation.draft_path or f"asset:tiny/{method}") if method in ("eagle3", "mtp", "draft_model") else ""
+        return (
+            (self.speculation.draft_path or f"asset:tiny/{method}")
+            if method in ("eagle3", "mtp", "draft_model")
+            else ""
+        )
 
 
 def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
@@ -260,7 +290,9 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         _check_type(key, _inner(given, key))
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
-            raise ConfigError(f"override {item!r}: expected field=value without spaces, for example trainer.optimizer.lr=1e-4")
+            raise ConfigError(
+                f"override {item!r}: expected field=value without spaces, for example trainer.optimizer.lr=1e-4"
+            )
         _check_key(item.split("=", 1)[0], "in the overrides")
     merged = OmegaConf.structured(Config)
     try:
@@ -287,12 +319,20 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
         raise ConfigError(f"deployment.nodes={text!r}: {error}") from None
     ranks = max(1, config.logprob.ranks)
     if totals["logprob"] % ranks:
-        raise ConfigError(f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of logprob.ranks={ranks}; "
-                          f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}")
+        raise ConfigError(
+            f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of logprob.ranks={ranks}; "
+            f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}"
+        )
     totals["logprob"] //= ranks
-    for name, role in (("trainer.ranks", "trainer"), ("deployment.logprobs", "logprob"), ("deployment.generators", "generator")):
+    for name, role in (
+        ("trainer.ranks", "trainer"),
+        ("deployment.logprobs", "logprob"),
+        ("deployment.generators", "generator"),
+    ):
         if name in given and value_of(config, name) != totals[role]:
-            raise ConfigError(f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an empty deployment.nodes")
+            raise ConfigError(
+                f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an empty deployment.nodes"
+            )
         section, field_name = name.split(".")
         setattr(getattr(config, section), field_name, totals[role])
 
@@ -300,7 +340,9 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
 def _override(merged, key: str, text: str) -> None:
     try:
         # A string field takes its text as it stands; for all others YAML's reading of the text counts.
-        value = text if type_of(Config, key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+        value = (
+            text if type_of(Config, key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+        )
         _check_type(key, value)
         OmegaConf.update(merged, key, value)
     except ConfigError:
@@ -351,7 +393,10 @@ def _config_path(config: str) -> Path:
         if candidate.is_file():
             return candidate
     names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
-    raise ConfigError(f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}" + hint(Path(config).stem, names))
+    raise ConfigError(
+        f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}"
+        + hint(Path(config).stem, names)
+    )
 
 
 def _check_key(key: str, where: str) -> None:
@@ -364,8 +409,7 @@ def _check_key(key: str, where: str) -> None:
     near = nearest_field(key)
     if not near:
         raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all")
-    raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near} "
-                      f"(default {default_of(near)!r})")
+    raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near} (default {default_of(near)!r})")
 
 
 def nearest_field(key: str) -> str | None:

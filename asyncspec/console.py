@@ -6,5 +6,7 @@ from rich.console import Console
 
 
 def terminal(**options) -> Console:
-    """A console that prints what it is given: names and errors may hold brackets and colons, which are no markup and no emoji."""
+    """A console that prints what it is given: names and errors may hold brackets and colons, which are no markup and no
+    emoji.
+    """
     return Console(highlight=False, markup=False, emoji=False, **options)

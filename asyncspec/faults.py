@@ -1,4 +1,5 @@
-"""Faults on purpose, to test recovery: `deployment.faults` names an actor, where it is, how many times it comes by there, and what happens.
+"""Faults on purpose, to test recovery: `deployment.faults` names an actor, where it is, how many times it comes by
+there, and what happens.
 
     generator0:swap:2:kill,trainer:checkpoint:1:freeze
 
@@ -13,9 +14,15 @@ from collections import Counter
 from pathlib import Path
 
 PLACES = {  # where; each actor passes by those that it has
-    "start": "just started, no sign of life given yet", "boot": "loaded, not yet known to the controller", "join": "joining a broadcast group", "receive": "receiving a version",
-    "swap": "taking a version into use", "work": "generating, in logprob, training, adapting, controlling", "send": "a group or version just sent",
-    "checkpoint": "writing a checkpoint"}
+    "start": "just started, no sign of life given yet",
+    "boot": "loaded, not yet known to the controller",
+    "join": "joining a broadcast group",
+    "receive": "receiving a version",
+    "swap": "taking a version into use",
+    "work": "generating, in logprob, training, adapting, controlling",
+    "send": "a group or version just sent",
+    "checkpoint": "writing a checkpoint",
+}
 KINDS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 

@@ -1,5 +1,6 @@
-"""Fields of nested dataclasses by dotted names ("trainer.optimizer.lr"): which there are, their values, types and comments, and which choice is
-meant by one that is not."""
+"""Fields of nested dataclasses by dotted names ("trainer.optimizer.lr"): which there are, their values, types and
+comments, and which choice is meant by one that is not.
+"""
 
 from __future__ import annotations
 

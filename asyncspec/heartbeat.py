@@ -1,8 +1,8 @@
 """Signs of life: every process of a run beats, and the controller and the launchers watch each other's.
 
-A dead process is seen by its launcher at once. A frozen one (stopped, swapped out, cut off from the network) is not dead; it beats no
-more. A stuck one (hung in a driver, say) beats from its thread, but says that its main loop has not turned. The controller has the
-launcher kill either, and from there on it is a death like any other.
+A dead process is seen by its launcher at once. A frozen one (stopped, swapped out, cut off from the network) is not
+dead; it beats no more. A stuck one (hung in a driver, say) beats from its thread, but says that its main loop has not
+turned. The controller has the launcher kill either, and from there on it is a death like any other.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Heart:
 
 
 class Vigil:
-    """Who has beaten when, as seen here. Time in which this process itself did not run is nobody's silence, but for the beginning of it: a
-    process that is merely slow still finds out who is silent."""
+    """Who has beaten when, as seen here. Time in which this process itself did not run is nobody's silence, but for the
+    beginning of it: a process that is merely slow still finds out who is silent.
+    """
 
     def __init__(self, silent_s: float, turn_s: float) -> None:
         """
@@ -67,12 +68,14 @@ class Vigil:
         self._turns: dict[str, float] = {}
         self._patience: dict[str, float] = {}  # how long each may be silent
         self._looked = time.monotonic()
-        self.slept = 0.0  # seconds before the last look in which this process did not run: stopped, or the machine asleep
+        # seconds before the last look in which this process did not run: stopped, or the machine asleep
+        self.slept = 0.0
 
     def heard(self, name: str, turn_s: float = 0.0, loading: bool = False) -> None:
         """
         Args:
-            loading: it is not at work yet; libraries that are being loaded hold the interpreter, its heart's thread included.
+            loading: it is not at work yet; libraries that are being loaded hold the interpreter, its heart's thread
+                included.
         """
         self._heard[name], self._turns[name] = time.monotonic(), 0.0 if loading else turn_s
         self._patience[name] = self.silent_s * (LOADING_PATIENCE if loading else 1)

@@ -56,7 +56,9 @@ def check_lag(step: int, lag: int, ticket_id: int, versions: Sequence[int]) -> N
     """
     oldest, newest = min(versions), max(versions)
     if oldest < step - lag:
-        raise LagError(f"ticket {ticket_id} in step {step}: a token of version {oldest}; policy lag {lag} allows "
-                       f"{max(0, step - lag)} and newer")
+        raise LagError(
+            f"ticket {ticket_id} in step {step}: a token of version {oldest}; policy lag {lag} allows "
+            f"{max(0, step - lag)} and newer"
+        )
     if newest > step:
         raise LagError(f"ticket {ticket_id} in step {step}: a token of version {newest}, which does not exist yet")

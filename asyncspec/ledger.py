@@ -1,8 +1,10 @@
-"""The ledger, ledger.jsonl: one line for each event in a ticket's life, and for each fault of the run. Appended, never changed.
+"""The ledger, ledger.jsonl: one line for each event in a ticket's life, and for each fault of the run. Appended, never
+changed.
 
-A ticket is issued, and then trained, evaluated or dropped with a reason; in between it may be issued again because an actor died
-with it. The line `resumed` says that the run went on from a checkpoint: what happened to tickets of that version's step and later
-ones before that line is void, those tickets are issued anew. Lines of the run, not of a ticket: lost, joined, resumed, finished.
+A ticket is issued, and then trained, evaluated or dropped with a reason; in between it may be issued again because an
+actor died with it. The line `resumed` says that the run went on from a checkpoint: what happened to tickets of that
+version's step and later ones before that line is void, those tickets are issued anew. Lines of the run, not of a
+ticket: lost, joined, resumed, finished.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ from asyncspec.messages import Ticket
 
 FILE = "ledger.jsonl"
 _OF_TICKET = ("ticket", "step")
-_FIELDS = {"issued": _OF_TICKET, "trained": (*_OF_TICKET, "trained_in", "version_min", "version_max"), "evaluated": _OF_TICKET, "dropped": _OF_TICKET,
-           "resumed": ("version",)}  # whole numbers that an event is read for
+_FIELDS = {
+    "issued": _OF_TICKET,
+    "trained": (*_OF_TICKET, "trained_in", "version_min", "version_max"),
+    "evaluated": _OF_TICKET,
+    "dropped": _OF_TICKET,
+    "resumed": ("version",),
+}  # whole numbers that an event is read for
 
 
 class Ledger:
     def __init__(self, run_dir: Path) -> None:
         """Raises:
-            OSError: another process goes on writing it.
+        OSError: another process goes on writing it.
         """
         self._file = open(run_dir / FILE, "a", buffering=1)
         _lock(self._file)
@@ -34,7 +41,14 @@ class Ledger:
 
     def write(self, event: str, ticket: Ticket, **details) -> None:
         """An event in a ticket's life."""
-        self.note(event, ticket=ticket.ticket_id, step=ticket.step, min_version=ticket.min_version, evaluation=ticket.evaluation, **details)
+        self.note(
+            event,
+            ticket=ticket.ticket_id,
+            step=ticket.step,
+            min_version=ticket.min_version,
+            evaluation=ticket.evaluation,
+            **details,
+        )
 
     def note(self, event: str, **details) -> None:
         """An event of the run. Raises OSError where the disk is full."""
@@ -62,11 +76,15 @@ def read(run_dir: Path) -> Iterator[dict]:
                 raise ValueError
         except ValueError:
             if number < len(lines):
-                raise ValueError(f"{FILE}, line {number}: not an event: {line[:60].decode(errors='replace')!r}") from None
+                raise ValueError(
+                    f"{FILE}, line {number}: not an event: {line[:60].decode(errors='replace')!r}"
+                ) from None
             return
         for field in _FIELDS.get(event["event"], ()):
             if type(event.get(field)) is not int:
-                raise ValueError(f"{FILE}, line {number}: {event['event']!r} with {field}={event.get(field)!r}: expected a whole number")
+                raise ValueError(
+                    f"{FILE}, line {number}: {event['event']!r} with {field}={event.get(field)!r}: expected a whole number"
+                )
         yield event
 
 

@@ -1,4 +1,6 @@
-"""Loading libraries without what they do besides, a third of the time that a process takes to start; and with how many threads they compute."""
+"""Loading libraries without what they do besides, a third of the time that a process takes to start; and with how many
+threads they compute.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Callable, Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection, which as libraries are loaded would go through all that was loaded before, again and again."""
+    """Without garbage collection, which as libraries are loaded would go through all that was loaded before, again and
+    again.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -23,7 +27,8 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def without_gpus() -> Iterator[None]:
-    """Who asks torch for GPUs within it hears that there are none: to ask is to begin CUDA, which nothing survives that is forked later.
+    """Who asks torch for GPUs within it hears that there are none: to ask is to begin CUDA, which nothing survives that
+    is forked later.
 
     torchtitan asks as it is imported; what it hears is set again for each actor, see parallel.py.
     """
@@ -40,7 +45,8 @@ def without_gpus() -> Iterator[None]:
 
 @contextmanager
 def compiling_later() -> Iterator[None]:
-    """Within it `torch.compile(function, ...)` does nothing until what it returns is called; other uses of it are as ever.
+    """Within it `torch.compile(function, ...)` does nothing until what it returns is called; other uses of it are as
+    ever.
 
     torchtitan calls it as it is imported, for functions that we do not use, and would so load torch's compiler.
     """

@@ -112,7 +112,9 @@ class Order(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An actor is up. `address` is where its inbox listens, `device` what it computes on: cpu, or a name of its GPU that no other has."""
+    """An actor is up. `address` is where its inbox listens, `device` what it computes on: cpu, or a name of its GPU
+    that no other has.
+    """
 
     name: str
     address: str
@@ -165,8 +167,9 @@ class Kill(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Where everybody is: the addresses of all inboxes by role (generators by name), and where broadcast groups meet. Comes again when
-    an actor has been replaced."""
+    """Where everybody is: the addresses of all inboxes by role (generators by name), and where broadcast groups meet.
+    Comes again when an actor has been replaced.
+    """
 
     addresses: dict[str, str]
     store_host: str
@@ -322,8 +325,35 @@ class Stopped(Message, frozen=True):
 
 
 AnyMessage = Union[
-    Ticket, Group, Supervision, Order, Hello, Claim, Claimed, Ready, Beat, Kill, ClockAsked, ClockTold, Welcome, Membership, Publish, Receive, Broken,
-    Received, StepDone, Arrived, Generated, Checkpointed, EvalDone, Spans, Notice, Failed, Interrupt, Stop, Stopped,
+    Ticket,
+    Group,
+    Supervision,
+    Order,
+    Hello,
+    Claim,
+    Claimed,
+    Ready,
+    Beat,
+    Kill,
+    ClockAsked,
+    ClockTold,
+    Welcome,
+    Membership,
+    Publish,
+    Receive,
+    Broken,
+    Received,
+    StepDone,
+    Arrived,
+    Generated,
+    Checkpointed,
+    EvalDone,
+    Spans,
+    Notice,
+    Failed,
+    Interrupt,
+    Stop,
+    Stopped,
 ]
 
 
@@ -353,7 +383,10 @@ def encode(body: Message, arrays: Arrays | None = None) -> list:
     if (size := sum(array.nbytes for array in kept.values())) > MAX_MESSAGE_BYTES:
         raise WireError(f"{type(body).__name__} with {size} bytes of tensors: expected at most {MAX_MESSAGE_BYTES}")
     specs = tuple(_ArraySpec(name, array.dtype.name, array.shape) for name, array in kept.items())
-    return [_encoder.encode(_Envelope(WIRE_VERSION, body, specs)), *(a.reshape(-1).view(np.uint8).data for a in kept.values())]
+    return [
+        _encoder.encode(_Envelope(WIRE_VERSION, body, specs)),
+        *(a.reshape(-1).view(np.uint8).data for a in kept.values()),
+    ]
 
 
 def decode(frames: list) -> tuple[Message, Arrays]:

@@ -1,13 +1,15 @@
 """Several ranks that hold one policy together: FSDP2 over the data, tensor parallelism within a layer, or both.
 
-torchtitan shards the model; this file joins the ranks, gives torchtitan our few settings, and gathers what is sharded. The ranks are a
-grid [data, tensor]: those of one row read the same groups, those of one column hold shards of the same part of each matrix.
+torchtitan shards the model; this file joins the ranks, gives torchtitan our few settings, and gathers what is sharded.
+The ranks are a grid [data, tensor]: those of one row read the same groups, those of one column hold shards of the same
+part of each matrix.
 
     4 ranks, tensor_parallel=2:    0 1    read one group
                                    2 3    read another
 
-The trainer's weights are published from a snapshot of each rank's shards, gathered a bucket at a time in a thread, on process groups that
-training does not use; of those that arrive each rank of a logprob actor keeps its `share`: no rank ever holds the whole model.
+The trainer's weights are published from a snapshot of each rank's shards, gathered a bucket at a time in a thread, on
+process groups that training does not use; of those that arrive each rank of a logprob actor keeps its `share`: no rank
+ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -69,13 +71,28 @@ class Ranks:
         from torchtitan.distributed import ParallelDims
 
         # gloo and NCCL would take an interface by the host's name.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(own_address(store_host, store_port))
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(
+            own_address(store_host, store_port)
+        )
         store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=join_s))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore(self.name, store), rank=self.rank,
-                                world_size=self.size, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=dist.PrefixStore(self.name, store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
         T = self.tensor_parallel
-        self._dims = ParallelDims(dp_replicate=1, dp_shard=self.data_size, cp=1, tp=T, pp=1, ep=1, world_size=self.size,
-                                  spmd_backend="partial_dtensor")  # the default one needs a later torch than 2.13
+        self._dims = ParallelDims(
+            dp_replicate=1,
+            dp_shard=self.data_size,
+            cp=1,
+            tp=T,
+            pp=1,
+            ep=1,
+            world_size=self.size,
+            spmd_backend="partial_dtensor",
+        )  # the default one needs a later torch than 2.13
         self._dims.build_mesh()
         self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)
         self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
@@ -101,11 +118,18 @@ class Ranks:
             model.parallelize(self._dims)
             if model.enable_weight_tying:  # which distributing the two by themselves has undone
                 model.lm_head.weight = model.tok_embeddings.weight
-        apply_fsdp_to_decoder(model, self._dims.get_mesh(["fsdp"]), param_dtype=getattr(torch, self.dtype) if self.dtype else None,
-                              reduce_dtype=torch.float32, pp_enabled=False, reshard_after_forward_policy="default" if trained else "always")
+        apply_fsdp_to_decoder(
+            model,
+            self._dims.get_mesh(["fsdp"]),
+            param_dtype=getattr(torch, self.dtype) if self.dtype else None,
+            reduce_dtype=torch.float32,
+            pp_enabled=False,
+            reshard_after_forward_policy="default" if trained else "always",
+        )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it sums; nothing is to be divided
+                # gloo cannot divide while it sums; nothing is to be divided
+                module.set_force_sum_reduction_for_comms(True)
 
     def sum_over_groups(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of what was counted over groups, each counted in its first rank; in place. Collective."""
@@ -115,7 +139,9 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    def snapshot(self, layout: Layout, tensors: Mapping[str, torch.Tensor], tell: Callable[[], None]) -> "ShardedSnapshot":
+    def snapshot(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], tell: Callable[[], None]
+    ) -> "ShardedSnapshot":
         """Of this rank's shards, as they are now."""
         return ShardedSnapshot(layout, tensors, self._gatherer, tell)
 
@@ -132,7 +158,9 @@ def share(parameter: torch.Tensor) -> tuple[slice, ...]:
 
 
 def let_go(model) -> None:
-    """Forget what FSDP, if it divides a model, notes in each pass forward for the one backward, which does not come where nothing is trained."""
+    """Forget what FSDP, if it divides a model, notes in each pass forward for the one backward, which does not come
+    where nothing is trained.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -147,14 +175,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardedSnapshot:
-    """A version's shards in this rank. `begin` gathers them, with the same call in every rank; rank 0 is given what is gathered."""
+    """A version's shards in this rank. `begin` gathers them, with the same call in every rank; rank 0 is given what is
+    gathered.
+    """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: "_Gatherer", tell: Callable[[], None]) -> None:
+    def __init__(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: "_Gatherer", tell: Callable[[], None]
+    ) -> None:
         """
         Args:
             tell: has the other ranks begin too; called in rank 0.
         """
-        self.layout, self.shards, self._gatherer, self._tell = layout, {k: v.detach().clone() for k, v in tensors.items()}, gatherer, tell
+        self.layout, self.shards, self._gatherer, self._tell = (
+            layout,
+            {k: v.detach().clone() for k, v in tensors.items()},
+            gatherer,
+            tell,
+        )
 
     def begin(self) -> Iterator[torch.Tensor]:
         self._tell()
@@ -175,7 +212,9 @@ class _Job:
 
 
 class _Gatherer:
-    """A thread that gathers snapshots one after the other: in each rank the same ones in the same order, each to its end."""
+    """A thread that gathers snapshots one after the other: in each rank the same ones in the same order, each to its
+    end.
+    """
 
     def __init__(self, grid: torch.Tensor, rank: int, timeout: timedelta) -> None:
         """Collective.
@@ -185,15 +224,22 @@ class _Gatherer:
         """
         from torch.distributed.device_mesh import DeviceMesh
 
-        column, row = (dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout, backend="gloo")[0] for part in (grid.T, grid))
-        self._meshes = {("fsdp",): DeviceMesh.from_group(column, "cpu", mesh_dim_names=("fsdp",)),
-                        ("fsdp", "tp"): DeviceMesh.from_group([column, row], "cpu", grid, mesh_dim_names=("fsdp", "tp"))}
+        column, row = (
+            dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout, backend="gloo")[0]
+            for part in (grid.T, grid)
+        )
+        self._meshes = {
+            ("fsdp",): DeviceMesh.from_group(column, "cpu", mesh_dim_names=("fsdp",)),
+            ("fsdp", "tp"): DeviceMesh.from_group([column, row], "cpu", grid, mesh_dim_names=("fsdp", "tp")),
+        }
         self._leads, self._job = rank == 0, None
         self._jobs: queue.Queue[_Job] = queue.Queue()
         threading.Thread(target=self._run, name="gather", daemon=True).start()
 
     def start(self, snapshot: ShardedSnapshot) -> Iterator[torch.Tensor]:
-        """Begin a gathering, in place of the one before: whoever iterates that may hang in a broadcast. Other ranks than 0 get nothing."""
+        """Begin a gathering, in place of the one before: whoever iterates that may hang in a broadcast. Other ranks
+        than 0 get nothing.
+        """
         if self._job is not None:
             self._job.abandoned.set()
         self._job = _Job(snapshot)
@@ -230,8 +276,9 @@ class _Gatherer:
         if not isinstance(shard, DTensor):
             return shard.cpu()
         mesh = self._meshes[shard.device_mesh.mesh_dim_names]
-        return DTensor.from_local(shard.to_local().cpu(), mesh, shard.placements, run_check=False, shape=shard.shape,
-                                  stride=shard.stride()).full_tensor()
+        return DTensor.from_local(
+            shard.to_local().cpu(), mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        ).full_tensor()
 
 
 def _tell_torchtitan(kind: str) -> None:

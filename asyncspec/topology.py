@@ -2,9 +2,9 @@
 
     4*trainer:4+logprob:4,12*generator:8
 
-are 16 nodes: the first four with four ranks of the trainer and four of logprob actors each (an actor is one rank, unless logprob.ranks says
-otherwise), the others with eight generators. What a node plays is dealt out to its GPUs in turn (`deal`). The controller is on the first node; the
-draft adapter too, unless a node names it.
+are 16 nodes: the first four with four ranks of the trainer and four of logprob actors each (an actor is one rank,
+unless logprob.ranks says otherwise), the others with eight generators. What a node plays is dealt out to its GPUs in
+turn (`deal`). The controller is on the first node; the draft adapter too, unless a node names it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def parse(text: str) -> list[dict[str, int]]:
         for part in plays.split("+"):
             role, colon, count = part.partition(":")
             if role not in ROLES:
-                raise ValueError(f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: {difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}")
+                raise ValueError(
+                    f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: {difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}"
+                )
             if colon and not re.fullmatch(_COUNT, count):
                 raise ValueError(f"{count!r} in {item!r} is no number of actors; nearest valid choice: {role}:1")
             if role in node:
@@ -60,11 +62,14 @@ def actor_names(ranks: int, logprobs: int, logprob_ranks: int, generators: int, 
 
     Args:
         ranks: of the trainer.
-        logprob_ranks: of each logprob actor. What a trainer's or a logprob actor's further ranks play is called trainer_rank or logprob_rank.
+        logprob_ranks: of each logprob actor. What a trainer's or a logprob actor's further ranks play is called
+            trainer_rank or logprob_rank.
     """
     names = {name: TRAINER_RANK if rank else "trainer" for rank, name in enumerate(rank_names("trainer", ranks))}
     for leader in (f"logprob{i or ''}" for i in range(logprobs)):
-        names |= {name: LOGPROB_RANK if rank else "logprob" for rank, name in enumerate(rank_names(leader, logprob_ranks))}
+        names |= {
+            name: LOGPROB_RANK if rank else "logprob" for rank, name in enumerate(rank_names(leader, logprob_ranks))
+        }
     names |= {f"generator{i}": "generator" for i in range(generators)}
     return names | ({"draft_adapter": "draft_adapter"} if adapting else {})
 
@@ -95,8 +100,9 @@ def place(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[st
 
 
 def deal(played: Sequence[str], gpus: int) -> list[int]:
-    """The GPU of each actor of a node: in turn, so that actors of one role share a GPU only where they outnumber the GPUs. The draft adapter comes last,
-    and beside a generator only if it must: these two are members of one broadcast group.
+    """The GPU of each actor of a node: in turn, so that actors of one role share a GPU only where they outnumber the
+    GPUs. The draft adapter comes last, and beside a generator only if it must: these two are members of one broadcast
+    group.
 
     Args:
         played: the roles of the actors that compute, those of one role together.

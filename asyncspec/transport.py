@@ -1,17 +1,20 @@
 """Bounded queues over ZeroMQ, and the control channel.
 
 A queue is an `Inbox` (the consumer, bound) and an `Outbox` in each producer. The consumer grants each producer a number
-of credits; a message costs one, and its credit comes back when the consumer has taken the message out, so an inbox never
-holds more than credits x producers. Socket high-water marks bound nothing and are not relied upon. Messages carry sequence
-numbers: a repeated one is dropped and counted, as are frames that do not decode and messages of a kind that the consumer does not take.
+of credits; a message costs one, and its credit comes back when the consumer has taken the message out, so an inbox
+never holds more than credits x producers. Socket high-water marks bound nothing and are not relied upon. Messages carry
+sequence numbers: a repeated one is dropped and counted, as are frames that do not decode and messages of a kind that
+the consumer does not take.
 
-An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets. It also keeps what is not
-acknowledged yet: for whoever may take a dead consumer's place, and to send it again where the connection was cut.
+An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets. It also
+keeps what is not acknowledged yet: for whoever may take a dead consumer's place, and to send it again where the
+connection was cut.
 
-The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every actor.
+The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every
+actor.
 
-Sockets are encrypted and closed to strangers by CurveZMQ, with a key pair made for the run: who connects must know the public key too,
-which no message carries and only the run's owner can read (`make_keys`, `use_keys`).
+Sockets are encrypted and closed to strangers by CurveZMQ, with a key pair made for the run: who connects must know the
+public key too, which no message carries and only the run's owner can read (`make_keys`, `use_keys`).
 
 No call here blocks but `wait`, which takes a deadline.
 """
@@ -81,8 +84,10 @@ def use_keys(run_dir: str | Path | None) -> None:
         try:
             public, secret = file.read_bytes().split(b"\n")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its first launcher makes "
-                              "anew at each start, in a directory that all its hosts share; or deployment.encrypt=false") from None
+            raise ConfigError(
+                f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its first launcher makes "
+                "anew at each start, in a directory that all its hosts share; or deployment.encrypt=false"
+            ) from None
         _keys = public, secret
 
 
@@ -149,7 +154,8 @@ class Inbox:
         self.takes = takes
         self.socket = _socket(zmq.ROUTER, serving=True)
         self.socket.linger = 0
-        self.socket.router_handover = True  # a producer whose connection was cut comes back before its old one is known to be dead
+        # a producer whose connection was cut comes back before its old one is known to be dead
+        self.socket.router_handover = True
         self.address = bind(self.socket, host)
         self.credits = credits
         self.rejected = self.duplicates = 0
@@ -189,10 +195,12 @@ class Inbox:
         sender, number = frames[0], _NUMBER.unpack(frames[2])[0]
         if number <= self._seen[sender]:
             self.duplicates += 1
-            if not any(waiting[:2] == (sender, frames[2]) for waiting in self._waiting):  # word that it was taken out was lost
+            # word that it was taken out was lost
+            if not any(waiting[:2] == (sender, frames[2]) for waiting in self._waiting):
                 self.socket.send_multipart([sender, _ACK, frames[2]])
             return
-        if number != self._seen[sender] + 1 or self._held[sender] >= self.credits:  # it skipped one, or sends without credit
+        # it skipped one, or sends without credit
+        if number != self._seen[sender] + 1 or self._held[sender] >= self.credits:
             self.rejected += 1
             return
         self._seen[sender] = number
@@ -250,7 +258,8 @@ class Outbox(_Watched):
         self.socket = _socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = int(1e3 * QUEUE_BEAT_S), int(1e3 * QUEUE_SILENT_S)
-        self.socket.identity = b"o" + os.urandom(15)  # by which the consumer knows it again where the connection was cut
+        # by which the consumer knows it again where the connection was cut
+        self.socket.identity = b"o" + os.urandom(15)
         self._watch()
         self._cut = False
         self.socket.connect(address)
@@ -280,7 +289,8 @@ class Outbox(_Watched):
         self.flush()
 
     def offer(self, body: Message, arrays: Arrays | None, most_bytes: int, most: int) -> int:
-        """Send, now or when credit comes back; of what waits for credit the oldest is dropped to keep within most_bytes and `most` messages.
+        """Send, now or when credit comes back; of what waits for credit the oldest is dropped to keep within most_bytes
+        and `most` messages.
 
         Returns:
             How many messages were dropped.
@@ -316,7 +326,9 @@ class Outbox(_Watched):
         self.socket.send_multipart([_DATA, _NUMBER.pack(number), *self.unacknowledged[number]])
 
     def _tend_connection(self) -> None:
-        """What was under way when the connection was cut is sent again once it stands again; what arrived is known by its number."""
+        """What was under way when the connection was cut is sent again once it stands again; what arrived is known by
+        its number.
+        """
         for lost in self._changes():
             if lost:
                 self._cut = True

@@ -1,16 +1,18 @@
 """Versioned weight broadcast: an immutable snapshot, a shadow buffer, a commit record, a swap between two engine steps.
 
-One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group: NCCL where
-each member has a GPU of its own, else gloo through host memory; one code path. The controller decides who is a member and
-how; each membership has its epoch, its group and, in each member, a thread of its own. When a member dies the others get a new
-epoch without it, in which the sender begins with its newest version; a thread that still hangs in the old epoch is left to its deadline.
+One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group: NCCL
+where each member has a GPU of its own, else gloo through host memory; one code path. The controller decides who is a
+member and how; each membership has its epoch, its group and, in each member, a thread of its own. When a member dies
+the others get a new epoch without it, in which the sender begins with its newest version; a thread that still hangs in
+the old epoch is left to its deadline.
 
     sender    snapshot(v+1) | announce -> broadcast buckets, record          (a thread; training goes on)
     receiver                    staging <- buckets, record matches v+1       (a thread; generation goes on)
     receiver                                                      take() -> v+1, between two engine steps
 
-A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record (version,
-epoch, elements) arrived and matched. Every collective has a deadline, and so has the wait for a new epoch after a failure.
+A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record
+(version, epoch, elements) arrived and matched. Every collective has a deadline, and so has the wait for a new epoch
+after a failure.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Layout:
     def snapshot(self, tensors: Mapping[str, torch.Tensor], device: str) -> torch.Tensor:
         """A copy of all tensors on `device`, float32 [elements]; later changes of the tensors do not reach it."""
         flat = torch.empty(self.elements, dtype=torch.float32, device=device)
-        for (name, shape, offset) in self.entries:
+        for name, shape, offset in self.entries:
             flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
         return flat
 
@@ -77,15 +79,19 @@ class Layout:
         """The named tensors inside a flat buffer; or those of a bucket inside the stretch that it is."""
         inside = self.entries if names is None else [entry for entry in self.entries if entry[0] in names]
         first = inside[0][2] if inside else 0
-        return {name: flat[offset - first : offset - first + torch.Size(shape).numel()].view(shape) for name, shape, offset in inside}
+        return {
+            name: flat[offset - first : offset - first + torch.Size(shape).numel()].view(shape)
+            for name, shape, offset in inside
+        }
 
 
 class Snapshot(Protocol):
     """One version's weights, which later training does not reach."""
 
     def begin(self) -> Iterator[torch.Tensor]:
-        """What to send, float32 [elements of the bucket] for each bucket in turn. Called by the owner, iterated in a thread; may be
-        begun again, which ends the iteration before."""
+        """What to send, float32 [elements of the bucket] for each bucket in turn. Called by the owner, iterated in a
+        thread; may be begun again, which ends the iteration before.
+        """
 
 
 class WholeSnapshot:
@@ -101,17 +107,24 @@ class WholeSnapshot:
 class BroadcastGroup:
     """One epoch of a broadcast group."""
 
-    def __init__(self, store_host: str, store_port: int, membership: Membership, timeout_s: float, me: str, device: str):
+    def __init__(
+        self, store_host: str, store_port: int, membership: Membership, timeout_s: float, me: str, device: str
+    ):
         """Joins; collective over the members.
 
         Args:
-            device: what this member computes on; payloads lie there with NCCL, in host memory with gloo (`self.device`).
+            device: what this member computes on; payloads lie there with NCCL, in host memory with gloo
+                (`self.device`).
 
         Raises:
             BroadcastError: not all members joined within timeout_s.
         """
         join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_S)
-        self.kind, self.epoch, self.members = kind, epoch, members = membership.kind, membership.epoch, membership.members
+        self.kind, self.epoch, self.members = kind, epoch, members = (
+            membership.kind,
+            membership.epoch,
+            membership.members,
+        )
         self.device = device if membership.backend == "nccl" else "cpu"
         self._stream = None
         rank, size = members.index(me), len(members)
@@ -152,7 +165,9 @@ class BroadcastGroup:
                 self._group.broadcast([data], options).wait()
             self._stream.synchronize()
         except RuntimeError as error:
-            raise BroadcastError(f"{self.kind} broadcast, epoch {self.epoch}, members {self.members}: {error}") from None
+            raise BroadcastError(
+                f"{self.kind} broadcast, epoch {self.epoch}, members {self.members}: {error}"
+            ) from None
 
     def record(self, version: int, elements: int) -> torch.Tensor:
         """The commit record that follows a payload."""
@@ -259,8 +274,8 @@ class Publisher(_Worker):
             send: to the controller.
 
         Raises:
-            BroadcastError: the broadcast before this one is still under way (wait until `busy` is False), or no new epoch came
-                after a failure.
+            BroadcastError: the broadcast before this one is still under way (wait until `busy` is False), or no new
+                epoch came after a failure.
         """
         self.check()
         if self.busy:
@@ -295,13 +310,23 @@ class Publisher(_Worker):
 class Receiver(_Worker):
     """The receiving end: staging buffers fill in the background, `take` hands over the newest complete version."""
 
-    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, layout: Layout,
-                 received: Callable[[int], None], keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        store_host: str,
+        store_port: int,
+        kind: str,
+        me: str,
+        device: str,
+        layout: Layout,
+        received: Callable[[int], None],
+        keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """
         Args:
             received: called in the thread with each version that is complete in staging.
-            keep: for one of several ranks that take versions together: callable(name, tensor that has arrived) -> a copy of what of it is
-                this rank's. A complete version then stays until that or a newer one is taken. None: the newest stays, all of it.
+            keep: for one of several ranks that take versions together: callable(name, tensor that has arrived) -> a
+                copy of what of it is this rank's. A complete version then stays until that or a newer one is taken.
+                None: the newest stays, all of it.
         """
         self.layout = layout
         self._received, self._keep = received, keep
@@ -322,14 +347,19 @@ class Receiver(_Worker):
                 bucket = torch.empty(end - first, dtype=torch.float32, device=lane.device)
                 lane.group.broadcast(bucket)
                 arrived = self.layout.views(bucket, names)
-                tensors |= arrived if self._keep is None else {name: self._keep(name, tensor) for name, tensor in arrived.items()}
+                tensors |= (
+                    arrived
+                    if self._keep is None
+                    else {name: self._keep(name, tensor) for name, tensor in arrived.items()}
+                )
             expected = lane.group.record(version, self.layout.elements)
             record = torch.zeros_like(expected)
             lane.group.broadcast(record)
             if not torch.equal(record, expected):
                 raise BroadcastError(f"{self.kind}: commit record {record.tolist()}, expected {expected.tolist()}")
             with self._lock:
-                if lane is not self._lane or version <= self._taken:  # of an epoch that is past, or sent again to newcomers
+                # of an epoch that is past, or sent again to newcomers
+                if lane is not self._lane or version <= self._taken:
                     return
                 if self._keep is None:
                     self._complete.clear()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A policy of random weights and of any size, and an EAGLE-3 draft for it, with the shipped tokenizer: to measure what weights of that size
-cost. It learns nothing useful.
+"""A policy of random weights and of any size, and an EAGLE-3 draft for it, with the shipped tokenizer: to measure what
+weights of that size cost. It learns nothing useful.
 
     scripts/make_random.py DIRECTORY                     50 MB in float32, the default sizes
     scripts/make_random.py DIRECTORY --like qwen3-0.6b   the sizes of Qwen3-0.6B: 2.4 GB in float32
@@ -25,8 +25,19 @@ SMALL = {"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 
 LIKE = {
     "50mb": {**SMALL, "max_positions": 2048},
     # As the model's config.json has it. The shipped tokenizer names few of its tokens; those beyond decode to nothing.
-    "qwen3-0.6b": {"dim": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 3072, "vocab_size": 151936,
-                   "max_positions": 40960, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True},
+    "qwen3-0.6b": {
+        "dim": 1024,
+        "n_layers": 28,
+        "n_heads": 16,
+        "n_kv_heads": 8,
+        "head_dim": 128,
+        "hidden_dim": 3072,
+        "vocab_size": 151936,
+        "max_positions": 40960,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-6,
+        "tied": True,
+    },
 }
 
 

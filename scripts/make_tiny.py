@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Make the shipped policy and its drafts (asyncspec/assets/tiny) from seeds.
 
-1. policy: a deep, narrow Qwen3 is warmed up by supervision on demonstrations of the sums task, learning rate annealed to
+1. policy: a deep, narrow Qwen3 is warmed up by supervision on demonstrations of the sums task, learning rate annealed
+to
    zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is then
    carried on: the policy knows the method, does not always use it, and errs at random, which is what RL can mend.
    About 6 minutes with --threads 2 on two cores.
 2. eagle3, mtp, draft_model: drafts trained on rollouts of that policy, supervised by the policy's own distributions.
-   About an hour each on one core; mtp and draft_model were made with --draft-steps 4000 --unroll 5, in 20 to 26 minutes. All three learned by
-   cross-entropy alone; eagle3 then went on with `drafts.training.imitation`, twice: --only eagle3 --go-on --draft-lr 1e-3, first with
-   --draft-steps 3000 --seed 5, then with --draft-steps 3200 --seed 9.
+   About an hour each on one core; mtp and draft_model were made with --draft-steps 4000 --unroll 5, in 20 to 26
+   minutes. All three learned by cross-entropy alone; eagle3 then went on with `drafts.training.imitation`, twice:
+   --only eagle3 --go-on --draft-lr 1e-3, first with --draft-steps 3000 --seed 5, then with --draft-steps 3200 --seed 9.
 
 Prints the held-out accuracy of the policy at temperature 1 and the acceptance length of each draft, measured by
 generating with it.
@@ -31,8 +32,19 @@ from asyncspec.models import policy, tokenizer as tokenizers
 from asyncspec.rl import tasks
 
 SHAPE = policy.PolicyShape(
-    vocab_size=64, dim=64, n_layers=24, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=192, max_positions=512,
-    rope_theta=1e4, norm_eps=1e-6, tied=True, eos_token_id=1, pad_token_id=0,
+    vocab_size=64,
+    dim=64,
+    n_layers=24,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    hidden_dim=192,
+    max_positions=512,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=True,
+    eos_token_id=1,
+    pad_token_id=0,
 )
 TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
 
@@ -68,9 +80,11 @@ def warm_up(args, tokenizer):
     decay = [p for p in model.parameters() if p.ndim > 1]
     other = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.05}, {"params": other, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98))
+        [{"params": decay, "weight_decay": 0.05}, {"params": other, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98)
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min(1.0, (s + 1) / 50) * 0.5 * (1 + np.cos(np.pi * min(1.0, s / args.steps))))
+        optimizer, lambda s: min(1.0, (s + 1) / 50) * 0.5 * (1 + np.cos(np.pi * min(1.0, s / args.steps)))
+    )
     with Progress() as progress:
         bar = progress.add_task("policy", total=args.steps)
         for step, (tokens_BL, mask_BL) in enumerate(batches(tokenizer, rng, args.steps, 32, args.guess, args.slip)):
@@ -91,9 +105,18 @@ def warm_up(args, tokenizer):
 
 
 def accuracy(tokenizer, problems, done):
-    return float(np.mean([
-        tasks.exact_match(problems[i].prompt, tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True), problems[i].answer)
-        for i, c in done]))
+    return float(
+        np.mean(
+            [
+                tasks.exact_match(
+                    problems[i].prompt,
+                    tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True),
+                    problems[i].answer,
+                )
+                for i, c in done
+            ]
+        )
+    )
 
 
 def main():
@@ -109,7 +132,9 @@ def main():
     parser.add_argument("--draft-lr", type=float, default=2e-3)
     parser.add_argument("--go-on", action="store_true", help="train on the drafts that are in --out")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", choices=["policy", *drafts.METHODS], help="make just one; the policy is then read from --out")
+    parser.add_argument(
+        "--only", choices=["policy", *drafts.METHODS], help="make just one; the policy is then read from --out"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.monotonic()
@@ -120,7 +145,9 @@ def main():
         tokenizers.save(tokenizer, args.out / "policy")
     model, _ = policy.load(args.out / "policy")
     model.requires_grad_(False)
-    settings = Training(minutes=0, steps=args.draft_steps, batch=32, unroll=args.unroll, lr=args.draft_lr, seed=args.seed)
+    settings = Training(
+        minutes=0, steps=args.draft_steps, batch=32, unroll=args.unroll, lr=args.draft_lr, seed=args.seed
+    )
 
     def encoded(problems):
         return [tokenizer.encode(p.prompt).ids for p in problems]
@@ -128,9 +155,11 @@ def main():
     problems = tasks.sums(7, 512)
     done = Sampler(model, SHAPE, settings)(encoded(problems), 1, samples=2)
     lengths = [len(c.tokens) for _, c in done]
-    print(f"policy: held-out accuracy {accuracy(tokenizer, problems, done):.3f} at temperature 1; response tokens mean "
-          f"{np.mean(lengths):.1f}, median {np.median(lengths):.0f}, 99% {np.quantile(lengths, 0.99):.0f}, max {max(lengths)}; "
-          f"{time.monotonic() - started:.0f} s")
+    print(
+        f"policy: held-out accuracy {accuracy(tokenizer, problems, done):.3f} at temperature 1; response tokens mean "
+        f"{np.mean(lengths):.1f}, median {np.median(lengths):.0f}, 99% {np.quantile(lengths, 0.99):.0f}, max {max(lengths)}; "
+        f"{time.monotonic() - started:.0f} s"
+    )
     for method in drafts.METHODS if args.only in (None, *drafts.METHODS) else ():
         if args.only not in (None, method):
             continue
@@ -143,14 +172,21 @@ def main():
             def shown(trainer, _, loss, rates):
                 progress.update(bar, advance=1, description=f"{method}, acceptance {rates[0]:.3f}")
                 if trainer.steps % 250 == 0:
-                    progress.console.print(f"{method} step {trainer.steps}: loss {loss:.3f}, acceptance by position "
-                                           + " ".join(f"{r:.3f}" for r in rates), soft_wrap=True)
+                    progress.console.print(
+                        f"{method} step {trainer.steps}: loss {loss:.3f}, acceptance by position "
+                        + " ".join(f"{r:.3f}" for r in rates),
+                        soft_wrap=True,
+                    )
 
-            train_draft(draft, model, sampled(model, SHAPE, encoded(tasks.sums(1000, 1 << 16)), settings), settings, shown)
+            train_draft(
+                draft, model, sampled(model, SHAPE, encoded(tasks.sums(1000, 1 << 16)), settings), settings, shown
+            )
         draft.save(args.out / method, args.out / "policy")
         done = Sampler(model, SHAPE, settings, draft, 3)(encoded(problems), 5)
-        print(f"{method}: acceptance length {acceptance_length(done):.3f} at k=3 on held-out prompts; "
-              f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} s in all")
+        print(
+            f"{method}: acceptance length {acceptance_length(done):.3f} at k=3 on held-out prompts; "
+            f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} s in all"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Where the time of one forward pass of the engine goes, operation by operation, on the shipped policy. Ten seconds.
 
-    scripts/profile_pass.py 16 8        16 rows, 8 tokens each: one verification of 7 proposals
+scripts/profile_pass.py 16 8        16 rows, 8 tokens each: one verification of 7 proposals
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
     position_BL = args.length + torch.arange(args.tokens).expand(args.rows, -1)
     spans = [(args.rows, args.length + args.tokens)]
     with torch.inference_mode():
+
         def one_pass():
             started = time.perf_counter()
             engine.decode.hidden_states(0, token_BL, position_BL, spans)
@@ -43,10 +44,14 @@ def main() -> None:
     operations = sorted(profiled.key_averages(), key=lambda op: -op.self_cpu_time_total)
     total = sum(op.self_cpu_time_total for op in operations)
     calls = sum(op.count for op in operations) // PASSES
-    matrices = sum(p.numel() for n, p in engine.model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n)
+    matrices = sum(
+        p.numel() for n, p in engine.model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n
+    )
     flops = 2 * args.rows * args.tokens * matrices
-    print(f"{args.rows} rows of {args.tokens} tokens: {1e3 * seconds:.2f} ms, {calls} operations (those inside operations included), "
-          f"{flops / 1e6:.0f} MFLOP in matrices")
+    print(
+        f"{args.rows} rows of {args.tokens} tokens: {1e3 * seconds:.2f} ms, {calls} operations (those inside operations included), "
+        f"{flops / 1e6:.0f} MFLOP in matrices"
+    )
     for op in operations[:14]:
         print(f"{op.key:32} {op.count // PASSES:5} calls  {op.self_cpu_time_total / total:6.1%}")
 

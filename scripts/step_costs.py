@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What engine steps cost by live rows and draft length, every proposal accepted by force: costs only, no rates of tokens. Of the shipped policy, or of
-random weights of other sizes; rows stand where those of short responses do. Beside it what reading a dense policy's weights once takes.
+"""What engine steps cost by live rows and draft length, every proposal accepted by force: costs only, no rates of
+tokens. Of the shipped policy, or of random weights of other sizes; rows stand where those of short responses do. Beside
+it what reading a dense policy's weights once takes.
 
     scripts/step_costs.py deployment.device=cuda
     scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16 engine.compile=true
@@ -40,9 +41,17 @@ WARM, TIMED = 5, 15  # steps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", choices=LIKE, help="random weights of these sizes, the draft's too (default: the shipped policy and draft)")
-    parser.add_argument("overrides", nargs="*", metavar="field=value",
-                        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example deployment.device=cuda")
+    parser.add_argument(
+        "--like",
+        choices=LIKE,
+        help="random weights of these sizes, the draft's too (default: the shipped policy and draft)",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="field=value",
+        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example deployment.device=cuda",
+    )
     args = parser.parse_args()
     try:
         c = configuration.load("tiny", args.overrides)
@@ -62,13 +71,25 @@ def main() -> None:
         model, shape = policy.load(configuration.resolve_path(c.model.path))
         maker = drafter_maker("eagle3", configuration.resolve_path(c.draft_directory), shape)
     began = time.perf_counter()
-    engine = TorchEngine(shape, maker, slots=max(LIVE), max_prompt_tokens=c.engine.max_prompt_tokens, max_response_tokens=c.sampling.max_response_tokens,
-                         draft_length=max(LENGTHS), compile_layers=c.engine.compile, device=device, dtype=dtype)
+    engine = TorchEngine(
+        shape,
+        maker,
+        slots=max(LIVE),
+        max_prompt_tokens=c.engine.max_prompt_tokens,
+        max_response_tokens=c.sampling.max_response_tokens,
+        draft_length=max(LENGTHS),
+        compile_layers=c.engine.compile,
+        device=device,
+        dtype=dtype,
+    )
     engine.load_policy(dict(model.named_parameters()), 0)
     print(f"engine made in {time.perf_counter() - began:.1f} s")
     weights = weight_bytes(shape, dtype)
     floor = weights / read_rate(device)
-    table = Table(title=f"milliseconds of a step; reading {weights / 1e6:.0f} MB of weights takes {1e3 * floor:.3f}", title_justify="left")
+    table = Table(
+        title=f"milliseconds of a step; reading {weights / 1e6:.0f} MB of weights takes {1e3 * floor:.3f}",
+        title_justify="left",
+    )
     for column in ("live", *(f"k={k}" for k in LENGTHS), "floor over k=0"):
         table.add_column(column, justify="right")
     with torch.inference_mode():

@@ -16,8 +16,21 @@ def small_shape():
     """A policy small enough that its distribution over whole sequences can be written down."""
     from asyncspec.models.policy import PolicyShape
 
-    return PolicyShape(vocab_size=6, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
-                       max_positions=64, rope_theta=1e4, norm_eps=1e-6, tied=False, eos_token_id=1, pad_token_id=0)
+    return PolicyShape(
+        vocab_size=6,
+        dim=32,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_dim=48,
+        max_positions=64,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=False,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +53,13 @@ def other(request, small_shape):
 
     shape = {
         # Wavelengths on both sides of what is stretched, and between; two tokens that end a response.
-        "llama": replace(small_shape, model_type="llama", norm_eps=1e-5, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64), other_eos_token_ids=(5,)),
+        "llama": replace(
+            small_shape,
+            model_type="llama",
+            norm_eps=1e-5,
+            rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64),
+            other_eos_token_ids=(5,),
+        ),
         "llama, tied": replace(small_shape, model_type="llama", tied=True, head_dim=16),
         "qwen3_moe": replace(small_shape, model_type="qwen3_moe", experts=Experts(5, 2, 24, normed=True)),
         "qwen3_moe, unnormed": replace(small_shape, model_type="qwen3_moe", experts=Experts(4, 3, 16, normed=False)),

@@ -1,7 +1,9 @@
-"""MockSglangServer: a test double for an SGLang 0.5.23 server. It is no SGLang: behind its HTTP interface is our TorchEngine.
+"""MockSglangServer: a test double for an SGLang 0.5.23 server. It is no SGLang: behind its HTTP interface is our
+TorchEngine.
 
-It knows the paths, the fields and the refusals that engine/sglang_server.py and sglang_engine.py count on, as that version's sources have them, and
-refuses every other field. Tokens, logprobs and their versions are real; so are weights, which it reads from the folders it is given.
+It knows the paths, the fields and the refusals that engine/sglang_server.py and sglang_engine.py count on, as that
+version's sources have them, and refuses every other field. Tokens, logprobs and their versions are real; so are
+weights, which it reads from the folders it is given.
 """
 
 import json
@@ -37,14 +39,26 @@ class MockSglangServer:
         """
         model, self.shape = policy.load(POLICY)
         self.engine = TorchEngine(
-            self.shape, drafter_maker(method, None, self.shape), slots=slots, max_prompt_tokens=96, max_response_tokens=max_response_tokens,
-            draft_length=draft_length, temperature=temperature, kv_at_swap="recompute")
+            self.shape,
+            drafter_maker(method, None, self.shape),
+            slots=slots,
+            max_prompt_tokens=96,
+            max_response_tokens=max_response_tokens,
+            draft_length=draft_length,
+            temperature=temperature,
+            kv_at_swap="recompute",
+        )
         self.engine.load_policy(dict(model.named_parameters()), 999)
         self.temperature, self.speculating, self.weight_version = temperature, method != "none", "default"
-        self.info = {"version": "0.5.23", "model_path": str(POLICY), "tp_size": 1,
-                     "speculative_algorithm": "NGRAM" if self.speculating else None,
-                     "speculative_num_draft_tokens": draft_length + 1 if self.speculating else None,
-                     "speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0} | (info or {})
+        self.info = {
+            "version": "0.5.23",
+            "model_path": str(POLICY),
+            "tp_size": 1,
+            "speculative_algorithm": "NGRAM" if self.speculating else None,
+            "speculative_num_draft_tokens": draft_length + 1 if self.speculating else None,
+            "speculative_accept_threshold_single": 1.0,
+            "speculative_accept_threshold_acc": 1.0,
+        } | (info or {})
         self.faults = {}  # path -> callable(handler), which answers in its own way
         self.change = lambda path, content: content  # of every answer
         self.most = self.swaps = 0  # requests under way at once; updates
@@ -67,7 +81,10 @@ class MockSglangServer:
 
         self._http = Http(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (lambda: self._http.serve_forever(0.02), self._compute)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True)
+            for work in (lambda: self._http.serve_forever(0.02), self._compute)
+        ]
 
     def __enter__(self):
         for thread in self._threads:
@@ -95,12 +112,22 @@ class MockSglangServer:
         if handler.path in self.faults:
             return self.faults[handler.path](handler)
         try:
-            content = {"/server_info": lambda body: self.info, "/generate": self._generate, "/pause_generation": self._pause,
-                       "/continue_generation": self._continue, "/update_weights_from_disk": self._update, "/abort_request": self._abort,
-                       }[handler.path](body)
+            content = {
+                "/server_info": lambda body: self.info,
+                "/generate": self._generate,
+                "/pause_generation": self._pause,
+                "/continue_generation": self._continue,
+                "/update_weights_from_disk": self._update,
+                "/abort_request": self._abort,
+            }[handler.path](body)
             status = 200
         except Refusal as refusal:
-            status, content = 400, {"error": {"message": str(refusal)}} if handler.path == "/generate" else {"success": False, "message": str(refusal)}
+            status, content = (
+                400,
+                {"error": {"message": str(refusal)}}
+                if handler.path == "/generate"
+                else {"success": False, "message": str(refusal)},
+            )
         except KeyError:
             status, content = 404, {"detail": "Not Found"}
         reply(handler, status, json.dumps(self.change(handler.path, content)).encode() if content is not None else b"")
@@ -109,7 +136,11 @@ class MockSglangServer:
         settings = body["sampling_params"]
         if set(body) - GENERATE or set(settings) - SAMPLING:
             raise Refusal(f"fields it does not know: {set(body) - GENERATE | set(settings) - SAMPLING}")
-        if (settings["temperature"], settings["stop_token_ids"], body["stream"]) != (self.temperature, [self.shape.eos_token_id], False):
+        if (settings["temperature"], settings["stop_token_ids"], body["stream"]) != (
+            self.temperature,
+            [self.shape.eos_token_id],
+            False,
+        ):
             raise Refusal(f"this double samples at {self.temperature} until {self.shape.eos_token_id}: {settings}")
         arrived = queue.SimpleQueue()
         with self._lock:
@@ -117,7 +148,9 @@ class MockSglangServer:
             number = self._requests
             self._open[number] = arrived
             self.most = max(self.most, len(self._open))
-            self.engine.submit(Request(number, body["input_ids"], [settings["sampling_seed"]], settings["max_new_tokens"]))
+            self.engine.submit(
+                Request(number, body["input_ids"], [settings["sampling_seed"]], settings["max_new_tokens"])
+            )
         done = arrived.get()
         with self._lock:
             del self._open[number]
@@ -145,7 +178,11 @@ class MockSglangServer:
         except Exception as error:
             raise Refusal(f"Failed to update weights: {error}.\nRolling back to original weights.") from None
         self.weight_version, self.swaps = body["weight_version"], self.swaps + 1
-        return {"success": True, "message": f"Succeeded to update model weights. Weight version updated to {self.weight_version}.", "num_paused_requests": 0}
+        return {
+            "success": True,
+            "message": f"Succeeded to update model weights. Weight version updated to {self.weight_version}.",
+            "num_paused_requests": 0,
+        }
 
     def _abort(self, body):
         assert body == {"abort_all": True}
@@ -170,10 +207,21 @@ def answer(number, body, done, weight_version, eos, speculating):
         done: the engine's Completion; None: aborted.
     """
     if done is None:
-        return {"text": "", "output_ids": [], "meta_info": {
-            "id": str(number), "finish_reason": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
-            "prompt_tokens": len(body["input_ids"]), "completion_tokens": 0, "cached_tokens": 0, "num_retractions": 0, "output_token_logprobs": [],
-            "weight_versions": [{"version": weight_version, "start": 0, "end": 0}], "weight_version": weight_version}}
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "id": str(number),
+                "finish_reason": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": 0,
+                "cached_tokens": 0,
+                "num_retractions": 0,
+                "output_token_logprobs": [],
+                "weight_versions": [{"version": weight_version, "start": 0, "end": 0}],
+                "weight_version": weight_version,
+            },
+        }
     tokens, versions = done.tokens.tolist(), done.versions.tolist()
     stopped, spans = tokens[-1] == eos, []
     for at, version in enumerate(versions):
@@ -181,10 +229,20 @@ def answer(number, body, done, weight_version, eos, speculating):
             spans.append({"version": str(version), "start": at, "end": at})
         spans[-1]["end"] = at + 1
     meta = {
-        "id": str(number), "finish_reason": {"type": "stop", "matched": eos} if stopped else {"type": "length", "length": len(tokens)},
-        "prompt_tokens": len(body["input_ids"]), "completion_tokens": len(tokens), "cached_tokens": 0, "num_retractions": 0,
+        "id": str(number),
+        "finish_reason": {"type": "stop", "matched": eos} if stopped else {"type": "length", "length": len(tokens)},
+        "prompt_tokens": len(body["input_ids"]),
+        "completion_tokens": len(tokens),
+        "cached_tokens": 0,
+        "num_retractions": 0,
         "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(done.logprobs.tolist(), tokens)],
-        "weight_versions": spans, "weight_version": spans[-1]["version"]}
+        "weight_versions": spans,
+        "weight_version": spans[-1]["version"],
+    }
     if speculating and done.verifications:
-        meta |= {"spec_verify_ct": done.verifications, "spec_num_proposed_drafts": done.proposed, "spec_num_correct_drafts": done.accepted}
+        meta |= {
+            "spec_verify_ct": done.verifications,
+            "spec_num_proposed_drafts": done.proposed,
+            "spec_num_correct_drafts": done.accepted,
+        }
     return {"text": "", "output_ids": tokens[:-1] if stopped else tokens, "meta_info": meta}

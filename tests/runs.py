@@ -17,11 +17,21 @@ from asyncspec.ledger import read
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "launch" / "async.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SMALL = ["rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=6", "data.train_prompts=200", "eval.every=2",
-         "sampling.max_response_tokens=64", "engine.slots=16", "speculation.draft_length=3",  # auto calibrates for seconds
-         "deployment.start_timeout_s=300"]  # five of Ray's actors beside another test, on two slow cores
+SMALL = [
+    "rl.groups_per_step=4",
+    "rl.group_size=4",
+    "data.eval_prompts=6",
+    "data.train_prompts=200",
+    "eval.every=2",
+    # auto calibrates for seconds
+    "sampling.max_response_tokens=64",
+    "engine.slots=16",
+    "speculation.draft_length=3",
+    "deployment.start_timeout_s=300",
+]  # five of Ray's actors beside another test, on two slow cores
 ENDED_S = 20  # what was told to end, on a busy machine; in time, deployment.stop_timeout_s bounds it
-SILENT = "deployment.silent_timeout_s=3"  # where actors are frozen; in two seconds those of two runs on two cores are not always heard
+# where actors are frozen; in two seconds those of two runs on two cores are not always heard
+SILENT = "deployment.silent_timeout_s=3"
 
 
 def rows(run_dir):
@@ -80,7 +90,15 @@ def outliving(pids):
 def forking():
     """A multiprocessing context whose processes need not load the libraries."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["asyncspec.rl.accumulate", "asyncspec.rl.scorer", "asyncspec.models.policy", "asyncspec.drafts.draft", "asyncspec.weights"])
+    context.set_forkserver_preload(
+        [
+            "asyncspec.rl.accumulate",
+            "asyncspec.rl.scorer",
+            "asyncspec.models.policy",
+            "asyncspec.drafts.draft",
+            "asyncspec.weights",
+        ]
+    )
     return context
 
 
@@ -90,8 +108,13 @@ class Running:
     def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=580):
         self.run_dir, self.deadline = run_dir, time.monotonic() + seconds
         self.output_file = run_dir.with_suffix(f".{time.monotonic_ns()}.out")
-        self.process = subprocess.Popen([*launcher, *args], stdout=open(self.output_file, "w"), stderr=subprocess.STDOUT, cwd=run_dir.parent,
-                                        start_new_session=True)
+        self.process = subprocess.Popen(
+            [*launcher, *args],
+            stdout=open(self.output_file, "w"),
+            stderr=subprocess.STDOUT,
+            cwd=run_dir.parent,
+            start_new_session=True,
+        )
 
     @classmethod
     def new(cls, run_dir, *args, **kwargs):
@@ -107,7 +130,9 @@ class Running:
 
     def wait_for(self, condition, what):
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < self.deadline, f"waiting for {what}:\n{self.output}"
+            assert self.process.poll() is None and time.monotonic() < self.deadline, (
+                f"waiting for {what}:\n{self.output}"
+            )
             time.sleep(0.02)
 
     def wait_for_steps(self, count):

@@ -23,10 +23,17 @@ def good():
     for ticket in range(LAG + GROUPS * STEPS):
         step = ticket // GROUPS
         events.append({"event": "issued", "ticket": ticket, "step": step, "min_version": max(0, step - LAG)})
-        end = {"event": "trained", "trained_in": step, "version_min": max(0, step - 1), "version_max": step} if step < STEPS else {
-            "event": "dropped", "reason": "finished"}
+        end = (
+            {"event": "trained", "trained_in": step, "version_min": max(0, step - 1), "version_max": step}
+            if step < STEPS
+            else {"event": "dropped", "reason": "finished"}
+        )
         events.append({"ticket": ticket, "step": step, **end})
-    return [*events, {"event": "issued", "ticket": 1 << 40, "step": 0}, {"event": "evaluated", "ticket": 1 << 40, "step": 0}]
+    return [
+        *events,
+        {"event": "issued", "ticket": 1 << 40, "step": 0},
+        {"event": "evaluated", "ticket": 1 << 40, "step": 0},
+    ]
 
 
 def check(events, trained=STEPS):
@@ -37,18 +44,27 @@ def test_a_good_ledger_has_no_violation():
     assert check(good()) == []
 
 
-@pytest.mark.parametrize("change,message", [
-    (lambda e: e.pop(1), "ticket 0: no end"),
-    (lambda e: e.append(copy.deepcopy(e[1])), "ticket 0: trained 2 times"),
-    (lambda e: e.append({"event": "dropped", "ticket": 0, "step": 0, "reason": "x"}), "ticket 0: trained 1 times, dropped 1 times"),
-    (lambda e: e[9].update(version_min=0), "ticket 4: a token of version 0 trained in step 2, beyond policy lag 1"),
-    (lambda e: e[9].update(version_max=3), "ticket 4: a token of version 3 trained in step 2, which made version 3"),
-    (lambda e: e[9].update(trained_in=1), "ticket 4: trained in step 1, issued for step 2"),
-    (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
-    (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
-    (lambda e: e[13].pop("reason"), "ticket 6: dropped without a reason"),
-    (lambda e: (e.pop(2), e.pop(2)), "step 0: 1 tickets trained, expected 2"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda e: e.pop(1), "ticket 0: no end"),
+        (lambda e: e.append(copy.deepcopy(e[1])), "ticket 0: trained 2 times"),
+        (
+            lambda e: e.append({"event": "dropped", "ticket": 0, "step": 0, "reason": "x"}),
+            "ticket 0: trained 1 times, dropped 1 times",
+        ),
+        (lambda e: e[9].update(version_min=0), "ticket 4: a token of version 0 trained in step 2, beyond policy lag 1"),
+        (
+            lambda e: e[9].update(version_max=3),
+            "ticket 4: a token of version 3 trained in step 2, which made version 3",
+        ),
+        (lambda e: e[9].update(trained_in=1), "ticket 4: trained in step 1, issued for step 2"),
+        (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
+        (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
+        (lambda e: e[13].pop("reason"), "ticket 6: dropped without a reason"),
+        (lambda e: (e.pop(2), e.pop(2)), "step 0: 1 tickets trained, expected 2"),
+    ],
+)
 def test_every_broken_promise_is_found(change, message):
     events = good()
     change(events)
@@ -66,11 +82,15 @@ def test_of_a_run_that_goes_on_only_what_can_be_known_is_judged():
 
 
 def audit(directory):
-    return subprocess.run([sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "asyncspec.cli", "audit", str(directory)], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_what_a_resumed_run_made_void_is_trained_again():
-    """Cut short after version 2 was trained twice over from a checkpoint of version 1: the same tickets, once each in what counts."""
+    """Cut short after version 2 was trained twice over from a checkpoint of version 1: the same tickets, once each in
+    what counts.
+    """
     from asyncspec.ledger import open_tickets, undone
 
     whole = good()
@@ -81,16 +101,29 @@ def test_what_a_resumed_run_made_void_is_trained_again():
     assert undone(cut, 1) == 1 and undone(cut, 0) == 3 and undone([*cut, {"event": "resumed", "version": 1}], 1) == 0
     assert set(open_tickets(cut)) == {3} and open_tickets([*cut, {"event": "resumed", "version": 1}]) == {}
     assert any("issued 2 times" in line for line in check([*cut, *again]))  # without the line that voids them
-    assert "resumed from version 2, which was never trained" in check([*cut, {"event": "resumed", "version": 2}, *again])
+    assert "resumed from version 2, which was never trained" in check(
+        [*cut, {"event": "resumed", "version": 2}, *again]
+    )
 
 
-@pytest.mark.parametrize("name,line,says", [
-    ("ledger.jsonl", b'{"event": "trained"}', "ledger.jsonl, line 3: 'trained' with ticket=None: expected a whole number"),
-    ("ledger.jsonl", b'{"event": "resumed", "version": "2"}', "ledger.jsonl, line 3: 'resumed' with version='2': expected a whole number"),
-    ("ledger.jsonl", b'{"event": "\xff"}', "ledger.jsonl, line 3: not an event: "),
-    ("metrics.jsonl", b'{"step": 0, "note": "\xff"}', "metrics.jsonl, line 3: not the row of a step"),
-    ("metrics.jsonl", b"3", "metrics.jsonl, line 3: not the row of a step"),
-])
+@pytest.mark.parametrize(
+    "name,line,says",
+    [
+        (
+            "ledger.jsonl",
+            b'{"event": "trained"}',
+            "ledger.jsonl, line 3: 'trained' with ticket=None: expected a whole number",
+        ),
+        (
+            "ledger.jsonl",
+            b'{"event": "resumed", "version": "2"}',
+            "ledger.jsonl, line 3: 'resumed' with version='2': expected a whole number",
+        ),
+        ("ledger.jsonl", b'{"event": "\xff"}', "ledger.jsonl, line 3: not an event: "),
+        ("metrics.jsonl", b'{"step": 0, "note": "\xff"}', "metrics.jsonl, line 3: not the row of a step"),
+        ("metrics.jsonl", b"3", "metrics.jsonl, line 3: not the row of a step"),
+    ],
+)
 def test_a_damaged_line_is_named(tmp_path, capsys, name, line, says):
     (tmp_path / "config.yaml").write_text(to_yaml(load("tiny", [f"policy_lag={LAG}", f"rl.groups_per_step={GROUPS}"])))
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in good()))
@@ -104,7 +137,9 @@ def test_a_damaged_line_is_named(tmp_path, capsys, name, line, says):
         assert code == 1 and f"violated: {says}\n" in said.out
     else:
         assert code == 2 and said.err.startswith(f"asyncspec: audit {tmp_path}: {says}") and said.err.count("\n") == 1
-        assert main(["report", str(tmp_path)]) == 2 and capsys.readouterr().err.startswith(f"asyncspec: report {tmp_path}: {says}")
+        assert main(["report", str(tmp_path)]) == 2 and capsys.readouterr().err.startswith(
+            f"asyncspec: report {tmp_path}: {says}"
+        )
 
 
 def test_a_real_run_passes_and_a_falsified_one_fails_loudly(tmp_path):

@@ -60,15 +60,22 @@ def test_the_newest_ones_stay_and_the_newest_is_found(tmp_path):
     assert checkpoint.newest(tmp_path, "trainer")[0] == 3
 
 
-@pytest.mark.parametrize("harm,named", [
-    (lambda path: (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1]), "__0_0.distcp has"),
-    (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
-    (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp is not what was written"),
-    (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
-    (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
-    (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
-    (lambda path: (path / "manifest.json").write_text('{"files": 3}'), "manifest.json is damaged"),
-], ids=["shortened", "missing", "bit", "metadata", "no manifest", "torn manifest", "other manifest"])
+@pytest.mark.parametrize(
+    "harm,named",
+    [
+        (
+            lambda path: (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1]),
+            "__0_0.distcp has",
+        ),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+        (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp is not what was written"),
+        (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"files": 3}'), "manifest.json is damaged"),
+    ],
+    ids=["shortened", "missing", "bit", "metadata", "no manifest", "torn manifest", "other manifest"],
+)
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm, named):
     saved(tmp_path, [1, 2])
     harm(checkpoint.where(tmp_path, "trainer", 2))

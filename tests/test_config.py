@@ -11,54 +11,77 @@ from asyncspec.config import CONFIG_DIR, Config, ConfigError, from_yaml, load, r
 from asyncspec.fields import describe
 
 
-@pytest.mark.parametrize("override,expected", [
-    ("trainer.optimizer.lrr=1", "nearest valid choice: trainer.optimizer.lr "),
-    ("optimizer.lr=1", "nearest valid choice: trainer.optimizer.lr "),
-    ("polcy_lag=1", "nearest valid choice: policy_lag "),
-    ("trainer=3", "names a section"),
-    ("steps=many", "steps='many': expected a value of type int; nearest valid choice: steps=120"),
-    ("draft.adapt=5", "draft.adapt=5: expected a value of type bool; nearest valid choice: draft.adapt=True"),
-    ("steps=1.5", "steps='1.5'"),
-    ("policy_lag=-1", "policy_lag=-1: expected at least 0; nearest valid choice: policy_lag=0"),
-    ("rl.group_size=1", "rl.group_size=1: expected at least 2"),
-    ("speculation.method=eagle", "nearest valid choice: speculation.method=eagle3"),
-    ("speculation.draft_length=0", "speculation.method=none turns drafting off"),
-    ("sampling.temperature=0", "sampling.temperature=0.0: expected at least 0.001"),
-    ("sampling.top_p=1.5", "sampling.top_p=1.5"),
-    ("rl.correction=trunc", "nearest valid choice: rl.correction=truncated"),
-    ("model.path=/no/such", "model.path='/no/such': expected a Hugging Face directory, with config.json"),
-    ("data.train_file=/no/such.jsonl", "no such file"),
-    ("steps", "expected field=value"),
-    ("=3", "expected field=value"),
-    ("steps=", "steps='': expected a value of type int"),
-    ("qqq=3", "qqq in the overrides: no such field"),
-    ("speculation.draft_length=--3", "expected auto or a whole number"),
-    ("trainer.optimizer.lr=inf", "expected a finite number"),
-    ("trainer.optimizer.lr=30", "expected more than 0 and at most 1"),
-    ("trainer.optimizer.beta2=1", "below 1"),
-    ("seed=-1", "seed=-1: expected at least 0"),
-    ("deployment.stall_timeout_s=0", "more than 0"),
-    ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=176"),
-    ("model.path=asset:tiny/eagle3", "architectures=['LlamaForCausalLMEagle3']: expected ['LlamaForCausalLM']; a policy's model_type is 'qwen3', 'llama'"),
-    ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
-    ("engine.kind=foo", "nearest valid choice: engine.kind=torch"),
-    ("engine.kind=vllm", "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: its k is fixed; "
-     "nearest valid choice: speculation.draft_length=3"),
-    ("engine.kind=mock", "trainer.kind='torch': expected mock with engine.kind=mock"),
-    ("engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=0.0: expected more than 0 and at most 1"),
-    ("speculation.draft_path=asset:tiny/draft_model", "nearest valid choice: speculation.method=draft_model"),
-    ("logprob.ranks=0", "logprob.ranks=0: expected at least 1; nearest valid choice: logprob.ranks=1"),
-    ("logprob.tensor_parallel=2", "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: logprob.tensor_parallel=1"),
-    ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file beside it"),
-    ("steps=1000000000000", "steps=1000000000000: expected at most 1000000; nearest valid choice: steps=1000000"),
-    ("engine.slots=999999999999999999999999999999", "expected at most 1000000; nearest valid choice: engine.slots=1000000"),
-    ("deployment.start_timeout_s=1e300", "expected at most 10000000.0; nearest valid choice: deployment.start_timeout_s=10000000.0"),
-    ("mock.acceptance=1e300", "expected at most 1000000000.0"),
-    ("seed=4294967296", "expected at most 4294967295"),
-    pytest.param("rl.group_size=" + "9" * 5000, "expected a value of type int", id="5000 digits"),
-    pytest.param("speculation.draft_length=" + "9" * 5000, "expected auto or a whole number", id="5000 digits of k"),
-    ("deployment.host=", "deployment.host='': expected auto, or an address of this host; nearest valid choice: deployment.host=auto"),
-])
+@pytest.mark.parametrize(
+    "override,expected",
+    [
+        ("trainer.optimizer.lrr=1", "nearest valid choice: trainer.optimizer.lr "),
+        ("optimizer.lr=1", "nearest valid choice: trainer.optimizer.lr "),
+        ("polcy_lag=1", "nearest valid choice: policy_lag "),
+        ("trainer=3", "names a section"),
+        ("steps=many", "steps='many': expected a value of type int; nearest valid choice: steps=120"),
+        ("draft.adapt=5", "draft.adapt=5: expected a value of type bool; nearest valid choice: draft.adapt=True"),
+        ("steps=1.5", "steps='1.5'"),
+        ("policy_lag=-1", "policy_lag=-1: expected at least 0; nearest valid choice: policy_lag=0"),
+        ("rl.group_size=1", "rl.group_size=1: expected at least 2"),
+        ("speculation.method=eagle", "nearest valid choice: speculation.method=eagle3"),
+        ("speculation.draft_length=0", "speculation.method=none turns drafting off"),
+        ("sampling.temperature=0", "sampling.temperature=0.0: expected at least 0.001"),
+        ("sampling.top_p=1.5", "sampling.top_p=1.5"),
+        ("rl.correction=trunc", "nearest valid choice: rl.correction=truncated"),
+        ("model.path=/no/such", "model.path='/no/such': expected a Hugging Face directory, with config.json"),
+        ("data.train_file=/no/such.jsonl", "no such file"),
+        ("steps", "expected field=value"),
+        ("=3", "expected field=value"),
+        ("steps=", "steps='': expected a value of type int"),
+        ("qqq=3", "qqq in the overrides: no such field"),
+        ("speculation.draft_length=--3", "expected auto or a whole number"),
+        ("trainer.optimizer.lr=inf", "expected a finite number"),
+        ("trainer.optimizer.lr=30", "expected more than 0 and at most 1"),
+        ("trainer.optimizer.beta2=1", "below 1"),
+        ("seed=-1", "seed=-1: expected at least 0"),
+        ("deployment.stall_timeout_s=0", "more than 0"),
+        ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=176"),
+        (
+            "model.path=asset:tiny/eagle3",
+            "architectures=['LlamaForCausalLMEagle3']: expected ['LlamaForCausalLM']; a policy's model_type is 'qwen3', 'llama'",
+        ),
+        ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
+        ("engine.kind=foo", "nearest valid choice: engine.kind=torch"),
+        (
+            "engine.kind=vllm",
+            "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: its k is fixed; "
+            "nearest valid choice: speculation.draft_length=3",
+        ),
+        ("engine.kind=mock", "trainer.kind='torch': expected mock with engine.kind=mock"),
+        ("engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=0.0: expected more than 0 and at most 1"),
+        ("speculation.draft_path=asset:tiny/draft_model", "nearest valid choice: speculation.method=draft_model"),
+        ("logprob.ranks=0", "logprob.ranks=0: expected at least 1; nearest valid choice: logprob.ranks=1"),
+        (
+            "logprob.tensor_parallel=2",
+            "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: logprob.tensor_parallel=1",
+        ),
+        ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file beside it"),
+        ("steps=1000000000000", "steps=1000000000000: expected at most 1000000; nearest valid choice: steps=1000000"),
+        (
+            "engine.slots=999999999999999999999999999999",
+            "expected at most 1000000; nearest valid choice: engine.slots=1000000",
+        ),
+        (
+            "deployment.start_timeout_s=1e300",
+            "expected at most 10000000.0; nearest valid choice: deployment.start_timeout_s=10000000.0",
+        ),
+        ("mock.acceptance=1e300", "expected at most 1000000000.0"),
+        ("seed=4294967296", "expected at most 4294967295"),
+        pytest.param("rl.group_size=" + "9" * 5000, "expected a value of type int", id="5000 digits"),
+        pytest.param(
+            "speculation.draft_length=" + "9" * 5000, "expected auto or a whole number", id="5000 digits of k"
+        ),
+        (
+            "deployment.host=",
+            "deployment.host='': expected auto, or an address of this host; nearest valid choice: deployment.host=auto",
+        ),
+    ],
+)
 def test_wrong_overrides_are_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:
         load("tiny", [override])
@@ -66,12 +89,18 @@ def test_wrong_overrides_are_one_clear_line(override, expected):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("override,expected", [
-    ("speculation.method=mtp", "speculation.method='mtp': expected eagle3, draft_model, ngram, suffix or none with engine.kind=vllm; "
-     "nearest valid choice: speculation.method=eagle3"),
-    ("sampling.temperature=0.005", "sampling.temperature=0.005: expected at least 0.01 with engine.kind=vllm"),
-    ("trainer.kind=mock", "trainer.kind='mock': expected torch with engine.kind=vllm"),
-])
+@pytest.mark.parametrize(
+    "override,expected",
+    [
+        (
+            "speculation.method=mtp",
+            "speculation.method='mtp': expected eagle3, draft_model, ngram, suffix or none with engine.kind=vllm; "
+            "nearest valid choice: speculation.method=eagle3",
+        ),
+        ("sampling.temperature=0.005", "sampling.temperature=0.005: expected at least 0.01 with engine.kind=vllm"),
+        ("trainer.kind=mock", "trainer.kind='mock': expected torch with engine.kind=vllm"),
+    ],
+)
 def test_what_vllm_cannot_do_is_refused(override, expected):
     with pytest.raises(ConfigError) as caught:
         load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", override])
@@ -81,18 +110,25 @@ def test_what_vllm_cannot_do_is_refused(override, expected):
 def test_vllm_takes_no_policy_with_an_mtp_module_in_its_file(tmp_path):
     source = resolve_path("asset:tiny/policy")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}))
-    with pytest.raises(ConfigError, match="holds an MTP module too; expected a policy without one with engine.kind=vllm"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1})
+    )
+    with pytest.raises(
+        ConfigError, match="holds an MTP module too; expected a policy without one with engine.kind=vllm"
+    ):
         load("tiny", ["engine.kind=vllm", "speculation.method=none", f"model.path={tmp_path}"])
 
 
-@pytest.mark.parametrize("override,expected", [
-    ("data.reward=nomodule:f", "data.reward='nomodule:f': No module named"),
-    ("data.reward=json:nothing", "expected module:function"),
-    ("engine.max_prompt_tokens=10", "has 64 tokens; nearest valid choice: engine.max_prompt_tokens=64"),
-    ("data.train_file=bad.jsonl", "data.train_file='bad.jsonl': line 2: expected an object"),
-    ("data.train_file=empty.jsonl", "data.train_file='empty.jsonl': the file is empty"),
-])
+@pytest.mark.parametrize(
+    "override,expected",
+    [
+        ("data.reward=nomodule:f", "data.reward='nomodule:f': No module named"),
+        ("data.reward=json:nothing", "expected module:function"),
+        ("engine.max_prompt_tokens=10", "has 64 tokens; nearest valid choice: engine.max_prompt_tokens=64"),
+        ("data.train_file=bad.jsonl", "data.train_file='bad.jsonl': line 2: expected an object"),
+        ("data.train_file=empty.jsonl", "data.train_file='empty.jsonl': the file is empty"),
+    ],
+)
 def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_path, monkeypatch):
     from asyncspec.launch.preflight import check_inputs
 
@@ -104,18 +140,59 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("change,override,expected", [
-    ({"model_type": "gpt2"}, "steps=1", "model_type='gpt2': expected 'qwen3', 'llama', 'qwen3_moe'; model.path=asset:tiny/policy is the shipped one"),
-    ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-     "engine.compile=true", "engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false"),
-    ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-     ("trainer.ranks=2", "trainer.tensor_parallel=2"), "trainer.tensor_parallel=2: expected 1 with a policy of experts"),
-    ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-     ("logprob.ranks=2", "logprob.tensor_parallel=2"), "logprob.tensor_parallel=2: expected 1 with a policy of experts"),
-    ({"num_key_value_heads": 1}, ("logprob.ranks=2", "logprob.tensor_parallel=2"),
-     "logprob.tensor_parallel=2: expected a divisor of the policy's 1 heads of keys and values; nearest valid choice: logprob.tensor_parallel=1"),
-    ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "speculation.method=mtp", "made for model_type=qwen3; expected llama"),
-])
+@pytest.mark.parametrize(
+    "change,override,expected",
+    [
+        (
+            {"model_type": "gpt2"},
+            "steps=1",
+            "model_type='gpt2': expected 'qwen3', 'llama', 'qwen3_moe'; model.path=asset:tiny/policy is the shipped one",
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            "engine.compile=true",
+            "engine.compile=True: expected a policy without experts; nearest valid choice: engine.compile=false",
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            ("trainer.ranks=2", "trainer.tensor_parallel=2"),
+            "trainer.tensor_parallel=2: expected 1 with a policy of experts",
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            ("logprob.ranks=2", "logprob.tensor_parallel=2"),
+            "logprob.tensor_parallel=2: expected 1 with a policy of experts",
+        ),
+        (
+            {"num_key_value_heads": 1},
+            ("logprob.ranks=2", "logprob.tensor_parallel=2"),
+            "logprob.tensor_parallel=2: expected a divisor of the policy's 1 heads of keys and values; nearest valid choice: logprob.tensor_parallel=1",
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "speculation.method=mtp",
+            "made for model_type=qwen3; expected llama",
+        ),
+    ],
+)
 def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, expected):
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((resolve_path("asset:tiny/policy") / name).read_bytes())
@@ -130,8 +207,10 @@ def test_compiling_without_a_compiler_is_one_line(device, monkeypatch):
     monkeypatch.setattr("asyncspec.config_check.cxx_compiler", lambda: None)
     with pytest.raises(ConfigError) as caught:
         load("tiny", ["engine.compile=true", f"deployment.device={device}"])
-    assert str(caught.value) == ("engine.compile=True: expected a C++ compiler on the PATH (g++, or the one CXX names); "
-                                 "nearest valid choice: engine.compile=false")
+    assert str(caught.value) == (
+        "engine.compile=True: expected a C++ compiler on the PATH (g++, or the one CXX names); "
+        "nearest valid choice: engine.compile=false"
+    )
     load("tiny", ["engine.compile=true", "engine.kind=vllm", "speculation.draft_length=3", "deployment.device=cuda"])
 
 
@@ -147,20 +226,29 @@ def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
     load("tiny", [f"model.reference_path={tmp_path}"])  # without a KL term nobody reads it
     load("tiny", ["model.reference_path=asset:tiny/policy", "rl.kl_coef=0.1"])
-    with pytest.raises(ConfigError, match=f"model.reference_path='{tmp_path}': made for vocab_size=128; expected {config['vocab_size']}, as the policy"):
+    with pytest.raises(
+        ConfigError,
+        match=f"model.reference_path='{tmp_path}': made for vocab_size=128; expected {config['vocab_size']}, as the policy",
+    ):
         load("tiny", [f"model.reference_path={tmp_path}", "rl.kl_coef=0.1"])
 
 
-@pytest.mark.parametrize("args,expected", [
-    (["train", "steps=3", "--seed", "2", "polcy_lag=1"], "nearest valid choice: policy_lag"),
-    (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
-    (["train", "--stesp", "3"], "--stesp: no such flag; nearest: --steps"),
-    (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
-    (["trian"], "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: train"),
-    (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
-    (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),
-    (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
-])
+@pytest.mark.parametrize(
+    "args,expected",
+    [
+        (["train", "steps=3", "--seed", "2", "polcy_lag=1"], "nearest valid choice: policy_lag"),
+        (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
+        (["train", "--stesp", "3"], "--stesp: no such flag; nearest: --steps"),
+        (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
+        (
+            ["trian"],
+            "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: train",
+        ),
+        (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
+        (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),
+        (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
+    ],
+)
 def test_wrong_command_lines_are_one_clear_line(args, expected, capsys):
     from asyncspec.cli import main
 
@@ -210,12 +298,16 @@ def test_every_shipped_config_loads_or_names_the_model_that_its_user_brings():
         if "models/" not in path.read_text():
             load(path.stem)
             continue
-        with pytest.raises(ConfigError, match="^model.path='models/[^']*': expected a Hugging Face directory, with config.json"):
+        with pytest.raises(
+            ConfigError, match="^model.path='models/[^']*': expected a Hugging Face directory, with config.json"
+        ):
             load(path.stem)
 
 
 def test_help_lists_flags_and_every_field_with_its_meaning():
-    text = subprocess.run([sys.executable, "-m", "asyncspec.cli", "train", "--help"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [sys.executable, "-m", "asyncspec.cli", "train", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     for word in ("--config", "--policy-lag", "--steps", "--run-dir", "--seed"):
         assert word in text
     for name, default, comment in describe(Config):
@@ -223,7 +315,9 @@ def test_help_lists_flags_and_every_field_with_its_meaning():
 
 
 def test_a_typo_ends_the_command_with_one_line():
-    result = subprocess.run([sys.executable, "-m", "asyncspec.cli", "train", "trainer.optimiser.lr=1"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "asyncspec.cli", "train", "trainer.optimiser.lr=1"], capture_output=True, text=True
+    )
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and "trainer.optimizer.lr" in result.stderr
 
@@ -236,7 +330,9 @@ def test_damaged_configurations_are_refused_in_one_line_or_mean_what_they_say():
     assert counts["crashes"] == counts["silent"] == 0 and counts["refused"] > 100
 
 
-@pytest.mark.parametrize("override", ["engine.compile=1", "steps=true", "steps=!!python/object:os.system {}", "engine.compile='yes'"])
+@pytest.mark.parametrize(
+    "override", ["engine.compile=1", "steps=true", "steps=!!python/object:os.system {}", "engine.compile='yes'"]
+)
 def test_yes_and_no_are_no_numbers_and_nothing_is_executed(override):
     with pytest.raises(ConfigError) as error:
         load("tiny", [override])

@@ -24,10 +24,21 @@ from asyncspec.models import eagle3, policy
 from asyncspec.speculation.make import drafter_for
 from runs import TORCHRUN
 
-POLICY_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-             "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False}
-PLACED, NAMES = [["controller", "trainer"], ["logprob", "generator0"]], {
-    "controller": "controller", "trainer": "trainer", "logprob": "logprob", "generator0": "generator"}
+POLICY_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": False,
+}
+PLACED, NAMES = (
+    [["controller", "trainer"], ["logprob", "generator0"]],
+    {"controller": "controller", "trainer": "trainer", "logprob": "logprob", "generator0": "generator"},
+)
 
 
 def test_parameters_and_cache_are_counted_as_they_are(small_shape, small_policy):
@@ -35,7 +46,10 @@ def test_parameters_and_cache_are_counted_as_they_are(small_shape, small_policy)
     assert estimate.parameters(described) == sum(p.numel() for p in small_policy.parameters())
     tied = replace(small_shape, tied=True)
     assert estimate.parameters(tied.to_hf()) == sum(p.numel() for p in policy.build(tied).parameters())
-    config = load("tiny", ["engine.slots=4", "engine.max_prompt_tokens=8", "sampling.max_response_tokens=23", "speculation.method=none"])
+    config = load(
+        "tiny",
+        ["engine.slots=4", "engine.max_prompt_tokens=8", "sampling.max_response_tokens=23", "speculation.method=none"],
+    )
     engine = TorchEngine(small_shape, slots=4, max_prompt_tokens=8, max_response_tokens=23)  # 32 positions, whole lines
     cache = engine.decode.cache
     assert estimate.of_actor(config, described, "generator")["KV cache"] == cache.keys.nbytes + cache.values.nbytes
@@ -45,8 +59,18 @@ def test_parameters_and_cache_are_counted_as_they_are(small_shape, small_policy)
 def test_a_device_that_is_too_small_is_named_with_what_fills_it():
     config = load("tiny", ["deployment.device=auto", "model.dtype=bfloat16"])
     small, large = (Node("h", "a", [gb * 1e9], 1e12, 8) for gb in (24, 400))
-    wrong = [finding for _, _, found in judge(config, POLICY_8B, PLACED, NAMES, [small, large]) for finding in found if not finding.ok]
-    assert len(wrong) == 1 and "node 0" in wrong[0].text and "optimizer 65.5" in wrong[0].text and "has 24.0" in wrong[0].text
+    wrong = [
+        finding
+        for _, _, found in judge(config, POLICY_8B, PLACED, NAMES, [small, large])
+        for finding in found
+        if not finding.ok
+    ]
+    assert (
+        len(wrong) == 1
+        and "node 0" in wrong[0].text
+        and "optimizer 65.5" in wrong[0].text
+        and "has 24.0" in wrong[0].text
+    )
     assert not [f for _, _, found in judge(config, POLICY_8B, PLACED, NAMES, [large, large]) for f in found if not f.ok]
 
 
@@ -63,28 +87,53 @@ def test_sharding_divides_what_a_rank_needs():
 def test_a_generator_needs_its_draft_and_the_distributions_of_a_step(tmp_path, small_shape, method):
     torch.manual_seed(5)
     # 48 positions, whole lines of the cache.
-    shape, settings = replace(small_shape, vocab_size=4096), {"engine.slots": 8, "engine.max_prompt_tokens": 8, "sampling.max_response_tokens": 34}
+    shape, settings = (
+        replace(small_shape, vocab_size=4096),
+        {"engine.slots": 8, "engine.max_prompt_tokens": 8, "sampling.max_response_tokens": 34},
+    )
     model = policy.build(shape)
     model.init_states()
     draft = drafts.new(method, shape, model)
     draft.save(tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
     assert estimate.draft_parameters(method, described) == sum(p.numel() for p in draft.module.parameters())
-    config = load("tiny", [f"{name}={value}" for name, value in settings.items()] + [f"speculation.method={method}", "speculation.draft_length=5"])
+    config = load(
+        "tiny",
+        [f"{name}={value}" for name, value in settings.items()]
+        + [f"speculation.method={method}", "speculation.draft_length=5"],
+    )
     config.speculation.draft_path = str(tmp_path)
     for top_p in 1.0, 0.9:
         config.sampling.top_p = top_p
         needs = estimate.of_actor(config, shape.to_hf(), "generator")
-        engine = TorchEngine(shape, drafter_for(draft), slots=8, max_prompt_tokens=8, max_response_tokens=34, draft_length=5, top_p=top_p, temperature=0.9)
+        engine = TorchEngine(
+            shape,
+            drafter_for(draft),
+            slots=8,
+            max_prompt_tokens=8,
+            max_response_tokens=34,
+            draft_length=5,
+            top_p=top_p,
+            temperature=0.9,
+        )
         engine.load_policy(dict(model.named_parameters()), 0)
         cache, drafter = engine.decode.cache, engine.drafter
-        own = drafter.decode.cache.keys.nbytes + drafter.decode.cache.values.nbytes + getattr(drafter, "feature_SPE", torch.empty(0)).nbytes
-        assert (needs["KV cache"], needs["draft's features and cache"]) == (cache.keys.nbytes + cache.values.nbytes, own)
+        own = (
+            drafter.decode.cache.keys.nbytes
+            + drafter.decode.cache.values.nbytes
+            + getattr(drafter, "feature_SPE", torch.empty(0)).nbytes
+        )
+        assert (needs["KV cache"], needs["draft's features and cache"]) == (
+            cache.keys.nbytes + cache.values.nbytes,
+            own,
+        )
         engine.submit(Request(0, [2, 3], list(range(8)), 34))
         engine.poll()
         with Largest() as largest:
             engine.poll()
-        assert 0.4 * needs["distributions"] < largest.bytes < needs["distributions"], largest.bytes / needs["distributions"]
+        assert 0.4 * needs["distributions"] < largest.bytes < needs["distributions"], (
+            largest.bytes / needs["distributions"]
+        )
 
 
 class Largest(TorchDispatchMode):
@@ -96,9 +145,14 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self.known | given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (storage := tensor.untyped_storage()).data_ptr() not in self.known | given
+            ):
                 self.known.add(storage.data_ptr())
                 self.held += storage.nbytes()
                 self.bytes = max(self.bytes, self.held)
@@ -118,14 +172,22 @@ def test_a_draft_adapter_needs_what_its_draft_and_the_unrolled_passes_take(tmp_p
     described = json.loads((tmp_path / "config.json").read_text())
     P = estimate.eagle3_parameters(described)
     assert P == sum(p.numel() for p in draft.parameters())
-    config = load("tiny", ["engine.max_prompt_tokens=40", "sampling.max_response_tokens=60", "draft.window=50", "rl.group_size=4"])
+    config = load(
+        "tiny", ["engine.max_prompt_tokens=40", "sampling.max_response_tokens=60", "draft.window=50", "rl.group_size=4"]
+    )
     config.speculation.draft_path = str(tmp_path)
     needs = estimate.of_actor(config, small_shape.to_hf(), "draft_adapter")
     assert (needs["weights and gradients"], needs["optimizer"], needs["snapshot"]) == (8 * P, 8 * P, 4 * P)
     # What autograd really keeps of a batch of that size.
     kept, (B, L, V, D) = {}, (4, 52, small_shape.vocab_size, small_shape.dim)
     target = Target(torch.randn(B, L, V).log_softmax(-1))
-    supervision = Supervision(torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool), target, torch.randn(B, L, 3 * D), torch.randn(B, L, D))
+    supervision = Supervision(
+        torch.zeros(B, L, dtype=torch.int64),
+        torch.ones(B, L, dtype=torch.bool),
+        target,
+        torch.randn(B, L, 3 * D),
+        torch.randn(B, L, D),
+    )
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -143,27 +205,43 @@ def test_a_draft_adapter_counts_where_it_shares_a_gpu():
     placed = [["controller", "trainer", "logprob", "draft_adapter"], ["generator0"]]
     nodes = [Node("h", "a", [400e9] * 2, 1e12, 8), Node("h", "a", [400e9], 1e12, 8)]
     judged = judge(config, POLICY_8B, placed, names, nodes)
-    both = HEADROOM * sum(sum(estimate.of_actor(config, POLICY_8B, role).values()) for role in ("trainer", "draft_adapter"))
+    both = HEADROOM * sum(
+        sum(estimate.of_actor(config, POLICY_8B, role).values()) for role in ("trainer", "draft_adapter")
+    )
     assert judged[0][1] == f"{both / 1e9:.1f} GB of a GPU"
-    assert [f.text for f in judged[0][2]] == ["node 0: trainer and draft_adapter share a GPU",
-                                              "policy weights travel over NCCL", "draft weights travel over NCCL"]
+    assert [f.text for f in judged[0][2]] == [
+        "node 0: trainer and draft_adapter share a GPU",
+        "policy weights travel over NCCL",
+        "draft weights travel over NCCL",
+    ]
     placed = [["controller", "trainer", "logprob"], ["generator0", "draft_adapter"]]
     said = [f.text for _, _, found in judge(config, POLICY_8B, placed, names, nodes) for f in found]
-    assert "policy weights travel over NCCL" in said and "draft weights travel over gloo, through host memory: some members share a GPU" in said
+    assert (
+        "policy weights travel over NCCL" in said
+        and "draft weights travel over gloo, through host memory: some members share a GPU" in said
+    )
 
 
 def test_ranks_that_read_the_policy_at_once_need_host_memory():
     config = load("tiny", ["deployment.device=auto", "trainer.ranks=8", "rl.groups_per_step=8"])
-    names = {f"trainer_rank{i}" if i else "trainer": "trainer_rank" if i else "trainer" for i in range(8)} | {"logprob": "logprob", "generator0": "generator"}
+    names = {f"trainer_rank{i}" if i else "trainer": "trainer_rank" if i else "trainer" for i in range(8)} | {
+        "logprob": "logprob",
+        "generator0": "generator",
+    }
     placed = [list(names)]
     for memory, enough in ((200e9, False), (400e9, True)):
-        (_, _, found), = judge(config, POLICY_8B, placed, names, [Node("h", "a", [400e9] * 10, memory, 8)])
+        ((_, _, found),) = judge(config, POLICY_8B, placed, names, [Node("h", "a", [400e9] * 10, memory, 8)])
         assert ([f.text for f in found if not f.ok] == []) == enough
 
 
 def test_a_clock_far_off_is_wrong():
     node = Node("h", "a", [], 1e12, 8, skew_s=-90.0)
-    assert ["-90 s" in f.text for _, _, found in judge(load("tiny"), POLICY_8B, PLACED[:1], NAMES, [node]) for f in found if not f.ok] == [True]
+    assert [
+        "-90 s" in f.text
+        for _, _, found in judge(load("tiny"), POLICY_8B, PLACED[:1], NAMES, [node])
+        for f in found
+        if not f.ok
+    ] == [True]
 
 
 def doctor(tmp_path, *args, launcher=(sys.executable, "-m", "asyncspec.cli")):
@@ -173,7 +251,9 @@ def doctor(tmp_path, *args, launcher=(sys.executable, "-m", "asyncspec.cli")):
 
 def test_the_default_job_can_run_here(tmp_path):
     code, said = doctor(tmp_path)
-    assert code == 0 and "nothing speaks against this run" in said and "generator0" in said and "torchtitan" in said, said
+    assert code == 0 and "nothing speaks against this run" in said and "generator0" in said and "torchtitan" in said, (
+        said
+    )
 
 
 def test_what_speaks_against_a_run_is_said_and_is_the_exit_code(tmp_path):
@@ -182,14 +262,20 @@ def test_what_speaks_against_a_run_is_said_and_is_the_exit_code(tmp_path):
 
 
 def test_nodes_look_at_each_other(tmp_path):
-    code, said = doctor(tmp_path, "deployment.nodes=trainer+logprob,2*generator:2",
-                        launcher=(*TORCHRUN, "--nproc-per-node", "3", "-m", "asyncspec.cli"))
+    code, said = doctor(
+        tmp_path,
+        "deployment.nodes=trainer+logprob,2*generator:2",
+        launcher=(*TORCHRUN, "--nproc-per-node", "3", "-m", "asyncspec.cli"),
+    )
     assert code == 0 and "nothing speaks against" in said, said
     assert "generator0-1" in said and "generator2-3" in said and "is the same as on node 0" in said
     assert len(re.findall(r"[+-]\d+\.\d ms", said)) == 3
 
 
 def test_nodes_that_are_not_there_are_one_line(tmp_path):
-    code, said = doctor(tmp_path, "deployment.nodes=trainer+logprob,2*generator:2",
-                        launcher=(*TORCHRUN, "--nproc-per-node", "2", "-m", "asyncspec.cli"))
+    code, said = doctor(
+        tmp_path,
+        "deployment.nodes=trainer+logprob,2*generator:2",
+        launcher=(*TORCHRUN, "--nproc-per-node", "2", "-m", "asyncspec.cli"),
+    )
     assert code != 0 and "names 3 nodes" in said and "torchrun --nnodes 3" in said

@@ -14,9 +14,16 @@ from asyncspec.speculation.lookup_length import LookupLength
 
 
 def costs(*seconds):
-    """Of a step of each draft length, float [LONGEST + 2]: the first, then as many more as it takes, each longer as the last two differ; drafts cost
-    nothing, and what is read of them alone."""
-    return np.array([*seconds, *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds))), seconds[-1]])
+    """Of a step of each draft length, float [LONGEST + 2]: the first, then as many more as it takes, each longer as the
+    last two differ; drafts cost nothing, and what is read of them alone.
+    """
+    return np.array(
+        [
+            *seconds,
+            *(seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds))),
+            seconds[-1],
+        ]
+    )
 
 
 def observe(lengths, k, seconds, kept_B, run_B, **more):
@@ -71,26 +78,47 @@ def test_auto_finds_out_also_while_the_number_of_live_sequences_never_stays():
         live = int(rng.integers(8, 17))
         k = lengths.choose(live)
         chosen.append(k)
-        observe(lengths, k, seconds[0, k], (rng.random((live, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1), run_B)
+        observe(
+            lengths,
+            k,
+            seconds[0, k],
+            (rng.random((live, LONGEST)) < (0.0 if step < 3000 else 0.9)).cumprod(1)[:, :k].sum(1),
+            run_B,
+        )
     assert np.mean(np.array(chosen[2000:3000]) > 0) < 0.01
     assert np.mean(np.array(chosen[7000:]) >= 3) > 0.9
 
 
 @pytest.mark.parametrize("left", [4, 12, 400])
 def test_auto_knows_that_rows_end(left):
-    """With at most `left` tokens left of each row, evenly spread, what a longer draft would emit behind the end is not counted, and not paid for either."""
+    """With at most `left` tokens left of each row, evenly spread, what a longer draft would emit behind the end is not
+    counted, and not paid for either.
+    """
     first, drafted, each = 1.0, 0.05, 0.1  # seconds of a verification, of each proposal, and of each that is read
     rng = np.random.default_rng(0)
-    seconds = np.array([first + (drafted + each) * k for k in range(LONGEST + 1)] + [first + (drafted + each / 2) * LONGEST])
+    seconds = np.array(
+        [first + (drafted + each) * k for k in range(LONGEST + 1)] + [first + (drafted + each / 2) * LONGEST]
+    )
     lengths, run_B = AutoLength([1, 64], np.array([seconds] * 2) * 1e-3), none(8)
     for _ in range(4000):
         k = lengths.choose(8)
         found_B = np.minimum(k, rng.integers(1, left + 1, 8) - 1)
         kept_B = np.minimum((rng.random((8, LONGEST)) < 0.97).cumprod(1)[:, :k].sum(1), found_B)
-        observe(lengths, k, (first + drafted * k + each * found_B.mean() if k else first) * 1e-3, kept_B, run_B, found_B=found_B if k else None)
+        observe(
+            lengths,
+            k,
+            (first + drafted * k + each * found_B.mean() if k else first) * 1e-3,
+            kept_B,
+            run_B,
+            found_B=found_B if k else None,
+        )
     spent = np.array(lengths._costs(8)) / lengths._costs(8)[0]
-    assert lengths._emitted()[3] == pytest.approx(1 + sum(0.97**j * max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
-    assert spent[3] == pytest.approx(first + 3 * drafted + each * sum(max(0, 1 - j / left) for j in range(1, 4)), rel=0.05)
+    assert lengths._emitted()[3] == pytest.approx(
+        1 + sum(0.97**j * max(0, 1 - j / left) for j in range(1, 4)), rel=0.05
+    )
+    assert spent[3] == pytest.approx(
+        first + 3 * drafted + each * sum(max(0, 1 - j / left) for j in range(1, 4)), rel=0.05
+    )
 
 
 def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
@@ -103,8 +131,10 @@ def test_auto_stands_thousands_of_rows_of_which_none_is_accepted():
 
 def test_a_position_not_tried_is_taken_for_like_those_before_it():
     survival = Survival(4, 0.3)
-    survival.add(none(1024), np.tile([1, 2, 2, 2], 256), np.tile([True, False, False, False], 256), 4096)  # 3 in 4 go beyond the first, all of those further
-    assert survival.beyond() == pytest.approx([0.75, 0.75, 0.75 * 6 / 7, 0.75 * 36 / 49], rel=0.02)  # 1 in 7 ended of those before
+    # 3 in 4 go beyond the first, all of those further
+    survival.add(none(1024), np.tile([1, 2, 2, 2], 256), np.tile([True, False, False, False], 256), 4096)
+    # 1 in 7 ended of those before
+    assert survival.beyond() == pytest.approx([0.75, 0.75, 0.75 * 6 / 7, 0.75 * 36 / 49], rel=0.02)
     survival.add(none(512), np.full(512, 3), np.tile([True, False], 256), 4096)  # of those behind the second half
     assert survival.beyond()[3] == pytest.approx(survival.beyond()[2] / 2, rel=0.02)
 
@@ -113,7 +143,9 @@ TEXT = 100000  # tokens
 
 
 def simulated(keeps, k):
-    """Verifications of k proposals each along a text: tokens of a run before each, and proposals kept. keeps(at): of those at `at`."""
+    """Verifications of k proposals each along a text: tokens of a run before each, and proposals kept. keeps(at): of
+    those at `at`.
+    """
     run_V, kept_V, run, at = [], [], 0, 0
     while at < TEXT:
         kept = min(k, keeps(at))
@@ -127,7 +159,9 @@ def simulated(keeps, k):
 def test_what_one_length_emits_tells_of_all_where_tokens_are_hard_wherever_a_draft_begins(held):
     """In easy stretches one token in fifty is hard, in others one in four."""
     rng = np.random.default_rng(0)
-    hard_at = np.append(np.flatnonzero(rng.random(TEXT) < np.repeat(np.where(rng.random(TEXT // 40) < 0.5, 0.02, 0.25), 40)), TEXT)
+    hard_at = np.append(
+        np.flatnonzero(rng.random(TEXT) < np.repeat(np.where(rng.random(TEXT // 40) < 0.5, 0.02, 0.25), 40)), TEXT
+    )
     next_hard, emitted = hard_at[np.searchsorted(hard_at, np.arange(TEXT))], Emitted()
     emitted.add(*simulated(lambda at: int(next_hard[at]) - at, held), held, 10**9)
     for k, tokens in enumerate(emitted.tokens()):
@@ -181,7 +215,13 @@ def test_a_length_that_costs_more_than_can_be_saved_up_is_tried_all_the_same():
     lengths, run_B = AutoLength([1, 64], seconds), none(8)
     for step in range(40000):
         chosen.append(k := lengths.choose(8))
-        observe(lengths, k, seconds[0, k], (rng.random((8, LONGEST)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1), run_B)
+        observe(
+            lengths,
+            k,
+            seconds[0, k],
+            (rng.random((8, LONGEST)) < (0.0 if step < 10000 else 0.95)).cumprod(1)[:, :k].sum(1),
+            run_B,
+        )
     assert np.mean(np.array(chosen[35000:]) >= 5) > 0.9
 
 
@@ -212,18 +252,33 @@ def test_a_calibration_leaves_less_of_the_noise_than_its_medians_do():
     assert np.std(after) < 0.6 * np.std(before), (np.std(after), np.std(before))
 
 
-@pytest.mark.parametrize("wrong", [{2: 1.25}, {2: 1.15, 1: 0.95}, {2: 1.1, 1: 0.85}, {2: 1.15, 3: 0.9}, {3: 0.8}], ids=str)  # by what factor a calibration errs
+# by what factor a calibration errs
+@pytest.mark.parametrize(
+    "wrong", [{2: 1.25}, {2: 1.15, 1: 0.95}, {2: 1.1, 1: 0.85}, {2: 1.15, 3: 0.9}, {3: 0.8}], ids=str
+)
 def test_a_calibration_that_was_wrong_is_found_out_within_hundreds_of_steps(wrong):
     seconds = costs(1.0, 1.4, 1.6) * 3e-3
-    acceptance, late = (0.66, 0.61, 0.42, *[0.4] * (LONGEST - 3)), []  # k=2 pays best: 8% more than k=1, 4% more than k=3
+    # k=2 pays best: 8% more than k=1, 4% more than k=3
+    acceptance, late = (0.66, 0.61, 0.42, *[0.4] * (LONGEST - 3)), []
     emitted = np.concatenate([[1.0], 1 + np.cumprod(acceptance).cumsum()])
     for seed in range(20):
-        lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
+        lengths, rng, chosen = (
+            AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)),
+            np.random.default_rng(seed),
+            [],
+        )
         run_B = none(16)
         for _ in range(600):
             chosen.append(k := lengths.choose(16))
-            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((16, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1), run_B)
-        late.append(emitted[chosen[-200:]].sum() / seconds[chosen[-200:]].sum() / max(emitted / seconds[:-1]))  # tries included
+            observe(
+                lengths,
+                k,
+                seconds[k] * rng.lognormal(0, 0.05),
+                (rng.random((16, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1),
+                run_B,
+            )
+        # tries included
+        late.append(emitted[chosen[-200:]].sum() / seconds[chosen[-200:]].sum() / max(emitted / seconds[:-1]))
     assert np.mean(late) > 0.985 and min(late) > 0.95, late
 
 
@@ -235,7 +290,13 @@ def test_a_calibration_in_which_no_speculation_is_the_slower_does_not_keep_a_use
         for _ in range(1500):
             k = lengths.choose(64)
             spent.append(seconds[k])
-            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((64, LONGEST)) < 0.02).cumprod(1)[:, :k].sum(1), run_B)
+            observe(
+                lengths,
+                k,
+                seconds[k] * rng.lognormal(0, 0.05),
+                (rng.random((64, LONGEST)) < 0.02).cumprod(1)[:, :k].sum(1),
+                run_B,
+            )
         assert np.mean(spent[500:]) < 1.01 * seconds[0]
 
 
@@ -244,18 +305,36 @@ def test_what_was_calibrated_too_fast_does_not_stay_because_all_others_seem_slow
     seconds, late = costs(1.0, 1.45, 1.7) * 6e-3, []
     emitted = np.concatenate([[1.0], 1 + (0.93 ** np.arange(1, LONGEST + 1)).cumsum()])
     for seed in range(30):
-        lengths, rng, chosen = AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)), np.random.default_rng(seed), []
+        lengths, rng, chosen = (
+            AutoLength([1, 64], np.array([[s * wrong.get(k, 1.0) for k, s in enumerate(seconds)]] * 2)),
+            np.random.default_rng(seed),
+            [],
+        )
         run_B = none(1)
         for _ in range(300):
             chosen.append(k := lengths.choose(1))
-            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((1, LONGEST)) < 0.93).cumprod(1)[:, :k].sum(1), run_B)
+            observe(
+                lengths,
+                k,
+                seconds[k] * rng.lognormal(0, 0.05),
+                (rng.random((1, LONGEST)) < 0.93).cumprod(1)[:, :k].sum(1),
+                run_B,
+            )
         late.append(emitted[chosen[100:300]].sum() / seconds[chosen[100:300]].sum() / max(emitted / seconds[:-1]))
     assert min(late) > 0.95, late
 
 
-@given(st.lists(st.tuples(st.integers(0, LONGEST), st.integers(0, LONGEST), st.floats(-0.05, 0.05), st.integers(1, 8)), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, LONGEST), st.integers(0, LONGEST), st.floats(-0.05, 0.05), st.integers(1, 8)),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_comparisons_correct_a_calibration_by_bayes_rule(compared):
-    """That of errors that are normal and independent, of the calibration and of the comparisons; beside what was held last."""
+    """That of errors that are normal and independent, of the calibration and of the comparisons; beside what was held
+    last.
+    """
     compared = [one for one in compared if one[0] != one[1]]
     seconds = np.linspace(1.0, 3.0, LONGEST + 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -273,14 +352,16 @@ def test_comparisons_correct_a_calibration_by_bayes_rule(compared):
     error_E = covariance_EE @ compared_NE.T @ (weight_N * np.array([log_ratio for _, _, log_ratio, _ in compared]))
     found_E = np.log(np.array(lengths._table[bucket]) / seconds)
     assert found_E - found_E[0] == pytest.approx(error_E - error_E[0], abs=1e-9)
-    assert lengths._deviations(bucket, 5)[3] == pytest.approx(np.sqrt((eye[3] - eye[5]) @ covariance_EE @ (eye[3] - eye[5])), abs=1e-9)
+    assert lengths._deviations(bucket, 5)[3] == pytest.approx(
+        np.sqrt((eye[3] - eye[5]) @ covariance_EE @ (eye[3] - eye[5])), abs=1e-9
+    )
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 1, max_size=LONGEST + 2))
 def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(measured):
     found = AutoLength([1], np.array([measured]))._seconds(1)
     rising, asked = np.array(found[: LONGEST + 1]), np.array(measured[: LONGEST + 1])
-    assert (np.diff(rising) >= -1e-9).all() and all(s >= found[0] for s in found[LONGEST + 1:])
+    assert (np.diff(rising) >= -1e-9).all() and all(s >= found[0] for s in found[LONGEST + 1 :])
     np.testing.assert_allclose(rising.sum(), asked.sum())
     # The projection onto a convex cone: what is left is orthogonal to it, and turned away from all that rises.
     np.testing.assert_allclose((asked - rising) @ rising, 0, atol=1e-6)
@@ -295,9 +376,15 @@ def test_what_is_read_of_drafts_costs_what_was_measured_however_much_that_was():
         lengths = AutoLength([1, 64], np.array([seconds] * 2), np.array([read_K] * 2))
         for left in (1.0, 0.5):  # of rows, that do not end before the third proposal
             lengths._read = draft_length.Survival(LONGEST, 0.0)
-            lengths._read.add(none(4000), np.where(np.arange(4000) < 4000 * left, LONGEST, 3), np.arange(4000) >= 4000 * left, 10**9)
+            lengths._read.add(
+                none(4000), np.where(np.arange(4000) < 4000 * left, LONGEST, 3), np.arange(4000) >= 4000 * left, 10**9
+            )
             for k, cost in enumerate(lengths._costs(8)):
-                assert cost == pytest.approx(1 + 0.1 * k + 0.2 * (k if k < 3 else 2 + left * (k - 2)), rel=0.01), (usual, left, k)
+                assert cost == pytest.approx(1 + 0.1 * k + 0.2 * (k if k < 3 else 2 + left * (k - 2)), rel=0.01), (
+                    usual,
+                    left,
+                    k,
+                )
 
 
 def test_rows_attend_to_as_many_positions_as_the_longest_of_their_group_has():
@@ -310,21 +397,30 @@ def test_rows_attend_to_as_many_positions_as_the_longest_of_their_group_has():
 
 @pytest.mark.parametrize("lookups", [False, True])
 def test_positions_cost_what_each_token_takes_to_attend_to_them(lookups):
-    """A step takes 1, 0.2 for each proposal, 0.001 for each token and position it attends to; calibrated with 50 of these, and 150."""
+    """A step takes 1, 0.2 for each proposal, 0.001 for each token and position it attends to; calibrated with 50 of
+    these, and 150.
+    """
+
     def seconds(k, span):
         return 1 + 0.2 * k + 0.001 * (k + 1) * span
 
-    calibrated = np.array([[*(seconds(k, 50) for k in range(LONGEST + 1)), seconds(0, 50) if lookups else seconds(LONGEST, 50)]] * 2)
+    calibrated = np.array(
+        [[*(seconds(k, 50) for k in range(LONGEST + 1)), seconds(0, 50) if lookups else seconds(LONGEST, 50)]] * 2
+    )
     farther = np.array([[seconds(LONGEST, 150), 150, 50]] * 2)
     read = np.array([[*range(LONGEST + 1), LONGEST - 1.0]] * 2)
-    lengths = LookupLength([1, 64], calibrated, True, farther) if lookups else AutoLength([1, 64], calibrated, read, farther)
+    lengths = (
+        LookupLength([1, 64], calibrated, True, farther) if lookups else AutoLength([1, 64], calibrated, read, farther)
+    )
     for span in (50, 100, 400):
         lengths._span = span
         assert lengths._costs(8)[: LONGEST + 1] == pytest.approx([seconds(k, span) for k in range(LONGEST + 1)])
     # What a step took says of the table what it took less for its positions.
     lengths._live, lengths._best, bucket = 8, 3, lengths._bucket(8)
     found = [np.full(8, 3)] * 8
-    lengths._learn_from([3] * 8, [2 * seconds(3, 400)] * 8, [np.full(8, 3)] * 8, found, [True] * 8, [none(8)] * 8, [400] * 8)
+    lengths._learn_from(
+        [3] * 8, [2 * seconds(3, 400)] * 8, [np.full(8, 3)] * 8, found, [True] * 8, [none(8)] * 8, [400] * 8
+    )
     lengths._span = 50
     assert lengths._drift[bucket] == pytest.approx(2.0 ** (1 - 0.9**8), rel=1e-6)
 
@@ -340,7 +436,14 @@ def test_lookups_are_made_while_they_pay():
             lengths.learn(count_R, count_R * told)
         chosen.append(k := lengths.choose(4))
         found_B = np.minimum((rng.random(4) < 0.5) * 3, k)
-        lengths.observe(4, k, seconds[0, found_B.max() or -1] if k else seconds[0, 0], found_B * good, none(4), found_B if k else None)
+        lengths.observe(
+            4,
+            k,
+            seconds[0, found_B.max() or -1] if k else seconds[0, 0],
+            found_B * good,
+            none(4),
+            found_B if k else None,
+        )
     looked = (np.array(chosen) > 0).reshape(-1, 1000).mean(1)
     assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05 and looked[7] < 0.2, looked
     assert np.mean(np.array(chosen)[3000:4000] >= 3) > 0.9  # no more than three are ever found
@@ -351,7 +454,9 @@ def test_looking_back_counts_the_verifications_of_each_length():
     lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     for kept in (3, 3, 0) * 3:
         lengths.learn(np.full(12, 3), np.full(12, kept))
-    assert lengths._emitted() == pytest.approx([1, *(3 / (1 + 2 / (min(k, 3) + 1)) for k in range(1, LONGEST + 1))], rel=0.05)
+    assert lengths._emitted() == pytest.approx(
+        [1, *(3 / (1 + 2 / (min(k, 3) + 1)) for k in range(1, LONGEST + 1))], rel=0.05
+    )
     assert lengths._costs(1) == pytest.approx([1, 2, 3, *[4] * (LONGEST - 2)])  # never more than three to verify
 
 
@@ -375,7 +480,10 @@ def test_where_rows_are_packed_as_much_is_read_as_they_have_found_together():
 
 
 def test_all_rows_attend_as_widely_as_the_one_that_has_found_most():
-    """A step takes 1, 0.1 for each proposal that is read of a row on average, 0.001 for each position and place of the rectangle that holds them."""
+    """A step takes 1, 0.1 for each proposal that is read of a row on average, 0.001 for each position and place of the
+    rectangle that holds them.
+    """
+
     def seconds(read, widest, span):
         return 1 + 0.1 * read + 0.001 * (widest + 1) * span
 
@@ -389,7 +497,9 @@ def test_all_rows_attend_as_widely_as_the_one_that_has_found_most():
         assert lengths._costs(live) == pytest.approx([seconds(0, 0, 100), *expected])
     # A step that took what is expected of it says that the table is right.
     lengths._live, lengths._best, found_B = 8, 7, np.array([7, *[0] * 7])
-    lengths._learn_from([7] * 8, [seconds(7 / 8, 7, 100)] * 8, [none(8)] * 8, [found_B] * 8, [True] * 8, [none(8)] * 8, [100] * 8)
+    lengths._learn_from(
+        [7] * 8, [seconds(7 / 8, 7, 100)] * 8, [none(8)] * 8, [found_B] * 8, [True] * 8, [none(8)] * 8, [100] * 8
+    )
     assert lengths._drift[lengths._bucket(8)] == pytest.approx(1.0)
 
 
@@ -398,16 +508,35 @@ def test_what_verifications_keep_corrects_what_looking_back_promises_position_by
     lengths.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says
     assert lengths._emitted()[1:4] == pytest.approx([2, 3, 4], rel=0.01)
     lengths.choose(50)
-    lengths._learn_from([3] * 100, [1.0] * 100, [np.ones(50, dtype=np.int64)] * 100, [np.full(50, 3)] * 100, [True] * 100, [None] * 100, [None] * 100)  # the first is
+    # the first is
+    lengths._learn_from(
+        [3] * 100,
+        [1.0] * 100,
+        [np.ones(50, dtype=np.int64)] * 100,
+        [np.full(50, 3)] * 100,
+        [True] * 100,
+        [None] * 100,
+        [None] * 100,
+    )
     assert lengths._emitted() == pytest.approx([1, *[2] * LONGEST], abs=0.1)
 
 
 def test_what_one_length_keeps_is_not_taken_for_what_another_would():
-    """Every fourth token is never proposed. k=2 is wrong at every second first proposal, since it begins before that token; k=1 and k=3 never are."""
+    """Every fourth token is never proposed. k=2 is wrong at every second first proposal, since it begins before that
+    token; k=1 and k=3 never are.
+    """
     lengths = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     lengths.learn(np.full(1200, LONGEST), np.tile([3, 2, 1, 0], 300))
     lengths.choose(2)
-    lengths._learn_from([2] * 500, [1.0] * 500, [np.array([2, 0])] * 500, [np.full(2, 2)] * 500, [True] * 500, [None] * 500, [None] * 500)
+    lengths._learn_from(
+        [2] * 500,
+        [1.0] * 500,
+        [np.array([2, 0])] * 500,
+        [np.full(2, 2)] * 500,
+        [True] * 500,
+        [None] * 500,
+        [None] * 500,
+    )
     assert lengths._emitted()[1:4] == pytest.approx([2, 2, 4], rel=0.05)
 
 
@@ -435,8 +564,19 @@ def test_no_speculation_is_found_where_all_else_takes_longer_than_calibrated(slo
     seconds = np.where(np.arange(len(calibrated)) > 0, slower, 1.0) * calibrated
     emitted = np.concatenate([[1.0], 1 + (0.6 ** np.arange(1, LONGEST + 1)).cumsum()])
     for seed in range(2):
-        lengths, rng, chosen, run_B = AutoLength([1, 64], np.array([calibrated] * 2)), np.random.default_rng(seed), [], none(8)
+        lengths, rng, chosen, run_B = (
+            AutoLength([1, 64], np.array([calibrated] * 2)),
+            np.random.default_rng(seed),
+            [],
+            none(8),
+        )
         for _ in range(6000):
             chosen.append(k := lengths.choose(8))
-            observe(lengths, k, seconds[k] * rng.lognormal(0, 0.05), (rng.random((8, LONGEST)) < 0.6).cumprod(1)[:, :k].sum(1), run_B)
+            observe(
+                lengths,
+                k,
+                seconds[k] * rng.lognormal(0, 0.05),
+                (rng.random((8, LONGEST)) < 0.6).cumprod(1)[:, :k].sum(1),
+                run_B,
+            )
         assert emitted[chosen[5000:]].sum() / seconds[chosen[5000:]].sum() > 0.97 * max(emitted / seconds[:-1])

@@ -15,7 +15,9 @@ from asyncspec.speculation.make import drafter_for
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("method", ["eagle3", "eagle3 of few tokens", "mtp"])
-def test_a_compiled_proposal_is_that_of_passes_launched_one_by_one(small_shape, small_policy, maker, method, temperature):
+def test_a_compiled_proposal_is_that_of_passes_launched_one_by_one(
+    small_shape, small_policy, maker, method, temperature
+):
     check_compiled(engine_of(small_shape, small_policy, maker[method], 12, "random", temperature=temperature))
 
 
@@ -51,22 +53,37 @@ def check_compiled(engine):
 
 
 def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
-    """Whatever logits and uniform numbers: what is drawn is where the cumulative sum passes, never a token of probability zero."""
+    """Whatever logits and uniform numbers: what is drawn is where the cumulative sum passes, never a token of
+    probability zero.
+    """
     rng = np.random.default_rng(0)
     for scale in (0.0, 1.0, 30.0, 1e4):
         logits_U = (scale * rng.standard_normal(50)).astype(np.float32)
         expected_V = torch.from_numpy(logits_U / np.float32(0.8)).softmax(-1).double()
         for uniform in (0.0, 1 - 2**-23, *(rng.integers(0, 2**23, 40) / 2**23)):
             q_V = np.zeros(50, np.float32)
-            token = drafting._draw(logits_U.copy(), np.float32(0.8), np.float32(uniform), np.empty(0, np.int64), q_V, np.empty(50, np.int32))
+            token = drafting._draw(
+                logits_U.copy(),
+                np.float32(0.8),
+                np.float32(uniform),
+                np.empty(0, np.int64),
+                q_V,
+                np.empty(50, np.int32),
+            )
             assert np.allclose(q_V, expected_V, rtol=1e-4, atol=1e-30) and q_V[token] > 0
-            assert q_V[:token].sum(dtype=np.float64) <= uniform * q_V.sum(dtype=np.float64) + 1e-12 < q_V[: token + 1].sum(dtype=np.float64) + 2e-12
+            assert (
+                q_V[:token].sum(dtype=np.float64)
+                <= uniform * q_V.sum(dtype=np.float64) + 1e-12
+                < q_V[: token + 1].sum(dtype=np.float64) + 2e-12
+            )
 
 
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index of a function, and what it lists
 def test_what_was_compiled_and_kept_damaged_is_compiled_again(tmp_path, monkeypatch, suffix):
     file = tmp_path / "kept.py"
-    file.write_text("from asyncspec.speculation.drafting import _compiled\n\n\n@_compiled()\ndef double(x):\n    return 2 * x\n")
+    file.write_text(
+        "from asyncspec.speculation.drafting import _compiled\n\n\n@_compiled()\ndef double(x):\n    return 2 * x\n"
+    )
     monkeypatch.setattr(drafting, "_FUNCTIONS", [])
 
     def loaded():

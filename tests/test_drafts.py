@@ -57,7 +57,9 @@ def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, ke
 @settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, VOCABULARY))
 def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
-    """With all tokens kept, truncated and whole targets agree within a draft's vocabulary; with fewer, acceptance stays a bound."""
+    """With all tokens kept, truncated and whole targets agree within a draft's vocabulary; with fewer, acceptance stays
+    a bound.
+    """
     generator = torch.Generator().manual_seed(seed)
     logp = (3 * torch.randn(1, 4, VOCABULARY, generator=generator, dtype=torch.float64)).log_softmax(-1)
     d2t = torch.tensor([1, 2, 4])
@@ -73,7 +75,10 @@ def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
 
 def test_a_draft_that_cannot_be_the_policy_learns_what_is_accepted_more():
     """One distribution for two contexts, one of them four times in five. By cross-entropy it becomes their mean."""
-    target, weight = Target(torch.tensor([[[0.49, 0.49, 0.02]], [[0.49, 0.02, 0.49]]]).log()), torch.tensor([[0.8], [0.2]])
+    target, weight = (
+        Target(torch.tensor([[[0.49, 0.49, 0.02]], [[0.49, 0.02, 0.49]]]).log()),
+        torch.tensor([[0.8], [0.2]]),
+    )
 
     def accepted(loss):
         logits = torch.zeros(3, requires_grad=True)
@@ -101,7 +106,9 @@ def test_nothing_is_learned_where_the_draft_is_the_policy(seed, kept):
 
 @pytest.mark.parametrize("method", drafts.METHODS)
 def test_at_another_temperature_the_best_draft_is_the_one_that_will_be_sampled_from(small_shape, small_policy, method):
-    """A draft whose logits, divided by the temperature, are the target's has the least loss: the engine divides them, too."""
+    """A draft whose logits, divided by the temperature, are the target's has the least loss: the engine divides them,
+    too.
+    """
     tokens_BL, mask_BL = rollouts()
     torch.manual_seed(1)
     draft = drafts.new(method, small_shape, small_policy)
@@ -143,7 +150,9 @@ def test_supervision_arrives_as_it_was_sent(small_shape, small_policy, window, t
             draft = drafts.new(method, small_shape, small_policy)
             loss = draft.loss(3, 0.8)
             made = supervise(small_policy, draft.aux_layers, tokens_BL, mask_BL, 0.8)
-            torch.testing.assert_close(loss(draft.module, unpack(pack(made)))[0], loss(draft.module, made)[0], atol=2e-3, rtol=1e-3)
+            torch.testing.assert_close(
+                loss(draft.module, unpack(pack(made)))[0], loss(draft.module, made)[0], atol=2e-3, rtol=1e-3
+            )
 
 
 def test_a_stretch_is_learned_from_wherever_it_starts(small_shape, small_policy):
@@ -161,15 +170,28 @@ def test_a_draft_of_few_tokens_is_written_and_read_as_vllm_does(tmp_path, small_
     draft = drafts.new("eagle3", small_shape, small_policy, tokens)
     draft.save(tmp_path)
     saved, config = policy.read_tensors(tmp_path), json.loads((tmp_path / "config.json").read_text())
-    assert config["draft_vocab_size"] == 3 and config["vocab_size"] == VOCABULARY and saved["lm_head.weight"].shape == (3, small_shape.dim)
-    assert (torch.arange(3) + saved["d2t"]).tolist() == [1, 2, 4] and saved["t2d"].tolist() == [False, True, True, False, True, False]
+    assert (
+        config["draft_vocab_size"] == 3
+        and config["vocab_size"] == VOCABULARY
+        and saved["lm_head.weight"].shape == (3, small_shape.dim)
+    )
+    assert (torch.arange(3) + saved["d2t"]).tolist() == [1, 2, 4] and saved["t2d"].tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert drafts.load("eagle3", tmp_path, small_shape).module.d2t_U.tolist() == [1, 2, 4]
     policy.write_checkpoint(tmp_path, config, saved | {"d2t": torch.tensor([5, 5, 5])})
     with pytest.raises(CheckpointError, match="d2t does not name 3 different tokens"):
         drafts.load("eagle3", tmp_path, small_shape)
 
 
-@pytest.mark.parametrize("method,tokens", [("eagle3", None), ("eagle3", torch.tensor([1, 2, 3, 5])), ("mtp", None), ("draft_model", None)])
+@pytest.mark.parametrize(
+    "method,tokens", [("eagle3", None), ("eagle3", torch.tensor([1, 2, 3, 5])), ("mtp", None), ("draft_model", None)]
+)
 def test_a_draft_learns_from_few_or_all_tokens_of_a_distribution(small_shape, small_policy, method, tokens):
     for top in (0, 3):
         torch.manual_seed(2)
@@ -182,8 +204,14 @@ def test_a_draft_learns_from_few_or_all_tokens_of_a_distribution(small_shape, sm
 
 
 def draft_train(cwd, *args, **kwargs):
-    return subprocess.run([sys.executable, "-m", "asyncspec.cli", "draft", "train", *args], capture_output=True, text=True, cwd=cwd,
-                          timeout=240, **kwargs)
+    return subprocess.run(
+        [sys.executable, "-m", "asyncspec.cli", "draft", "train", *args],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=240,
+        **kwargs,
+    )
 
 
 def test_draft_train_makes_a_draft_the_engine_takes_and_goes_on_with_it(tmp_path):
@@ -194,23 +222,35 @@ def test_draft_train_makes_a_draft_the_engine_takes_and_goes_on_with_it(tmp_path
     assert first > 1.15  # untrained: 1.08 at most
     assert json.loads((tmp_path / "draft" / "config.json").read_text())["draft_vocab_size"] == 20
     assert any((tmp_path / "draft" / "tensorboard").iterdir())
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "response": f"{a}+{b}={a + b},#{a + b}"}) for a in range(1, 9) for b in range(1, 9)]
+    lines = [
+        json.dumps({"prompt": f"{a}+{b}=", "response": f"{a}+{b}={a + b},#{a + b}"})
+        for a in range(1, 9)
+        for b in range(1, 9)
+    ]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
-    done = draft_train(tmp_path, "--init", "draft", "--rollouts", "rollouts.jsonl", "--out", "more", "--minutes", "0.05", *small)
+    done = draft_train(
+        tmp_path, "--init", "draft", "--rollouts", "rollouts.jsonl", "--out", "more", "--minutes", "0.05", *small
+    )
     assert done.returncode == 0 and "acceptance length before: " in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("args,message", [
-    (["--method", "eagle2"], "'eagle2': expected one of eagle3, mtp, draft_model; nearest: eagle3"),
-    (["--minutes", "soon"], "--minutes soon: expected a number"),
-    (["--policy", "nowhere"], "--policy nowhere: expected a directory with config.json in it"),
-    (["--prompts", "none.jsonl"], "--prompts none.jsonl: expected a JSONL file"),
-    (["--prompts", "bad.jsonl"], "bad.jsonl: line 2: expected an object with the string prompt, got '{\"prompts\": 3}'"),
-    (["--method", "mtp", "--draft-vocab", "9"], "--draft-vocab 9: expected 0 with --method mtp"),
-    (["--minutes", "0"], "--minutes 0.0: expected more than 0, or --steps"),
-    (["--step", "0"], "--steps"),
-    (["60"], "'60': expected flags only"),
-])
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--method", "eagle2"], "'eagle2': expected one of eagle3, mtp, draft_model; nearest: eagle3"),
+        (["--minutes", "soon"], "--minutes soon: expected a number"),
+        (["--policy", "nowhere"], "--policy nowhere: expected a directory with config.json in it"),
+        (["--prompts", "none.jsonl"], "--prompts none.jsonl: expected a JSONL file"),
+        (
+            ["--prompts", "bad.jsonl"],
+            "bad.jsonl: line 2: expected an object with the string prompt, got '{\"prompts\": 3}'",
+        ),
+        (["--method", "mtp", "--draft-vocab", "9"], "--draft-vocab 9: expected 0 with --method mtp"),
+        (["--minutes", "0"], "--minutes 0.0: expected more than 0, or --steps"),
+        (["--step", "0"], "--steps"),
+        (["60"], "'60': expected flags only"),
+    ],
+)
 def test_draft_train_refuses_wrong_input_in_one_line(tmp_path, args, message):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompts": 3}\n')
     done = draft_train(tmp_path, *(["--minutes", "0", "--stepps", "0"] if args == ["--step", "0"] else args))
@@ -222,12 +262,24 @@ ONE_GROUP = ("speculation.draft_length=3", "eval.every=0", "data.eval_prompts=0"
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
-    """Bitwise, under lag 0, with k fixed and the draft that proposes fixed: one group a step, so that batches are alike."""
+    """Bitwise, under lag 0, with k fixed and the draft that proposes fixed: one group a step, so that batches are
+    alike.
+    """
     trained = {}
     for adapt in (True, False):
         run_dir = tmp_path / str(adapt)
-        done = train(run_dir, "--policy-lag", "0", "--steps", "8", f"speculation.method={method}", f"draft.adapt={adapt}",
-                     "draft.publish_every=1000", *ONE_GROUP, groups=1)
+        done = train(
+            run_dir,
+            "--policy-lag",
+            "0",
+            "--steps",
+            "8",
+            f"speculation.method={method}",
+            f"draft.adapt={adapt}",
+            "draft.publish_every=1000",
+            *ONE_GROUP,
+            groups=1,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         checkpoint = policy.read_tensors(run_dir / "checkpoint" / "policy")
         trained[adapt] = {k: v for k, v in checkpoint.items() if not k.startswith("mtp.")}
@@ -243,12 +295,24 @@ def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
 def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(tmp_path):
     done = train(tmp_path / "run", "--steps", "3", "speculation.method=mtp")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert rows(tmp_path / "run")[-1].get("draft/lag", 0) <= 2 and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
+    assert (
+        rows(tmp_path / "run")[-1].get("draft/lag", 0) <= 2
+        and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
+    )
     checkpoint = tmp_path / "run" / "checkpoint" / "policy"
     before = policy.read_tensors(resolve_path("asset:tiny/mtp"))
     after = policy.read_tensors(checkpoint)
-    assert all(name in after and not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
-    done = train(tmp_path / "more", "--steps", "2", "speculation.method=mtp", f"model.path={checkpoint}", f"speculation.draft_path={checkpoint}")
+    assert all(
+        name in after and not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight")
+    )
+    done = train(
+        tmp_path / "more",
+        "--steps",
+        "2",
+        "speculation.method=mtp",
+        f"model.path={checkpoint}",
+        f"speculation.draft_path={checkpoint}",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert rows(tmp_path / "more")[-1]["spec/acceptance_length"] > 2.5
 
@@ -266,7 +330,9 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
 
         verified = accepted = 0
 
-        def observe(self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None):
+        def observe(
+            self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None
+        ):
             if found_B is not None:  # rows that have kept all up to their ends; vLLM counts what comes behind, too
                 kept_B = np.where(kept_B >= found_B, draft_length, kept_B)
             self.verified, self.accepted = self.verified + live, self.accepted + int(kept_B.sum())
@@ -278,9 +344,16 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     sampler = offline.Sampler(model, shape, offline.Training(), drafts.load("eagle3", paths[1], shape), 3)
     sampler.engine.lengths = counting = Counting(3)
     sampler(prompts, 7)
-    done = subprocess.run([python, str(ROOT / "scripts/compare/vllm_eagle3.py"), *map(str, paths), "3"], capture_output=True, text=True,
-                          input=json.dumps({"prompts": prompts, "max_tokens": 320, "temperature": 1.0}))
+    done = subprocess.run(
+        [python, str(ROOT / "scripts/compare/vllm_eagle3.py"), *map(str, paths), "3"],
+        capture_output=True,
+        text=True,
+        input=json.dumps({"prompts": prompts, "max_tokens": 320, "temperature": 1.0}),
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = json.loads(done.stdout)
-    # Each mean has a standard error of 0.7% (about 2,500 verifications, standard deviation 1 of 3.6): 3% is three of the difference.
-    assert 1 + theirs["accepted"] / theirs["drafts"] == pytest.approx(1 + counting.accepted / counting.verified, rel=0.03)
+    # Each mean has a standard error of 0.7% (about 2,500 verifications, standard deviation 1 of 3.6): 3% is three of
+    # the difference.
+    assert 1 + theirs["accepted"] / theirs["drafts"] == pytest.approx(
+        1 + counting.accepted / counting.verified, rel=0.03
+    )

@@ -35,9 +35,13 @@ waits()
 """
 
 
-@pytest.mark.parametrize("what,told", [("waits", True), ("holds_the_interpreter", True), ("stops", False), ("is_new", False)])
+@pytest.mark.parametrize(
+    "what,told", [("waits", True), ("holds_the_interpreter", True), ("stops", False), ("is_new", False)]
+)
 def test_a_process_that_is_ended_tells_where_its_threads_are(what, told):
-    process = subprocess.Popen([sys.executable, "-c", PROCESS, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.readline()
     time.sleep(0.5)
     descriptor = ending.pidfd(process.pid)

@@ -25,7 +25,15 @@ ALPHA = 1e-4  # chance that one distribution test fails though the engine is exa
 
 
 def make(shape, policy, draft=None, slots=64, k=3, **settings):
-    engine = TorchEngine(shape, draft and partial(eagle3_drafter, draft), slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length=k, **settings)
+    engine = TorchEngine(
+        shape,
+        draft and partial(eagle3_drafter, draft),
+        slots=slots,
+        max_prompt_tokens=8,
+        max_response_tokens=40,
+        draft_length=k,
+        **settings,
+    )
     engine.load_policy(dict(policy.named_parameters()), 0)
     return engine
 
@@ -56,11 +64,17 @@ def exact_sequences(policy, settings, length, eos, prompt=PROMPT):
     return result | open_
 
 
-@pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.8, 0), (0.7, 0.9, 4), (1.0, 1.0, 3)])
+@pytest.mark.parametrize(
+    "temperature,top_p,top_k", [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.8, 0), (0.7, 0.9, 4), (1.0, 1.0, 3)]
+)
 @pytest.mark.parametrize("k", [1, 3])
-def test_speculative_sequences_fit_the_exact_distribution(small_shape, small_policy, contrary_draft, temperature, top_p, top_k, k):
+def test_speculative_sequences_fit_the_exact_distribution(
+    small_shape, small_policy, contrary_draft, temperature, top_p, top_k, k
+):
     settings, length, n = (temperature, top_p, top_k), 4, 20_000
-    engine = make(small_shape, small_policy, contrary_draft, slots=256, k=k, temperature=temperature, top_p=top_p, top_k=top_k)
+    engine = make(
+        small_shape, small_policy, contrary_draft, slots=256, k=k, temperature=temperature, top_p=top_p, top_k=top_k
+    )
     done = run(engine, [PROMPT], samples=n, length=length)
     exact = exact_sequences(small_policy, settings, length, small_shape.eos_token_id)
     counts = dict.fromkeys(exact, 0)
@@ -84,7 +98,8 @@ def test_acceptance_by_position_makes_up_the_acceptance_length(small_shape, smal
     done = run(engine, [[2, 3], [4, 5, 2], [3]], samples=30, length=40).values()
     for c in done:
         assert sum(c.accepted_at) == c.accepted and c.verifications == sum(c.reached_at[:1])
-        # A stop token among the accepted, or the limit, ends the last verification before what it would have come to next.
+        # A stop token among the accepted, or the limit, ends the last verification before what it would have come to
+        # next.
         assert c.accepted + c.verifications - (len(c.tokens) - 1) in (0, 1)
         assert sum(c.accepted_at[: k - 1]) - sum(c.reached_at[1:]) in (0, 1)
     reached, accepted = summed(c.reached_at for c in done), summed(c.accepted_at for c in done)
@@ -106,14 +121,18 @@ def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_p
 
 @pytest.mark.parametrize("chunk", [512, 3])
 @pytest.mark.parametrize("drafting", [False, True])
-def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(small_shape, small_policy, contrary_draft, drafting, chunk, monkeypatch):
+def test_behaviour_logprobs_are_those_of_a_fresh_forward_pass(
+    small_shape, small_policy, contrary_draft, drafting, chunk, monkeypatch
+):
     monkeypatch.setattr(prompts_, "PREFILL_CHUNK", chunk)
     engine = make(small_shape, small_policy, contrary_draft if drafting else None, slots=5, temperature=0.8)
     prompts = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]]
     for (index, _), completion in run(engine, prompts, samples=6).items():
         tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
         logits = small_policy.lm_head(hidden_states(small_policy, tokens))[0] / 0.8
-        expected = logits.log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
+        expected = (
+            logits.log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, completion.tokens.long()[:, None]).squeeze(1)
+        )
         torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -124,10 +143,14 @@ def test_norms_of_heads_may_scale_by_anything(small_shape, small_policy, embeddi
         policy.tok_embeddings.weight.mul_(embedding)
         for layer in policy.layers.values():
             for norm in (layer.attention.q_norm, layer.attention.k_norm):
-                norm.weight.copy_(torch.randn_like(norm.weight) * torch.tensor([0.0, 1e-12, 1e-5, 3.0]).repeat(len(norm.weight) // 4))
+                norm.weight.copy_(
+                    torch.randn_like(norm.weight) * torch.tensor([0.0, 1e-12, 1e-5, 3.0]).repeat(len(norm.weight) // 4)
+                )
     for (_, _), completion in run(make(small_shape, policy, slots=5), [PROMPT], samples=6).items():
         logprobs = policy(torch.tensor([PROMPT + completion.tokens.tolist()]))[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
-        torch.testing.assert_close(completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_other_families_are_run_as_torchtitan_runs_them(other):
@@ -136,7 +159,9 @@ def test_other_families_are_run_as_torchtitan_runs_them(other):
     for (index, _), completion in run(make(shape, policy, slots=5), prompts, samples=12).items():
         tokens = torch.tensor([prompts[index] + completion.tokens.tolist()])
         logprobs = policy(tokens)[0].log_softmax(-1)[len(prompts[index]) - 1 : -1]
-        torch.testing.assert_close(completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            completion.logprobs, logprobs.gather(1, completion.tokens.long()[:, None]).squeeze(1), atol=1e-4, rtol=1e-4
+        )
         assert not set(completion.tokens[:-1].tolist()) & set(shape.eos_token_ids)
         assert completion.truncated == (int(completion.tokens[-1]) not in shape.eos_token_ids)
         ends |= set() if completion.truncated else {int(completion.tokens[-1])}
@@ -152,12 +177,19 @@ def test_other_families_in_16_bits(other):
 
 
 def check_16_bits(shape, policy, draft=None, compile_layers=False):
-    """Tolerance: as far apart, on average, as torchtitan's pass in bfloat16 and its own in float32 are (measured 0.005 to 0.02, the engine's too), twice."""
+    """Tolerance: as far apart, on average, as torchtitan's pass in bfloat16 and its own in float32 are (measured 0.005
+    to 0.02, the engine's too), twice.
+    """
     prompts, rounded = [PROMPT, [4], [2, 2, 3, 4, 5, 5, 2, 3]], policies.cast(copy.deepcopy(policy), torch.bfloat16)
     apart = []
-    for (index, _), completion in run(make(shape, policy, draft, slots=5, compile_layers=compile_layers, dtype=torch.bfloat16), prompts, samples=12).items():
+    for (index, _), completion in run(
+        make(shape, policy, draft, slots=5, compile_layers=compile_layers, dtype=torch.bfloat16), prompts, samples=12
+    ).items():
         tokens, own = torch.tensor([prompts[index] + completion.tokens.tolist()]), completion.tokens.long()[:, None]
-        found = [model(tokens)[0].float().log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, own).squeeze(1) for model in (policy, rounded)]
+        found = [
+            model(tokens)[0].float().log_softmax(-1)[len(prompts[index]) - 1 : -1].gather(1, own).squeeze(1)
+            for model in (policy, rounded)
+        ]
         apart += [(completion.logprobs - found[0]).abs(), (found[1] - found[0]).abs()]
     engine, torchtitan = (float(torch.cat(apart[which::2]).mean()) for which in (0, 1))
     assert 0 < engine < 2 * torchtitan < 0.1
@@ -207,7 +239,10 @@ def test_responses_end_at_the_stop_token_or_the_limit(small_shape, small_policy,
 @pytest.mark.parametrize("kv_at_swap", ["keep", "recompute"])
 def test_weights_swapped_in_flight_stamp_tokens_and_take_effect(small_shape, small_policy, contrary_draft, kv_at_swap):
     torch.manual_seed(9)
-    new = {name: p + 0.3 * p.std() * torch.randn_like(p) if p.ndim > 1 else p for name, p in small_policy.named_parameters()}
+    new = {
+        name: p + 0.3 * p.std() * torch.randn_like(p) if p.ndim > 1 else p
+        for name, p in small_policy.named_parameters()
+    }
     # More samples than slots: some enter after the swap, though their prompt was read before it.
     engine = make(small_shape, small_policy, contrary_draft, slots=12, kv_at_swap=kv_at_swap)
     engine.submit(Request(0, PROMPT, list(range(64)), 40))
@@ -248,15 +283,23 @@ def test_a_draft_swapped_in_flight_keeps_greedy_output(small_shape, small_policy
         steps += 1
         if steps % 2:
             engine.load_draft({n: torch.randn_like(p) for n, p in contrary_draft.named_parameters()}, steps)
-    assert {(c.request_id, c.sample): c.tokens.tolist() for c in done} == {k: c.tokens.tolist() for k, c in plain.items()}
+    assert {(c.request_id, c.sample): c.tokens.tolist() for c in done} == {
+        k: c.tokens.tolist() for k, c in plain.items()
+    }
 
 
-@pytest.mark.parametrize("request_,expected", [
-    (Request(0, [], [0], 4), "expected 1 to 8"), (Request(0, [2] * 9, [0], 4), "expected 1 to 8"),
-    (Request(0, [2, -1], [0], 4), "expected tokens from 0"), (Request(0, [2, 10**6], [0], 4), "expected tokens from 0"),
-    (Request(0, [2], [0], 0), "max_response_tokens=0: expected 1 to"), (Request(0, [2], [0], 10**6), "max_response_tokens=1000000"),
-    (Request(0, [2], [0, 2**63], 4), "integers of 64 bits"),
-])
+@pytest.mark.parametrize(
+    "request_,expected",
+    [
+        (Request(0, [], [0], 4), "expected 1 to 8"),
+        (Request(0, [2] * 9, [0], 4), "expected 1 to 8"),
+        (Request(0, [2, -1], [0], 4), "expected tokens from 0"),
+        (Request(0, [2, 10**6], [0], 4), "expected tokens from 0"),
+        (Request(0, [2], [0], 0), "max_response_tokens=0: expected 1 to"),
+        (Request(0, [2], [0], 10**6), "max_response_tokens=1000000"),
+        (Request(0, [2], [0, 2**63], 4), "integers of 64 bits"),
+    ],
+)
 def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy, request_, expected):
     engine = make(small_shape, small_policy)
     with pytest.raises(ValueError, match=expected):
@@ -264,8 +307,11 @@ def test_a_request_that_would_break_a_step_is_refused(small_shape, small_policy,
     assert not engine.waiting
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # only in float32 what is read may be a part
-def test_a_calibration_reads_of_drafts_as_much_as_is_read_where_responses_end(small_shape, small_policy, contrary_draft, dtype):
+# only in float32 what is read may be a part
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_calibration_reads_of_drafts_as_much_as_is_read_where_responses_end(
+    small_shape, small_policy, contrary_draft, dtype
+):
     engine = make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), dtype=dtype)
     mean = 40 / torch_engine.LIMIT_OVER_USUAL  # tokens of a response that is exponentially distributed
     for live, k in itertools.product((1, 4, 64), (1, 3, 7, 15)):
@@ -275,7 +321,9 @@ def test_a_calibration_reads_of_drafts_as_much_as_is_read_where_responses_end(sm
         assert read_B.mean() == pytest.approx(expected, abs=0.1 if live == 64 else 0.5)  # each is rounded
 
 
-def test_the_rows_of_a_calibration_are_where_it_says_that_they_are(small_shape, small_policy, contrary_draft, monkeypatch):
+def test_the_rows_of_a_calibration_are_where_it_says_that_they_are(
+    small_shape, small_policy, contrary_draft, monkeypatch
+):
     """A step like those it timed is expected to take what the table says, parted in groups, too."""
     monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
     monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
@@ -287,4 +335,7 @@ def test_the_rows_of_a_calibration_are_where_it_says_that_they_are(small_shape, 
             engine._arrange(live, k + 1)
             assert lengths._share_attended(live, k, engine._attended(live)) == pytest.approx(1.0)
         assert len(engine.tokens.ends) > 1
-    assert make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), dtype=torch.bfloat16)._attended is None
+    assert (
+        make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), dtype=torch.bfloat16)._attended
+        is None
+    )

@@ -53,8 +53,14 @@ def started(tmp_path, monkeypatch):
 
     def start(*args, keep=(), **how):
         command = server.command("played", *args, keep=keep)
-        processes.append(subprocess.Popen(command, pass_fds=[server.descriptor, *keep], text=True,
-                                          **dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | how))
+        processes.append(
+            subprocess.Popen(
+                command,
+                pass_fds=[server.descriptor, *keep],
+                text=True,
+                **dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | how,
+            )
+        )
         return processes[-1]
 
     start.server = server
@@ -70,7 +76,10 @@ def test_it_has_a_directory_an_environment_arguments_and_streams_of_its_own(star
     environment = {**os.environ, "WHAT": "first \udcff"}  # a byte that is no character
     process = started("say", "two words", "", stdin=subprocess.PIPE, cwd=tmp_path / "elsewhere", env=environment)
     said, more = process.communicate("given", timeout=60)[0].splitlines()
-    assert said.startswith(f"{tmp_path / 'elsewhere'} 'first \\udcff' True __main__ ['two words', ''] given") and more == "and more"
+    assert (
+        said.startswith(f"{tmp_path / 'elsewhere'} 'first \\udcff' True __main__ ['two words', ''] given")
+        and more == "and more"
+    )
     # Nothing of the server's, or of other processes that it has forked, is open in it: 0, 1, 2 and the listing itself.
     others = [started("sleep") for _ in range(2)]
     for other in others:
@@ -90,7 +99,12 @@ def test_it_may_inherit_more(started):
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_one_that_nothing_comes_from(started, closed):
     command = started.server.command("played", "end", "5")
-    assert subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], pass_fds=[started.server.descriptor], timeout=60).returncode == 5
+    assert (
+        subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *command], pass_fds=[started.server.descriptor], timeout=60
+        ).returncode
+        == 5
+    )
 
 
 def test_threads_are_waited_for_and_chance_is_each_ones_own(started):
@@ -137,7 +151,9 @@ forkserver._serve, sys.argv[1:] = serve, [str(__import__("os").getppid()), "0", 
 asked.clear()
 forkserver._main()
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, stdin=socket.socketpair()[0], timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, stdin=socket.socketpair()[0], timeout=60
+    )
     assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # this test's own
 
 
@@ -156,13 +172,24 @@ print("numba" in sys.modules)
         assert done.stdout == f"{loaded}\n", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("what,code", [
-    (("end", "0"), 0), (("end", "7"), 7), (("end", "a reason"), 1), (("raise",), 1), (("kill", "9"), -9), (("kill", "11"), -11)])
+@pytest.mark.parametrize(
+    "what,code",
+    [
+        (("end", "0"), 0),
+        (("end", "7"), 7),
+        (("end", "a reason"), 1),
+        (("raise",), 1),
+        (("kill", "9"), -9),
+        (("kill", "11"), -11),
+    ],
+)
 def test_its_end_is_that_of_the_process_that_stands_for_it(started, what, code):
     process = started(*what)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == code
-    assert {"end": "a reason" if "a reason" in what else "", "raise": "RuntimeError: a trouble", "kill": ""}[what[0]] in said
+    assert {"end": "a reason" if "a reason" in what else "", "raise": "RuntimeError: a trouble", "kill": ""}[
+        what[0]
+    ] in said
 
 
 def test_it_ends_with_the_process_that_stands_for_it_and_the_server_goes_on(started):

@@ -29,7 +29,10 @@ PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method, launched):  # noqa: F811
     torch.manual_seed(9)
-    new, results = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}, []
+    new, results = (
+        {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()},
+        [],
+    )
     for device in ("cpu", "cuda:0"):
         engine = engine_of(small_shape, small_policy, maker.get(method), top_k=1, device=device)
         graphs = engine.decode.graphs
@@ -49,7 +52,9 @@ def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
     model, results = build(shape), []
     model.init_states()
     for launched in ("kernels", "graphs"):
-        engine = TorchEngine(shape, None, slots=5, max_prompt_tokens=8, max_response_tokens=24, top_k=1, device="cuda:0", dtype=dtype)
+        engine = TorchEngine(
+            shape, None, slots=5, max_prompt_tokens=8, max_response_tokens=24, top_k=1, device="cuda:0", dtype=dtype
+        )
         engine.load_policy(dict(model.named_parameters()), 0)
         if launched == "kernels":
             engine.launch_by(None)
@@ -63,7 +68,15 @@ def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
 @pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", METHODS)
 def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, settings):  # noqa: F811
-    engine = engine_of(small_shape, small_policy, maker[method], 256, k, device="cuda:0", **dict(zip(("temperature", "top_p", "top_k"), settings)))
+    engine = engine_of(
+        small_shape,
+        small_policy,
+        maker[method],
+        256,
+        k,
+        device="cuda:0",
+        **dict(zip(("temperature", "top_p", "top_k"), settings)),
+    )
     if launched == "kernels":
         engine.launch_by(None)
     check_distribution(engine, small_policy, small_shape, *settings)

@@ -40,7 +40,9 @@ class MockCudaGraphs:
 
 
 class MockCudaGraph:
-    """Records the operations of a call and repeats them on the same tensors, as a CUDA graph does; a look at a value is an error."""
+    """Records the operations of a call and repeats them on the same tensors, as a CUDA graph does; a look at a value is
+    an error.
+    """
 
     def __init__(self, call):
         self.operations = operations = []
@@ -65,12 +67,15 @@ class MockCudaGraph:
 
 @pytest.mark.parametrize("method,k", [(None, 3), *((method, 3) for method in METHODS), ("eagle3", "now and then")])
 def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy, maker, method, k):
-    for module, name in ((matrix, "slowed_by_mkl"), (numpy_cache, "numpy_attends")):  # what numpy computes is no operation of torch's to be recorded
+    # what numpy computes is no operation of torch's to be recorded
+    for module, name in ((matrix, "slowed_by_mkl"), (numpy_cache, "numpy_attends")):
         monkeypatch.setattr(module, name, lambda *_: False)
     prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
     torch.manual_seed(9)
     new = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}
-    engines = [engine_of(small_shape, small_policy, maker.get(method), 5, k, top_k=1, kv_at_swap="recompute") for _ in range(2)]
+    engines = [
+        engine_of(small_shape, small_policy, maker.get(method), 5, k, top_k=1, kv_at_swap="recompute") for _ in range(2)
+    ]
     if k == "now and then":
         for engine in engines:
             engine.lengths = NowAndThen()
@@ -78,6 +83,7 @@ def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy
     results, proposed = [], [[], []]
     for engine, drafts_ in zip(engines, proposed):
         if method:
+
             def propose(*given, propose=engine.drafter.propose, drafts_=drafts_):
                 proposal = propose(*given)
                 drafts_.append(proposal.draft_BK.tolist())
@@ -89,7 +95,9 @@ def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy
         engine.poll()
         for version in range(1, 5):  # with live rows; what was captured before reads the new weights
             engine.load_policy(new, version)
-        results.append([{key: (c.tokens.tolist(), c.accepted) for key, c in some.items()} for some in (done, run(engine, prompts))])
+        results.append(
+            [{key: (c.tokens.tolist(), c.accepted) for key, c in some.items()} for some in (done, run(engine, prompts))]
+        )
     assert results[0] == results[1] and results[0][0] != results[0][1]
     assert proposed[0] == proposed[1]
     assert len(graphs._captured) > 2
@@ -124,7 +132,9 @@ class Impossible(Wrong):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-@pytest.mark.parametrize("backend,why", [(Wrong, "differs by .*%"), (Impossible, "could not be captured .operation not permitted")])
+@pytest.mark.parametrize(
+    "backend,why", [(Wrong, "differs by .*%"), (Impossible, "could not be captured .operation not permitted")]
+)
 def test_a_graph_that_fails_or_gives_something_else_is_not_used(backend, why):
     class Twice:
         def of(self, x_B, spans):

@@ -41,8 +41,12 @@ def test_a_token_whose_logprobs_are_worlds_apart_leaves_the_gradient_finite(adva
 def loss_inputs(seed, n=20):
     g = torch.Generator().manual_seed(seed)
     logprob = -torch.rand(n, generator=g).mul(3)
-    return (logprob.clone().requires_grad_(), logprob + 0.3 * torch.randn(n, generator=g),
-            logprob + 0.5 * torch.randn(n, generator=g), torch.randn(n, generator=g))
+    return (
+        logprob.clone().requires_grad_(),
+        logprob + 0.3 * torch.randn(n, generator=g),
+        logprob + 0.5 * torch.randn(n, generator=g),
+        torch.randn(n, generator=g),
+    )
 
 
 @given(st.integers(0, 10**6))
@@ -76,9 +80,13 @@ def group(ticket_id, prompt, lengths, seed, vocabulary=6):
     g = np.random.default_rng(seed)
     n = sum(lengths)
     ticket = m.Ticket(ticket_id, 0, 0, "", "", prompt, list(range(len(lengths))), 0.0)
-    arrays = {"tokens": g.integers(0, vocabulary, n).astype(np.int32), "behaviour": (-g.random(n)).astype(np.float32),
-              "proximal": (-g.random(n)).astype(np.float32), "versions": np.zeros(n, np.int32),
-              "lengths": np.array(lengths, np.int32)}
+    arrays = {
+        "tokens": g.integers(0, vocabulary, n).astype(np.int32),
+        "behaviour": (-g.random(n)).astype(np.float32),
+        "proximal": (-g.random(n)).astype(np.float32),
+        "versions": np.zeros(n, np.int32),
+        "lengths": np.array(lengths, np.int32),
+    }
     return m.Group(ticket, "g", g.random(len(lengths)).tolist(), 0, 0, 0, 0, 0, []), arrays
 
 
@@ -87,7 +95,8 @@ def gradients(model, batches, **options):
     accumulator = GradientAccumulator(model, OptimizerConfig(lr=1e-3), RLConfig(advantage="mean"), 1.0, **options)
     grads = {}
     accumulator.optimizer.register_step_pre_hook(
-        lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()}))
+        lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     for group_, arrays in batches:
         accumulator.add(group_, arrays)
@@ -134,14 +143,18 @@ def test_logits_of_a_pass_are_kept_only_where_they_are_asked_for(trainable, keep
 
 
 def test_other_families_learn(other):
-    """Their gradient is the written-out one, repeats itself bit by bit, and makes what was rewarded likelier than what was not."""
+    """Their gradient is the written-out one, repeats itself bit by bit, and makes what was rewarded likelier than what
+    was not.
+    """
     shape, model = other
     check_gradient(copied(shape, model))
     batches = [group(0, [2, 3], [3, 9, 1], 1), group(1, [4], [7, 2], 2)]
     (first, _), (second, _) = (gradients(copied(shape, model), batches) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     trained = copied(shape, model)
-    accumulator = GradientAccumulator(trained, OptimizerConfig(lr=3e-3, warmup_steps=0), RLConfig(correction="none"), 1.0)
+    accumulator = GradientAccumulator(
+        trained, OptimizerConfig(lr=3e-3, warmup_steps=0), RLConfig(correction="none"), 1.0
+    )
     said = []
     for _ in range(3):
         group_, arrays = group(0, [2, 3], [6, 6], 1)
@@ -176,8 +189,13 @@ def check_gradient(trainable):
         logprob = response_logprobs(trainable.lm_head(hidden_states(trainable, tokens)), tokens, mask, 1.0)
         lengths = torch.from_numpy(arrays["lengths"].astype(np.int64))
         part, _ = policy_loss(
-            logprob, torch.from_numpy(arrays["proximal"]), torch.from_numpy(arrays["behaviour"]),
-            group_advantages(group_.rewards, "mean").repeat_interleave(lengths), None, RLConfig(advantage="mean"))
+            logprob,
+            torch.from_numpy(arrays["proximal"]),
+            torch.from_numpy(arrays["behaviour"]),
+            group_advantages(group_.rewards, "mean").repeat_interleave(lengths),
+            None,
+            RLConfig(advantage="mean"),
+        )
         loss = loss + part / total
     trainable.zero_grad()
     loss.backward()

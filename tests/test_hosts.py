@@ -1,4 +1,6 @@
-"""Nodes of a run that Monarch has played on hosts elsewhere: here all of one machine, at loopback addresses of their own."""
+"""Nodes of a run that Monarch has played on hosts elsewhere: here all of one machine, at loopback addresses of their
+own.
+"""
 
 import os
 import signal
@@ -25,8 +27,14 @@ class Served:
     def __init__(self, tmp_path, number, cwd=None, **environment):
         self.address = f"127.0.1.{number}:{26600 + os.getpid() % 10000}"
         self.output = tmp_path / f"host{number}.{time.monotonic_ns()}.out"
-        self.process = subprocess.Popen([sys.executable, "-m", "asyncspec.cli", "host", self.address], stdout=open(self.output, "w"), stderr=subprocess.STDOUT,
-                                        start_new_session=True, cwd=cwd, env={**os.environ, **environment})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncspec.cli", "host", self.address],
+            stdout=open(self.output, "w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=cwd,
+            env={**os.environ, **environment},
+        )
 
     def wait(self):
         deadline = time.monotonic() + 60
@@ -76,7 +84,9 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     given = ("--hosts", ",".join(host.address for host in (one, two, spare)))
     run = Running.new(run_dir, "--steps", "100000", NODES, *given, SILENT, "checkpoint.every=5")
     run.wait_for_steps(2)
-    assert one.plays(run_dir, "generator0") and two.plays(run_dir, "generator1") and not spare.plays(run_dir, "generator1")
+    assert (
+        one.plays(run_dir, "generator0") and two.plays(run_dir, "generator1") and not spare.plays(run_dir, "generator1")
+    )
     # What plays a node there dies: it is started again on its host.
     os.kill(descendants(one.process.pid)[0], signal.SIGKILL)
     run.wait_for(lambda: any(name.startswith("generator0.") for name in joined(run_dir)), "node 1 to come back")
@@ -97,8 +107,14 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     os.kill(again.process.pid, signal.SIGINT)
     assert "Traceback" not in again.end(130)
     trained = len(rows(run_dir))
-    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and trained > steps and violations(events(run_dir), 1, 4, trained) == []
-    playing = [pid for host in (one, spare) for pid in descendants(host.process.pid) if b"asyncspec.launch" in command_of(pid)]
+    assert (
+        [row["step"] for row in rows(run_dir)] == list(range(trained))
+        and trained > steps
+        and violations(events(run_dir), 1, 4, trained) == []
+    )
+    playing = [
+        pid for host in (one, spare) for pid in descendants(host.process.pid) if b"asyncspec.launch" in command_of(pid)
+    ]
     assert not outliving(playing) and one.process.poll() is None and spare.process.poll() is None  # the hosts serve on
 
 
@@ -114,7 +130,8 @@ time.sleep(60)
 
 
 def test_what_plays_a_node_ends_when_its_launcher_is_gone(tmp_path):
-    (tmp_path / "config.yaml").write_text("run_dir: .\ndeployment: {nodes: 'trainer+logprob,generator'}\n")  # of a run that nobody has begun
+    # of a run that nobody has begun
+    (tmp_path / "config.yaml").write_text("run_dir: .\ndeployment: {nodes: 'trainer+logprob,generator'}\n")
     process = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     assert process.wait(60) == 1 and not outliving([child])
@@ -134,8 +151,19 @@ def of(config, *names, answering=lambda address: True, monkeypatch):
 
 
 def test_a_node_is_tried_again_a_few_times_and_elsewhere_if_its_host_is_gone(monkeypatch, capsys):
-    nodes, played = of([NODES, "deployment.replacements=2"], "here", "gone", "other", answering=lambda address: address.host != "gone", monkeypatch=monkeypatch)
-    monkeypatch.setattr(nodes, "_play", lambda node, address: nodes._played.add(node) or played.append((node, address.host)) or (1, "the reason"))
+    nodes, played = of(
+        [NODES, "deployment.replacements=2"],
+        "here",
+        "gone",
+        "other",
+        answering=lambda address: address.host != "gone",
+        monkeypatch=monkeypatch,
+    )
+    monkeypatch.setattr(
+        nodes,
+        "_play",
+        lambda node, address: nodes._played.add(node) or played.append((node, address.host)) or (1, "the reason"),
+    )
     for starts in (1, 2):  # of all actors: the next one may try as often
         nodes.play(7)
         for thread in nodes._threads.values():
@@ -148,7 +176,9 @@ def test_a_node_is_tried_again_a_few_times_and_elsewhere_if_its_host_is_gone(mon
 
 @pytest.mark.parametrize("code, tries", [(2, 1), (1, 3)])
 def test_a_node_that_cannot_be_played_at_all_is_wrong(code, tries, monkeypatch):
-    nodes, played = of(["deployment.nodes=trainer+logprob,generator", "deployment.replacements=2"], "a:1", monkeypatch=monkeypatch)
+    nodes, played = of(
+        ["deployment.nodes=trainer+logprob,generator", "deployment.replacements=2"], "a:1", monkeypatch=monkeypatch
+    )
     monkeypatch.setattr(nodes, "_play", lambda node, address: played.append(node) or (code, "no GPU"))
     nodes.play(7)
     nodes._threads[1].join(10)
@@ -156,8 +186,16 @@ def test_a_node_that_cannot_be_played_at_all_is_wrong(code, tries, monkeypatch):
 
 
 def test_a_node_leaves_a_host_that_is_unfit_for_it(monkeypatch):
-    nodes, played = of(["deployment.nodes=trainer+logprob,generator", "deployment.replacements=3"], "a", "b", monkeypatch=monkeypatch)
-    monkeypatch.setattr(nodes, "_play", lambda node, address: nodes._played.add(node) or played.append(address.host) or (2 if address.host == "a" else 1, ""))
+    nodes, played = of(
+        ["deployment.nodes=trainer+logprob,generator", "deployment.replacements=3"], "a", "b", monkeypatch=monkeypatch
+    )
+    monkeypatch.setattr(
+        nodes,
+        "_play",
+        lambda node, address: (
+            nodes._played.add(node) or played.append(address.host) or (2 if address.host == "a" else 1, "")
+        ),
+    )
     nodes.play(7)
     nodes._threads[1].join(10)
     assert played == ["a", "b", "b", "b"]
@@ -170,15 +208,32 @@ def test_what_is_wrong_on_a_host_ends_the_run_in_a_line(tmp_path, served):
     (elsewhere / "asyncspec").mkdir()
     (elsewhere / "asyncspec" / "__init__.py").write_text("raise SystemExit('asyncspec 0.0 is installed here')\n")
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "2", "deployment.nodes=trainer+logprob,generator", "--hosts", host.address, "deployment.replacements=1")
+    run = Running.new(
+        run_dir,
+        "--steps",
+        "2",
+        "deployment.nodes=trainer+logprob,generator",
+        "--hosts",
+        host.address,
+        "deployment.replacements=1",
+    )
     output = run.end(1)
-    assert f"failed: node 1 at {host.address}: its process ended: SystemExit: asyncspec 0.0 is installed here" in output and "Traceback" not in output and output.count("failed: ") == 1, output
+    assert (
+        f"failed: node 1 at {host.address}: its process ended: SystemExit: asyncspec 0.0 is installed here" in output
+        and "Traceback" not in output
+        and output.count("failed: ") == 1
+    ), output
 
 
-@pytest.mark.parametrize("text, host, port, url", [
-    ("localhost", "localhost", 26600, "tcp://127.0.0.1:26600"), ("10.0.0.3:4000", "10.0.0.3", 4000, "tcp://10.0.0.3:4000"),
-    ("service<2MuAHeDjLCEd>@tcp://a.b:4444", "a.b", 4444, "service<2MuAHeDjLCEd>@tcp://a.b:4444"),
-    ("tcp://a:4444@tcp://0.0.0.0:4444", "a", 4444, "tcp://a:4444@tcp://0.0.0.0:4444")])
+@pytest.mark.parametrize(
+    "text, host, port, url",
+    [
+        ("localhost", "localhost", 26600, "tcp://127.0.0.1:26600"),
+        ("10.0.0.3:4000", "10.0.0.3", 4000, "tcp://10.0.0.3:4000"),
+        ("service<2MuAHeDjLCEd>@tcp://a.b:4444", "a.b", 4444, "service<2MuAHeDjLCEd>@tcp://a.b:4444"),
+        ("tcp://a:4444@tcp://0.0.0.0:4444", "a", 4444, "tcp://a:4444@tcp://0.0.0.0:4444"),
+    ],
+)
 def test_addresses_are_ours_or_monarchs(text, host, port, url):
     address = hosts.Address.parse(text, "")
     assert (address.host, address.port, address.url()) == (host, port, url)
@@ -199,7 +254,10 @@ def test_what_is_no_address_is_one_line(text):
 def test_a_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"^asyncspec host 127.0.0.1:{port}: Address already in use; expected an address of this host and a free port$"):
+        with pytest.raises(
+            ConfigError,
+            match=f"^asyncspec host 127.0.0.1:{port}: Address already in use; expected an address of this host and a free port$",
+        ):
             hosts.serve(f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="^asyncspec host 203.0.113.7:26600: Cannot assign requested address; "):
         hosts.serve("203.0.113.7")

@@ -14,7 +14,9 @@ NODES = "deployment.nodes=trainer+logprob,2*generator"
 
 
 def signal_node(running, number):
-    """As if its link went down (SIGSTOP) and came up again (SIGCONT): launcher and actors neither speak nor answer meanwhile."""
+    """As if its link went down (SIGSTOP) and came up again (SIGCONT): launcher and actors neither speak nor answer
+    meanwhile.
+    """
     for pid in [running.process.pid, *descendants(running.process.pid)]:
         with suppress(ProcessLookupError):  # a launcher that goes on may end an actor that does not yet
             os.kill(pid, number)
@@ -22,9 +24,25 @@ def signal_node(running, number):
 
 def nodes_of(run_dir, layout, *args):
     """A run's first node and those that have joined it, by number."""
-    first = Running.new(run_dir, "--steps", "100000", f"deployment.nodes={layout}", "--node", "0", "deployment.host=127.0.0.1", SILENT, *args)
+    first = Running.new(
+        run_dir,
+        "--steps",
+        "100000",
+        f"deployment.nodes={layout}",
+        "--node",
+        "0",
+        "deployment.host=127.0.0.1",
+        SILENT,
+        *args,
+    )
     first.wait_for((run_dir / "rendezvous.json").exists, "the first node's address")
-    return [first, *(Running(run_dir, "--join", str(run_dir), "--node", str(number)) for number in range(1, len(topology.parse(layout))))]
+    return [
+        first,
+        *(
+            Running(run_dir, "--join", str(run_dir), "--node", str(number))
+            for number in range(1, len(topology.parse(layout)))
+        ),
+    ]
 
 
 def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path):
@@ -33,12 +51,19 @@ def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path)
     nodes[0].wait_for_steps(2)
     for number in away:
         signal_node(nodes[number], signal.SIGSTOP)
-    nodes[0].wait_for(lambda: all(f"{actor} is cut off" in nodes[0].output for actor in away.values()), "the nodes to be given up")
+    nodes[0].wait_for(
+        lambda: all(f"{actor} is cut off" in nodes[0].output for actor in away.values()), "the nodes to be given up"
+    )
     nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
     for number in away:
         signal_node(nodes[number], signal.SIGCONT)
-    nodes[0].wait_for(lambda: {event["actor"] for event in events(run_dir) if event["event"] == "joined"} >= {f"{actor}.1" for actor in away.values()},
-                      "others in their place")
+    nodes[0].wait_for(
+        lambda: (
+            {event["actor"] for event in events(run_dir) if event["event"] == "joined"}
+            >= {f"{actor}.1" for actor in away.values()}
+        ),
+        "others in their place",
+    )
     os.kill(nodes[4].process.pid, signal.SIGINT)  # which ends that node alone
     nodes[4].end(130)
     nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
@@ -46,7 +71,9 @@ def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path)
     output = nodes[0].end(130)
     assert "all is started again" not in output and all(node.end(130) for node in nodes[1:4])
     trained = len(rows(run_dir))
-    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(events(run_dir), 1, 4, trained) == []
+    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(
+        events(run_dir), 1, 4, trained
+    ) == []
 
 
 def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off(tmp_path):
@@ -54,20 +81,29 @@ def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off
     nodes = nodes_of(run_dir, "generator,trainer+logprob", "deployment.stall_timeout_s=15", "checkpoint.every=2")
     nodes[0].wait_for_steps(5)
     signal_node(nodes[1], signal.SIGSTOP)
-    nodes[0].wait_for(lambda: "nobody answers for trainer: it is waited for" in nodes[0].output, "the trainer to be missed")
+    nodes[0].wait_for(
+        lambda: "nobody answers for trainer: it is waited for" in nodes[0].output, "the trainer to be missed"
+    )
     signal_node(nodes[1], signal.SIGCONT)
     nodes[0].wait_for(lambda: nodes[1].output.count("node 1 plays trainer, logprob") >= 2, "all to start again")
     nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
     signal_node(nodes[1], signal.SIGSTOP)  # for good
     output = nodes[0].end(1)
     signal_node(nodes[1], signal.SIGKILL)
-    assert "nothing moved for 15 s: waiting for logprob, trainer, for which nobody answers" in output and f"asyncspec train --resume {run_dir}" in output, output
+    assert (
+        "nothing moved for 15 s: waiting for logprob, trainer, for which nobody answers" in output
+        and f"asyncspec train --resume {run_dir}" in output
+    ), output
     trained = len(rows(run_dir))
-    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(events(run_dir), 1, 4, trained) == []
+    assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(
+        events(run_dir), 1, 4, trained
+    ) == []
 
 
 def said(*args):
-    done = subprocess.run([sys.executable, "-m", "asyncspec.cli", "train", *args], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncspec.cli", "train", *args], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
     return done.stderr
 

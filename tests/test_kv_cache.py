@@ -1,4 +1,6 @@
-"""The slot KV caches: which rows are attended to together, which tokens are computed at all, and that each attends to what was read before it."""
+"""The slot KV caches: which rows are attended to together, which tokens are computed at all, and that each attends to
+what was read before it.
+"""
 
 import numpy as np
 import pytest
@@ -31,24 +33,35 @@ def test_a_packing_holds_what_is_needed_and_tells_where(counts):
     assert (found_BJ[needed_BJ] == (np.arange(B)[:, None] * 100 + np.arange(J))[needed_BJ]).all()
     assert (found_BJ // 100 == np.arange(B)[:, None]).all()  # what is not needed is of the same row
     if packed is not None:
-        assert len(packed.at_T) % numpy_cache.PACKED == 0 and sum(counts) <= len(packed.at_T) < sum(counts) + numpy_cache.PACKED
+        assert (
+            len(packed.at_T) % numpy_cache.PACKED == 0
+            and sum(counts) <= len(packed.at_T) < sum(counts) + numpy_cache.PACKED
+        )
         assert (computed[packed.of_N].reshape(B, L)[needed_BJ[:, :L]] == token_BL[needed_BJ[:, :L]]).all()
 
 
 @pytest.mark.parametrize("cache", [kv_cache.KVCache, numpy_cache.NumpyKVCache])
-@pytest.mark.parametrize("B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)])
+@pytest.mark.parametrize(
+    "B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)]
+)
 def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
     """Passes of L positions, rows of every length, in two groups; then as many of one position."""
     H, first, layers, R = 8, 2, 2, Q + 2
     shape, g = LayerShape(16, G, Q, H, 8, 1e-6, False), torch.Generator().manual_seed(0)
-    made = cache(layers, first + B, P, shape, "cpu", torch.float32) if cache is kv_cache.KVCache else cache(layers, first + B, P, shape)
+    made = (
+        cache(layers, first + B, P, shape, "cpu", torch.float32)
+        if cache is kv_cache.KVCache
+        else cache(layers, first + B, P, shape)
+    )
     heads = torch.randn(B, P, G, R, H, generator=g)  # of one layer; the other has them negative
     start_B = torch.arange(B) % 3
 
     def attended(place, position_BL):
         space = Workspace(shape, B, position_BL.shape[1], torch.float32, "cpu")
         for layer in range(layers):
-            now = heads.gather(1, position_BL.view(*position_BL.shape, 1, 1, 1).expand(-1, -1, G, R, H)) * (1 - 2 * layer)
+            now = heads.gather(1, position_BL.view(*position_BL.shape, 1, 1, 1).expand(-1, -1, G, R, H)) * (
+                1 - 2 * layer
+            )
             space.heads.tensor.copy_(now.reshape(-1, G * R * H))
             made.write(layer, place, space)
             made.attend(layer, place, space)
@@ -56,9 +69,15 @@ def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
             for row in range(B):
                 for i, position in enumerate(position_BL[row].tolist()):
                     seen = (1 - 2 * layer) * heads[row, start_B[row] : position + 1]  # earlier positions hold zeros
-                    q, k, v = (1 - 2 * layer) * heads[row, position, :, :Q], seen[:, :, Q].transpose(0, 1), seen[:, :, Q + 1].transpose(0, 1)
+                    q, k, v = (
+                        (1 - 2 * layer) * heads[row, position, :, :Q],
+                        seen[:, :, Q].transpose(0, 1),
+                        seen[:, :, Q + 1].transpose(0, 1),
+                    )
                     k, v = (torch.cat([t.new_zeros(G, int(start_B[row]), H), t], 1) for t in (k, v))
-                    torch.testing.assert_close(out_BLGQH[row, i], (q @ k.transpose(1, 2)).softmax(-1) @ v, atol=1e-5, rtol=1e-4)
+                    torch.testing.assert_close(
+                        out_BLGQH[row, i], (q @ k.transpose(1, 2)).softmax(-1) @ v, atol=1e-5, rtol=1e-4
+                    )
 
     def spans(last_B):
         half = max(1, B // 2)

@@ -51,9 +51,16 @@ def test_the_trainer_refuses_a_group_that_breaks_the_bound(lag, tmp_path):
     step, versions = 5, np.array([5, 5, 5, 5 - lag - 1], np.int32)
     ticket = m.Ticket(80, step, step - lag, "1+2=", "3", [3, 12, 4, 13], [0, 1], 0.0)
     group = m.Group(ticket, "generator0", [0.0, 1.0], 0, 1, 3, 1, 0, [])
-    arrays = {"tokens": np.array([3, 1, 4, 1], np.int32), "lengths": np.array([2, 2], np.int32), "versions": versions,
-              "behaviour": np.full(4, -1, np.float32), "proximal": np.full(4, -1, np.float32)}
-    with pytest.raises(LagError, match=f"a token of version {5 - lag - 1}; policy lag {lag} allows {5 - lag} and newer"):
+    arrays = {
+        "tokens": np.array([3, 1, 4, 1], np.int32),
+        "lengths": np.array([2, 2], np.int32),
+        "versions": versions,
+        "behaviour": np.full(4, -1, np.float32),
+        "proximal": np.full(4, -1, np.float32),
+    }
+    with pytest.raises(
+        LagError, match=f"a token of version {5 - lag - 1}; policy lag {lag} allows {5 - lag} and newer"
+    ):
         trainer._train(step, group, arrays)
     assert all(p.grad is None for p in model.parameters())
     assert all((p == q).all() for p, q in zip(model.parameters(), before))

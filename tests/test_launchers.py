@@ -49,9 +49,20 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
     for name in ("srun", "scontrol"):
         (tmp_path / "bin" / name).write_text(COMMAND)
         (tmp_path / "bin" / name).chmod(0o755)
-    process = subprocess.Popen(["bash", script, "--steps", "3"], env={
-        **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SEEN": str(tmp_path), "CODE": str(code), "SECONDS_OF_WORK": "30" if warned else "0.2",
-        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": str(ROOT)})
+    process = subprocess.Popen(
+        ["bash", script, "--steps", "3"],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "SEEN": str(tmp_path),
+            "CODE": str(code),
+            "SECONDS_OF_WORK": "30" if warned else "0.2",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_ID": "41",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+        },
+    )
     asked = tmp_path / "srun"
     deadline = time.monotonic() + 60
     while "launch/" not in (asked.read_text() if asked.exists() else "") and time.monotonic() < deadline:
@@ -67,20 +78,64 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
     assert meeting in asked.read_text()
 
 
-@pytest.mark.parametrize("arguments, environment, said", [
-    (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to have started this"),
-    (["--launcher", "monarch"], {"RANK": "0", "WORLD_SIZE": "2"}, "--launcher monarch: expected one process, torchrun has started 2; nearest valid choice: "),
-    (["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"], {}, "names 2 nodes, and this is one host; expected --hosts with the other 1, torchrun --nnodes 2"),
-    (["--hosts", "a,b", "deployment.nodes=trainer+logprob,3*generator"], {}, "--hosts a,b: 2 beside this one, which plays the first node; expected one for each further node"),
-    (["--hosts", "a"], {}, "expected one for each further node of deployment.nodes='', at least 1 node in it"),
-    (["--hosts", "a:b", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a:b': expected HOST or HOST:PORT; nearest valid choice: a:26600"),
-    (["--hosts", "a:70000", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a:70000': expected HOST or HOST:PORT; nearest valid choice: a:26600"),
-    (["--hosts", "nowhere.invalid", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'nowhere.invalid': "),
-    (["--hosts", "localhost,localhost", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts localhost,localhost: localhost:26600 is named twice"),
-    (["--hosts", "a..b", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a..b': "),
-    (["--hosts", "a", "--launcher", "ray"], {}, "--hosts a: expected one process, no --node and no other launcher than monarch"),
-    (["--launcher", "monarch", "deployment.host=203.0.113.7"], {}, "deployment.host='203.0.113.7': Cannot assign requested address"),
-    (["--launcher", "torchrun", "deployment.host=203.0.113.7"], {"RANK": "1", "WORLD_SIZE": "2"}, "deployment.host='203.0.113.7': Cannot assign")])
+@pytest.mark.parametrize(
+    "arguments, environment, said",
+    [
+        (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to have started this"),
+        (
+            ["--launcher", "monarch"],
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "--launcher monarch: expected one process, torchrun has started 2; nearest valid choice: ",
+        ),
+        (
+            ["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"],
+            {},
+            "names 2 nodes, and this is one host; expected --hosts with the other 1, torchrun --nnodes 2",
+        ),
+        (
+            ["--hosts", "a,b", "deployment.nodes=trainer+logprob,3*generator"],
+            {},
+            "--hosts a,b: 2 beside this one, which plays the first node; expected one for each further node",
+        ),
+        (["--hosts", "a"], {}, "expected one for each further node of deployment.nodes='', at least 1 node in it"),
+        (
+            ["--hosts", "a:b", "deployment.nodes=trainer+logprob,generator"],
+            {},
+            "--hosts: 'a:b': expected HOST or HOST:PORT; nearest valid choice: a:26600",
+        ),
+        (
+            ["--hosts", "a:70000", "deployment.nodes=trainer+logprob,generator"],
+            {},
+            "--hosts: 'a:70000': expected HOST or HOST:PORT; nearest valid choice: a:26600",
+        ),
+        (
+            ["--hosts", "nowhere.invalid", "deployment.nodes=trainer+logprob,generator"],
+            {},
+            "--hosts: 'nowhere.invalid': ",
+        ),
+        (
+            ["--hosts", "localhost,localhost", "deployment.nodes=trainer+logprob,generator"],
+            {},
+            "--hosts localhost,localhost: localhost:26600 is named twice",
+        ),
+        (["--hosts", "a..b", "deployment.nodes=trainer+logprob,generator"], {}, "--hosts: 'a..b': "),
+        (
+            ["--hosts", "a", "--launcher", "ray"],
+            {},
+            "--hosts a: expected one process, no --node and no other launcher than monarch",
+        ),
+        (
+            ["--launcher", "monarch", "deployment.host=203.0.113.7"],
+            {},
+            "deployment.host='203.0.113.7': Cannot assign requested address",
+        ),
+        (
+            ["--launcher", "torchrun", "deployment.host=203.0.113.7"],
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "deployment.host='203.0.113.7': Cannot assign",
+        ),
+    ],
+)
 def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -93,27 +148,36 @@ def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "*", "[::1]", "a" * 70])
 def test_a_host_that_actors_could_not_listen_on_is_one_line(host):
-    with pytest.raises(ConfigError, match="expected an address of this host; nearest valid choice: deployment.host=auto") as caught:
+    with pytest.raises(
+        ConfigError, match="expected an address of this host; nearest valid choice: deployment.host=auto"
+    ) as caught:
         check_host(load("tiny", [f"deployment.host={host}"]))
     assert f"deployment.host={host!r}: " in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_host_may_be_any_address_of_this_host_or_a_name_of_one():
-    assert [check_host(load("tiny", [f"deployment.host={host}"])) for host in ("auto", "127.0.0.1", "localhost", "0.0.0.0")] == [
-        "127.0.0.1", "127.0.0.1", "localhost", "0.0.0.0"]
+    assert [
+        check_host(load("tiny", [f"deployment.host={host}"])) for host in ("auto", "127.0.0.1", "localhost", "0.0.0.0")
+    ] == ["127.0.0.1", "127.0.0.1", "localhost", "0.0.0.0"]
 
 
 def test_a_directory_whose_lock_cannot_be_opened_is_one_line(tmp_path):
     (tmp_path / "lock").mkdir()
-    with pytest.raises(ConfigError, match=f"^run_dir='{tmp_path}': lock: Is a directory; expected a directory to write to$"):
+    with pytest.raises(
+        ConfigError, match=f"^run_dir='{tmp_path}': lock: Is a directory; expected a directory to write to$"
+    ):
         hold(str(tmp_path))
 
 
 @pytest.mark.parametrize("script", ["async", "monarch", "ray"])
 def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path):
     listed = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2]); import monarch; print(monarch.__file__)"
-    done = subprocess.run([sys.executable, "-c", listed, str(ROOT / "launch"), str(ROOT / "launch" / f"{script}.py")], capture_output=True, text=True,
-                          cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", listed, str(ROOT / "launch"), str(ROOT / "launch" / f"{script}.py")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.stdout and str(ROOT / "launch") not in done.stdout, done.stderr
 
 
@@ -121,8 +185,15 @@ def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path)
 def test_a_controller_that_does_not_come_up_is_given_up_after_its_time(restarts, capsys):
     """Frozen before its launcher has heard of it."""
     attempt = object.__new__(attempts._Attempt)
-    attempt.config, attempt.restarts_left, attempt.resuming = load("tiny", ["deployment.start_timeout_s=0.2"]), restarts, False
-    attempt.interrupt, attempt.playing = SimpleNamespace(count=0), {"controller": SimpleNamespace(prepared=lambda: None)}
+    attempt.config, attempt.restarts_left, attempt.resuming = (
+        load("tiny", ["deployment.start_timeout_s=0.2"]),
+        restarts,
+        False,
+    )
+    attempt.interrupt, attempt.playing = (
+        SimpleNamespace(count=0),
+        {"controller": SimpleNamespace(prepared=lambda: None)},
+    )
     if restarts:
         assert attempt._controller() == "" and attempt.resuming
         assert "controller died: frozen: no sign of life for 0.2 s; all is started again" in capsys.readouterr().out

@@ -18,7 +18,8 @@ from asyncspec.weights import Layout, Publisher, Receiver, WholeSnapshot
 from runs import SILENT, Running, events, forking, rows
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
-# Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to the same four processes.
+# Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to
+# the same four processes.
 EPOCHS = [[("logprob", 4, 2)], [("logprob1", 2, 1), ("logprob2", 2, 2)]]
 
 
@@ -31,12 +32,16 @@ def group(number):
     lengths = g.integers(3, 20, 3 + 4 * number)
     ticket = m.Ticket(number, 0, 0, "", "", g.integers(0, 16, 5).tolist(), list(range(len(lengths))), 0.0)
     return m.Group(ticket, "g", [0.0] * len(lengths), 0, 0, 0, 0, 0, []), {
-        "tokens": g.integers(0, 16, int(lengths.sum())).astype(np.int32), "lengths": lengths.astype(np.int32)}
+        "tokens": g.integers(0, 16, int(lengths.sum())).astype(np.int32),
+        "lengths": lengths.astype(np.int32),
+    }
 
 
 def changed(tensors, version):
     g = torch.Generator().manual_seed(version)
-    return {name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=g) for name, tensor in tensors.items()}
+    return {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=g) for name, tensor in tensors.items()
+    }
 
 
 def nbytes(tensors):
@@ -54,12 +59,16 @@ def work(process, port, results):
     torch.set_num_threads(1)
     weights.BUCKET_ELEMENTS = 4000
     for epoch, actors in enumerate(EPOCHS, start=1):
-        name, rank, size, tensor_parallel = [(name, rank, size, tp) for name, size, tp in actors for rank in range(size)][process]
+        name, rank, size, tensor_parallel = [
+            (name, rank, size, tp) for name, size, tp in actors for rank in range(size)
+        ][process]
         scorer = Scorer(config(size, tensor_parallel), "cpu", name, rank)
         scorer.load()
         scorer.join("127.0.0.1", port, 60)
         ranks, received = scorer.ranks, []
-        receiver = Receiver("127.0.0.1", port, "policy", f"{process}", "cpu", scorer.layout, received.append, scorer.keep)
+        receiver = Receiver(
+            "127.0.0.1", port, "policy", f"{process}", "cpu", scorer.layout, received.append, scorer.keep
+        )
         receiver.form(m.Membership("policy", epoch, ["trainer", *map(str, range(4))], "gloo"), 60, lambda: None)
         for version in (1, 2):
             receiver.expect(version, epoch)
@@ -77,15 +86,24 @@ def work(process, port, results):
         for _ in range(max(counts) - counts[ranks.data_rank]):
             scorer.add_nothing()
         scores = scorer.collect(max(len(group(number)[1]["tokens"]) for number in range(ranks.data_size)))
-        made = None if supervision is None else [t.numpy() for t in (supervision().features_BLE, supervision().embeds_BLD, supervision().target[0])]
-        held = [nbytes(kept.values()), *(nbytes(local(p) for p in model.parameters()) for model in (scorer.model, scorer.reference))]
+        made = (
+            None
+            if supervision is None
+            else [t.numpy() for t in (supervision().features_BLE, supervision().embeds_BLD, supervision().target[0])]
+        )
+        held = [
+            nbytes(kept.values()),
+            *(nbytes(local(p) for p in model.parameters()) for model in (scorer.model, scorer.reference)),
+        ]
         results.put(((epoch, name, rank), (both, receiver.complete, counts, scores, made, held)))
         dist.barrier()
     dist.destroy_process_group()
 
 
 def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
-    """Tolerance: sums of float32 in another order, 1e-4 in a logprob; weights are those of the second of two broadcast versions."""
+    """Tolerance: sums of float32 in another order, 1e-4 in a logprob; weights are those of the second of two broadcast
+    versions.
+    """
     monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 4000)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forking()
@@ -100,11 +118,17 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
     for epoch in range(1, len(EPOCHS) + 1):
         joined = []
-        publisher.form(m.Membership("policy", epoch, ["trainer", *map(str, range(4))], "gloo"), 60, lambda: joined.append(1))
+        publisher.form(
+            m.Membership("policy", epoch, ["trainer", *map(str, range(4))], "gloo"), 60, lambda: joined.append(1)
+        )
         wait_for(lambda: joined)
         for version in (1, 2):
             wait_for(lambda: not publisher.busy)
-            publisher.publish(m.Publish("policy", version), WholeSnapshot(Layout.of(whole), changed(whole, version), "cpu"), lambda message: None)
+            publisher.publish(
+                m.Publish("policy", version),
+                WholeSnapshot(Layout.of(whole), changed(whole, version), "cpu"),
+                lambda message: None,
+            )
         wait_for(lambda: not publisher.busy)
     said = dict(results.get(timeout=60) for _ in range(4 * len(EPOCHS)))
     for child in children:
@@ -119,17 +143,25 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
     before = Scorer(config(1, 1), "cpu")
     before.load()
     before.add(*group(0))
-    assert np.abs(before.collect(expected[0][0].shape[1])[0][0] - expected[0][0][0]).max() > 0.05  # the broadcast weights are others
+    # the broadcast weights are others
+    assert np.abs(before.collect(expected[0][0].shape[1])[0][0] - expected[0][0][0]).max() > 0.05
     assert len(said) == 8
     for (epoch, name, rank), (both, none, counts, scores, made, held) in said.items():
         size, tensor_parallel = next((size, tp) for actor, size, tp in EPOCHS[epoch - 1] if actor == name)
-        assert sorted(both) == [1, 2] and none == [] and scores.shape[:2] == (size // tensor_parallel, 2) and len(set(counts)) == len(counts)
+        assert (
+            sorted(both) == [1, 2]
+            and none == []
+            and scores.shape[:2] == (size // tensor_parallel, 2)
+            and len(set(counts)) == len(counts)
+        )
         for found, (wanted, _) in zip(scores, expected):
             tokens = wanted.shape[1]
             np.testing.assert_allclose(found[:, :tokens], wanted, atol=1e-4, rtol=0)
             assert (found[:, tokens:] == 0).all()
         assert (made is not None) == (rank < tensor_parallel)
-        for found, wanted in zip(made or (), (expected[0][1].features_BLE, expected[0][1].embeds_BLD, expected[0][1].target[0])):
+        for found, wanted in zip(
+            made or (), (expected[0][1].features_BLE, expected[0][1].embeds_BLD, expected[0][1].target[0])
+        ):
             np.testing.assert_allclose(found, wanted.numpy(), atol=1e-4, rtol=1e-4)
         for bytes_held in held:  # norms are held by all ranks of a row
             assert total / size <= bytes_held < 1.1 * total / size, (name, rank, bytes_held, total)
@@ -137,15 +169,27 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
 
 def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tmp_path):
     run_dir, steps = tmp_path / "run", 6
-    run = Running.new(run_dir, "--steps", str(steps), "logprob.ranks=2", "logprob.tensor_parallel=2", "checkpoint.every=2",
-                      SILENT, "deployment.faults=logprob_rank1:work:3:kill,logprob_rank1:swap:2:freeze")  # the first before there is a second version
+    run = Running.new(
+        run_dir,
+        "--steps",
+        str(steps),
+        "logprob.ranks=2",
+        "logprob.tensor_parallel=2",
+        "checkpoint.every=2",
+        # the first before there is a second version
+        SILENT,
+        "deployment.faults=logprob_rank1:work:3:kill,logprob_rank1:swap:2:freeze",
+    )
     output = run.end()
     deaths = len(re.findall("logprob_rank1 died: .*all is started again from the last checkpoint", output))
     assert deaths >= 2, output
-    if deaths > 2:  # silent without a fault, for longer than is allowed here: survived too, and its log says what it was at
+    # silent without a fault, for longer than is allowed here: survived too, and its log says what it was at
+    if deaths > 2:
         warnings.warn(output + (run_dir / "logs" / "logprob_rank1.log").read_text())
     assert "logprob_rank1 is frozen" in output
-    assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
+    assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(
+        row["lag/max"] for row in rows(run_dir)
+    ) <= 1
     assert any(row.get("draft/megabytes", 0) > 0 for row in rows(run_dir))  # hidden states were gathered and offered
     assert "logprob_rank1" in [event["actor"] for event in events(run_dir) if event["event"] == "lost"]
     assert violations(events(run_dir), 1, 4, steps) == []

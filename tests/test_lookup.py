@@ -39,7 +39,11 @@ def test_suffix_remembers_rollouts_together_as_one_by_one():
         proposals = []
         for drafter in drafters:
             slots = drafter.slots
-            slots.token_SP[:], slots.length_S[:], slots.prompt_S[:] = torch.from_numpy(rows), torch.from_numpy(lengths), 3
+            slots.token_SP[:], slots.length_S[:], slots.prompt_S[:] = (
+                torch.from_numpy(rows),
+                torch.from_numpy(lengths),
+                3,
+            )
             drafter.enter(0, 8)
             proposals.append(drafter.propose(8, 5, None))
             for row in range(8):
@@ -68,7 +72,9 @@ def test_hindsight_is_what_would_have_been_proposed(kind):
             found = drafter.propose(1, LONGEST, None)
             counts.append(int(found.count_B[0]))
             draft = found.draft_BK[0, : counts[-1]].tolist()
-            kept.append(next((j for j in range(counts[-1]) if at + j >= length or draft[j] != tokens[at + j]), counts[-1]))
+            kept.append(
+                next((j for j in range(counts[-1]) if at + j >= length or draft[j] != tokens[at + j]), counts[-1])
+            )
         slots.length_S[0] = length
         drafter.leave(0)
         drafter.catch_up()

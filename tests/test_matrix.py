@@ -12,13 +12,27 @@ from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
 
 def test_tensors_in_huge_pages_are_tensors_like_others():
     zeros = memory.zeros(3, 400_000, dtype=torch.bfloat16, device="cpu")
-    assert zeros.data_ptr() % memory.HUGE == 0 and not zeros.any() and zeros.shape == (3, 400_000) and zeros.is_contiguous()
+    assert (
+        zeros.data_ptr() % memory.HUGE == 0
+        and not zeros.any()
+        and zeros.shape == (3, 400_000)
+        and zeros.is_contiguous()
+    )
     arena = memory.Arena()
-    tensors = [torch.randn(5, 7), torch.randn(300, 2).t(), torch.arange(memory.CHUNK // 8), torch.randn(3, dtype=torch.float64)]  # the third fills a chunk
+    # the third fills a chunk
+    tensors = [
+        torch.randn(5, 7),
+        torch.randn(300, 2).t(),
+        torch.arange(memory.CHUNK // 8),
+        torch.randn(3, dtype=torch.float64),
+    ]
     for _ in range(2):
         arena.clear()
         kept = [arena.keep(tensor) for tensor in tensors]
-        assert all(torch.equal(k, t) and k.is_contiguous() and k.data_ptr() % memory.ALIGNED == 0 for k, t in zip(kept, tensors))
+        assert all(
+            torch.equal(k, t) and k.is_contiguous() and k.data_ptr() % memory.ALIGNED == 0
+            for k, t in zip(kept, tensors)
+        )
         places = [k.data_ptr() for k in kept]
     arena.clear()
     assert [arena.keep(tensor).data_ptr() for tensor in tensors] == places  # the same memory
@@ -63,8 +77,13 @@ def test_what_onednn_keeps_is_bounded():
 def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
     monkeypatch.setattr(matrix, "slowed_by_mkl", lambda device: True)
     monkeypatch.setattr(matrix, "numpy_uses_avx512", lambda: numpy)
-    for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (41, 64, 384), (300, 64, 384), (3, 512, 768)):  # from 41 in pieces; the last is large
-        weight_OI, x_TI, rest_TO = torch.randn(outputs, inputs), torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+    # from 41 in pieces; the last is large
+    for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (41, 64, 384), (300, 64, 384), (3, 512, 768)):
+        weight_OI, x_TI, rest_TO = (
+            torch.randn(outputs, inputs),
+            torch.randn(tokens, inputs),
+            torch.randn(tokens, outputs),
+        )
         with torch.inference_mode():
             product = matrix.Matrix(weight_OI, memory.Arena())
             torch.testing.assert_close(product(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)

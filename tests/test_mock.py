@@ -17,7 +17,9 @@ from test_recovery import check
 def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronous_step():
     """arXiv 2604.26779, RL-Think on 32 GPUs: 133.6 s of generation without speculation, 87.0 s with."""
     config = load("mock_rl_think_8b")
-    lengths = [timings.response_tokens(config.mock, seed) for seed in range(config.rl.groups_per_step * config.rl.group_size)]
+    lengths = [
+        timings.response_tokens(config.mock, seed) for seed in range(config.rl.groups_per_step * config.rl.group_size)
+    ]
     assert timings.generation_s(config.mock, lengths, 32, 0) == pytest.approx(133.6, rel=0.02)
     assert timings.generation_s(config.mock, lengths, 32, config.mock.draft_length) == pytest.approx(87.0, rel=0.02)
 
@@ -25,14 +27,20 @@ def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronou
 def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions():
     config = load("mock_rl_think_8b", ["mock.time_scale=0.03", "speculation.method=none", "engine.slots=64"])
     engine, seeds = MockEngine(config), list(range(48))
-    expected = timings.generation_s(config.mock, [timings.response_tokens(config.mock, seed) for seed in seeds], config.mock.gpus, 0) * 0.03
+    expected = (
+        timings.generation_s(
+            config.mock, [timings.response_tokens(config.mock, seed) for seed in seeds], config.mock.gpus, 0
+        )
+        * 0.03
+    )
     engine.submit(Request(1, [1], seeds, 0))
     start, done = time.monotonic(), []
     while engine.live or engine.waiting:
         done += engine.poll()
         if engine.version == 0 and time.monotonic() - start > expected / 4:
             engine.load_policy({"weight": torch.ones(config.mock.weights)}, 1)
-    assert 0.95 * expected < time.monotonic() - start < 5 * expected  # sleeping is never shorter than asked, longer where others run
+    # sleeping is never shorter than asked, longer where others run
+    assert 0.95 * expected < time.monotonic() - start < 5 * expected
     assert sorted(c.sample for c in done) == seeds
     for c in done:
         assert len(c.versions) == len(c.tokens) and torch.all(c.versions.diff() >= 0)
@@ -51,9 +59,23 @@ def test_the_mocked_engine_accepts_by_position_what_its_acceptance_length_says()
 
 
 def test_a_run_with_mocked_gpus_keeps_its_lag_and_its_ledger(tmp_path):
-    run = Running(tmp_path / "run", "--config", "mock_rl_think_8b", "--run-dir", str(tmp_path / "run"), "--steps", "4", "rl.groups_per_step=16",
-                  "deployment.nodes=", "deployment.generators=2", "trainer.ranks=2", "deployment.logprobs=2", "mock.time_scale=0.01", "speculation.method=ngram",
-                  "deployment.faults=generator1:work:100:kill")
+    run = Running(
+        tmp_path / "run",
+        "--config",
+        "mock_rl_think_8b",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--steps",
+        "4",
+        "rl.groups_per_step=16",
+        "deployment.nodes=",
+        "deployment.generators=2",
+        "trainer.ranks=2",
+        "deployment.logprobs=2",
+        "mock.time_scale=0.01",
+        "speculation.method=ngram",
+        "deployment.faults=generator1:work:100:kill",
+    )
     run.end()
     check(tmp_path / "run", 4)
     assert rows(tmp_path / "run")[-1]["recovery/generators_lost"] == 1

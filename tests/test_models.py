@@ -68,7 +68,9 @@ def test_other_families_are_what_transformers_makes_of_the_same_files(tmp_path, 
 
 
 def test_all_that_is_saved_of_a_policy_is_its_parameters(other):
-    """What torchtitan counts and balances in a mixture is neither written nor broadcast; nor need a model hold the parameters."""
+    """What torchtitan counts and balances in a mixture is neither written nor broadcast; nor need a model hold the
+    parameters.
+    """
     shape, model = other
     saved = policy.adapter(model.config).to_hf(model.state_dict())
     assert sum(t.numel() for t in saved.values()) == sum(p.numel() for p in model.parameters())
@@ -87,21 +89,38 @@ def test_other_families_compute_in_bfloat16_nearly_the_same(other):
     assert 0 < apart.median() < 0.02 * logits(model, tokens).std()
 
 
-@pytest.mark.parametrize("kind, change, message", [
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "field 'low_freq_factor' is missing"),
-    ("llama", {"attention_bias": True}, "attention_bias=True: expected False"),
-    ("llama", {"eos_token_id": [1, 128009]}, "expected a token below vocab_size=6"),
-    ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4,
-                                "original_max_position_embeddings": 64}}, "with model_type='qwen3'"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: expected \[\]"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
-    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: expected 1 to num_experts=4"),
-    ("gemma3", {}, "model_type='gemma3': expected 'qwen3', 'llama', 'qwen3_moe'"),
-])
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "field 'low_freq_factor' is missing"),
+        ("llama", {"attention_bias": True}, "attention_bias=True: expected False"),
+        ("llama", {"eos_token_id": [1, 128009]}, "expected a token below vocab_size=6"),
+        (
+            "qwen3",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1,
+                    "high_freq_factor": 4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "with model_type='qwen3'",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: expected \[\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: expected 1 to num_experts=4"),
+        ("gemma3", {}, "model_type='gemma3': expected 'qwen3', 'llama', 'qwen3_moe'"),
+    ],
+)
 def test_what_no_policy_here_has_is_refused_in_one_line(tmp_path, small_shape, kind, change, message):
     shape = replace(small_shape, experts=Experts(4, 2, 16, True)) if kind == "qwen3_moe" else small_shape
-    policy.write_json(tmp_path / "config.json", shape.to_hf() | {"model_type": kind, "architectures": [ARCHITECTURES.get(kind)]} | change)
+    policy.write_json(
+        tmp_path / "config.json",
+        shape.to_hf() | {"model_type": kind, "architectures": [ARCHITECTURES.get(kind)]} | change,
+    )
     with pytest.raises(CheckpointError, match=message) as caught:
         policy.PolicyShape.from_hf(tmp_path)
     assert "\n" not in str(caught.value)
@@ -126,11 +145,14 @@ def corrupt(path, change):
     save_file(tensors, path / "model.safetensors")
 
 
-@pytest.mark.parametrize("change,message", [
-    (lambda t: t.pop("model.norm.weight"), "norm.weight is missing"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "has shape"),
-    (lambda t: t["model.norm.weight"].fill_(float("nan")), "not finite"),
-])
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda t: t.pop("model.norm.weight"), "norm.weight is missing"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "has shape"),
+        (lambda t: t["model.norm.weight"].fill_(float("nan")), "not finite"),
+    ],
+)
 def test_broken_tensors_are_named(saved, change, message):
     corrupt(saved, change)
     with pytest.raises(CheckpointError, match=message):
@@ -147,16 +169,21 @@ def test_broken_files_are_named(saved):
         policy.load(saved)
 
 
-@pytest.mark.parametrize("index,message", [
-    ("{", "expected an object whose weight_map names each tensor's file"),
-    ("[]", "expected an object whose weight_map"),
-    ("{}", "expected an object whose weight_map"),
-    ('{"weight_map": ["a.safetensors"]}', "expected an object whose weight_map"),
-    ('{"weight_map": {"model.norm.weight": 3}}', "expected an object whose weight_map"),
-    (b'{"weight_map": "\xff"}', "expected an object whose weight_map"),
-    ('{"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors", "x": "model-3.safetensors"}}',
-     "names 'model-2.safetensors', which is not in the directory .2 files in all"),
-])
+@pytest.mark.parametrize(
+    "index,message",
+    [
+        ("{", "expected an object whose weight_map names each tensor's file"),
+        ("[]", "expected an object whose weight_map"),
+        ("{}", "expected an object whose weight_map"),
+        ('{"weight_map": ["a.safetensors"]}', "expected an object whose weight_map"),
+        ('{"weight_map": {"model.norm.weight": 3}}', "expected an object whose weight_map"),
+        (b'{"weight_map": "\xff"}', "expected an object whose weight_map"),
+        (
+            '{"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors", "x": "model-3.safetensors"}}',
+            "names 'model-2.safetensors', which is not in the directory .2 files in all",
+        ),
+    ],
+)
 def test_a_damaged_index_is_named(saved, index, message):
     file = saved / "model.safetensors.index.json"
     file.write_text(json.dumps({"weight_map": {"lm_head.weight": "model.safetensors"}}))
@@ -258,7 +285,9 @@ def test_wider_heads_change_nothing_a_draft_proposes(tmp_path):
 
     def attend(q_BLNH, k_BLNH, v_BLNH):
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
 
     logits = []
     for directory in (TINY.parent / "eagle3", tmp_path):
@@ -269,10 +298,15 @@ def test_wider_heads_change_nothing_a_draft_proposes(tmp_path):
 
 
 def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy, small_shape):
-    for shape, model, directory in ((small_shape, small_policy, saved), (policy.load(TINY)[1], policy.load(TINY)[0], TINY)):
+    for shape, model, directory in (
+        (small_shape, small_policy, saved),
+        (policy.load(TINY)[1], policy.load(TINY)[0], TINY),
+    ):
         skeleton = policy.skeleton(shape)
         written, expected = policy.to_hf(skeleton, dict(model.named_parameters())), policy.read_tensors(directory)
-        assert written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected)
+        assert written.keys() == expected.keys() and all(
+            torch.equal(written[name], expected[name]) for name in expected
+        )
         assert all(p.is_meta for p in skeleton.parameters())
         assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
@@ -284,6 +318,13 @@ def test_what_compiles_later_computes_the_same_and_loads_no_compiler():
     with compiling_later():
         doubled = torch.compile(lambda x: 2 * x, backend="eager")
     assert torch.compile is compile_now and doubled(torch.tensor(3)) == 6
-    loaded = subprocess.run([sys.executable, "-c", "import sys, asyncspec.models.policy; print('torch._inductor.compile_fx' in sys.modules)"],
-                            capture_output=True, text=True)
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, asyncspec.models.policy; print('torch._inductor.compile_fx' in sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert loaded.stdout.strip() == "False", loaded.stderr

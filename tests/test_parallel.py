@@ -27,8 +27,21 @@ GROUPS = 5
 
 
 def shape(tied, kind):
-    base = PolicyShape(vocab_size=48, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=64, max_positions=128,
-                       rope_theta=1e4, norm_eps=1e-6, tied=tied, eos_token_id=1, pad_token_id=0)
+    base = PolicyShape(
+        vocab_size=48,
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_dim=64,
+        max_positions=128,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=tied,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     return replace(base, model_type=kind, experts=Experts(4, 2, 32, True) if kind == "qwen3_moe" else None)
 
 
@@ -47,20 +60,33 @@ def group(number):
     # The third has no gradient: all its samples are rewarded alike.
     rewards = [1.0] * 4 if number == 2 else g.random(4).tolist()
     return m.Group(ticket, "g", rewards, 0, 0, 0, 0, 0, []), {
-        "tokens": g.integers(0, 48, n).astype(np.int32), "behaviour": (-4 * g.random(n)).astype(np.float32),
-        "proximal": (-4 * g.random(n)).astype(np.float32), "versions": np.zeros(n, np.int32), "lengths": lengths.astype(np.int32)}
+        "tokens": g.integers(0, 48, n).astype(np.int32),
+        "behaviour": (-4 * g.random(n)).astype(np.float32),
+        "proximal": (-4 * g.random(n)).astype(np.float32),
+        "versions": np.zeros(n, np.int32),
+        "lengths": lengths.astype(np.int32),
+    }
 
 
 def accumulator(model, ranks=None):
     # Of a gradient near zero Adam takes the sign, which rounding decides; a large eps keeps its steps smooth.
-    return GradientAccumulator(model, OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3), RLConfig(), 1.0, ranks, 1 << 30 if ranks is None else 60)
+    return GradientAccumulator(
+        model,
+        OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
+        RLConfig(),
+        1.0,
+        ranks,
+        1 << 30 if ranks is None else 60,
+    )
 
 
 def alone(tied, kind, steps=2):
     """The steps of one rank: gradients as the optimizer gets them in the first, weights and statistics after all."""
     model = policy(tied, kind)
     one, grads = accumulator(model), []
-    one.optimizer.register_step_pre_hook(lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()}))
+    one.optimizer.register_step_pre_hook(
+        lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
     for _ in range(steps):
         for number in range(GROUPS):
             one.add(*group(number))
@@ -102,7 +128,10 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
                 share.add(*group(number))
         stats = share.step()
     held = sum(p.to_local().numel() for p in model.parameters())
-    published, kept = whole(dict(model.named_parameters())), {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    published, kept = (
+        whole(dict(model.named_parameters())),
+        {n: p.full_tensor().detach() for n, p in model.named_parameters()},
+    )
     moments = [share.optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
     dtypes = {str(tensor.dtype) for tensor in [*model.parameters(), *moments, *kept.values()]}
     assert rank or all(np.array_equal(published[n], kept[n].numpy()) for n in kept)
@@ -116,7 +145,10 @@ def worked(config, tied, kind, steps=2, dtype="float32"):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forking()
     results = context.Queue()
-    children = [context.Process(target=work, args=(rank, config, tied, kind, steps, dtype, store.port, results)) for rank in range(config.ranks)]
+    children = [
+        context.Process(target=work, args=(rank, config, tied, kind, steps, dtype, store.port, results))
+        for rank in range(config.ranks)
+    ]
     for child in children:
         child.start()
     said = dict((item[0], item[1:]) for item in (results.get(timeout=120) for _ in children))
@@ -126,9 +158,17 @@ def worked(config, tied, kind, steps=2, dtype="float32"):
     return said
 
 
-@pytest.mark.parametrize("kind, ranks, tensor_parallel, tied, recompute", [
-    ("qwen3", 2, 1, True, False), ("qwen3", 2, 2, False, False), ("qwen3", 4, 2, True, True), ("llama", 4, 1, False, False),
-    ("llama", 2, 2, True, False), ("qwen3_moe", 2, 1, False, True)])
+@pytest.mark.parametrize(
+    "kind, ranks, tensor_parallel, tied, recompute",
+    [
+        ("qwen3", 2, 1, True, False),
+        ("qwen3", 2, 2, False, False),
+        ("qwen3", 4, 2, True, True),
+        ("llama", 4, 1, False, False),
+        ("llama", 2, 2, True, False),
+        ("qwen3_moe", 2, 1, False, True),
+    ],
+)
 def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied, recompute):
     """Tolerance: sums of float32 in another order, 1e-5 of the largest gradient and 1e-3 of a step of Adam."""
     said = worked(TrainerConfig(ranks=ranks, tensor_parallel=tensor_parallel, recompute=recompute), tied, kind)
@@ -144,27 +184,34 @@ def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied,
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_16_bits_are_computed_with_and_32_kept_and_published(ranks):
-    """Tolerance: bfloat16 rounds by up to 2**-8 of a number. A hundred such roundings, forward and backward through three layers, come to a few
-    hundredths of the gradient (measured 0.033) and of Adam's step (0.046: there small elements weigh more); 0.08 are allowed, and 2**-12 asked for,
-    which float32 does not reach."""
+    """Tolerance: bfloat16 rounds by up to 2**-8 of a number. A hundred such roundings, forward and backward through
+    three layers, come to a few hundredths of the gradient (measured 0.033) and of Adam's step (0.046: there small
+    elements weigh more); 0.08 are allowed, and 2**-12 asked for, which float32 does not reach.
+    """
     said = worked(TrainerConfig(ranks=ranks), True, "qwen3", steps=1, dtype="bfloat16")
     grads, parameters, _ = alone(True, "qwen3", steps=1)
     before = {n: p.detach() for n, p in policy(True, "qwen3").named_parameters()}
     found_grads, published = ({n: torch.from_numpy(array) for n, array in arrays.items()} for arrays in said[0][:2])
 
     def apart(found, expected):
-        error, size = (torch.cat([t.flatten() for t in tensors]).norm() for tensors in ([found[n] - expected[n] for n in expected], expected.values()))
+        error, size = (
+            torch.cat([t.flatten() for t in tensors]).norm()
+            for tensors in ([found[n] - expected[n] for n in expected], expected.values())
+        )
         return float(error / size)
 
     assert 2**-12 < apart(found_grads, grads) < 0.08
     assert apart({n: published[n] - before[n] for n in before}, {n: parameters[n] - before[n] for n in before}) < 0.08
-    assert {dtype for *_, dtypes in said.values() for dtype in dtypes} == {"torch.float32"}  # parameters, both moments, what is published
+    # parameters, both moments, what is published
+    assert {dtype for *_, dtypes in said.values() for dtype in dtypes} == {"torch.float32"}
     assert all((tensor.bfloat16() != tensor).any() for tensor in published.values())
 
 
 def test_a_rank_takes_its_share_alone_to_its_device(tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "join", lambda *_: None)
-    monkeypatch.setattr(Ranks, "shard", lambda self, model, **_: seen.append({p.device.type for p in model.parameters()}))
+    monkeypatch.setattr(
+        Ranks, "shard", lambda self, model, **_: seen.append({p.device.type for p in model.parameters()})
+    )
     seen, learner = [], Learner(load("tiny", ["trainer.ranks=2"]), tmp_path, "meta")
     monkeypatch.setattr(learner, "_hold", lambda: None)
     learner.model = policy(True, "qwen3")
@@ -193,15 +240,21 @@ def test_a_run_of_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(tmp_pa
     run = Running.new(run_dir, "--steps", "8", "trainer.ranks=2", "checkpoint.every=2", SILENT)
     run.wait_for_steps(2)
     run.signal("trainer_rank1", signal.SIGSTOP)
-    run.wait_for(lambda: "trainer_rank1 is frozen" in run.output and run.output.count(" actors ready: ") >= 2, "another start")
+    run.wait_for(
+        lambda: "trainer_rank1 is frozen" in run.output and run.output.count(" actors ready: ") >= 2, "another start"
+    )
     run.wait_for_steps(4)
     run.signal("trainer_rank1", signal.SIGKILL)
     output = run.end()
     assert "started again from the last checkpoint" in output or "trainer_rank1 died" in output
-    assert [row["step"] for row in rows(run_dir)] == list(range(8)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
+    assert [row["step"] for row in rows(run_dir)] == list(range(8)) and max(
+        row["lag/max"] for row in rows(run_dir)
+    ) <= 1
     assert any(event["event"] == "resumed" for event in events(run_dir))
     Running.resumed(run_dir, "steps=10", "trainer.ranks=1").end()
-    assert [from_yaml((run_dir / name).read_text()).trainer.ranks for name in ("config-until-step-8.yaml", "config.yaml")] == [2, 1]
+    assert [
+        from_yaml((run_dir / name).read_text()).trainer.ranks for name in ("config-until-step-8.yaml", "config.yaml")
+    ] == [2, 1]
     assert [row["step"] for row in rows(run_dir)] == list(range(10))
     assert violations(events(run_dir), 1, 4, 10) == []
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file() and os.listdir(run_dir / "checkpoints")

@@ -43,7 +43,11 @@ def parent_of(pid):
 
 
 def actors_of(run_dir):
-    return {path.stem: pid_of(run_dir, path.stem) for path in (run_dir / "logs").glob("*.log") if path.stem != launcher.CONSOLE}
+    return {
+        path.stem: pid_of(run_dir, path.stem)
+        for path in (run_dir / "logs").glob("*.log")
+        if path.stem != launcher.CONSOLE
+    }
 
 
 def test_a_dead_generator_is_replaced_and_all_starts_again_without_its_trainer(tmp_path):
@@ -56,10 +60,15 @@ def test_a_dead_generator_is_replaced_and_all_starts_again_without_its_trainer(t
     run.signal("trainer", signal.SIGKILL)
     everyone = [run.process.pid, *descendants(run.process.pid)]
     output = run.end()
-    assert "generator0 died: its process ended" in output and "trainer died: its process ended: all is started again from the last checkpoint" in output
+    assert (
+        "generator0 died: its process ended" in output
+        and "trainer died: its process ended: all is started again from the last checkpoint" in output
+    )
     assert "going on from version 3" in output or "going on from version 6" in output, output
     assert f"step   {steps}/{steps}" in output, output
-    assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(row["lag/max"] for row in rows(run_dir)) <= 1
+    assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(
+        row["lag/max"] for row in rows(run_dir)
+    ) <= 1
     assert audit(str(run_dir)) == 0 and not outliving(everyone)
 
 
@@ -78,17 +87,35 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path):
 
 def test_what_has_no_room_is_one_line(tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    output = Running.new(tmp_path / "run", "deployment.nodes=trainer+logprob,3*generator", "deployment.start_timeout_s=1", launcher=SCRIPT).end(2)
-    assert "Ray found no room within 1 s (deployment.start_timeout_s); asked for 4 nodes, 4 with 1 CPU; the cluster has 3: " in output
+    output = Running.new(
+        tmp_path / "run",
+        "deployment.nodes=trainer+logprob,3*generator",
+        "deployment.start_timeout_s=1",
+        launcher=SCRIPT,
+    ).end(2)
+    assert (
+        "Ray found no room within 1 s (deployment.start_timeout_s); asked for 4 nodes, 4 with 1 CPU; the cluster has 3: "
+        in output
+    )
     assert len(output.splitlines()) == 1, output
     output = Running.new(tmp_path / "other", "deployment.device=cuda", launcher=SCRIPT).end(2)
-    assert "deployment.device='cuda': expected GPUs, the cluster has 3" in output and len(output.splitlines()) == 1, output
+    assert "deployment.device='cuda': expected GPUs, the cluster has 3" in output and len(output.splitlines()) == 1, (
+        output
+    )
 
 
 def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "10000", "deployment.nodes=trainer+logprob,generator", "deployment.silent_timeout_s=15", "deployment.standby=0", launcher=SCRIPT)
+    run = Running.new(
+        run_dir,
+        "--steps",
+        "10000",
+        "deployment.nodes=trainer+logprob,generator",
+        "deployment.silent_timeout_s=15",
+        "deployment.standby=0",
+        launcher=SCRIPT,
+    )
     run.wait_for_steps(1)
     actors = actors_of(run_dir)
     raylets = {name: parent_of(pid) for name, pid in actors.items()}
@@ -105,9 +132,16 @@ def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
         os.kill(pid, signal.SIGKILL)
     steps = len(rows(run_dir))
     # A first replacement may still be placed on the node that is going.
-    run.wait_for(lambda: "going on from version" in run.output or re.search(r"generator0\.[2-9] has joined", run.output), "what played there, on the third node")
+    run.wait_for(
+        lambda: "going on from version" in run.output or re.search(r"generator0\.[2-9] has joined", run.output),
+        "what played there, on the third node",
+    )
     run.wait_for_steps(steps + 2)
-    everyone = {pid for log in (run_dir / "logs").glob("*.log") for pid in map(int, re.findall(r"starts, pid (\d+)", log.read_text()))}
+    everyone = {
+        pid
+        for log in (run_dir / "logs").glob("*.log")
+        for pid in map(int, re.findall(r"starts, pid (\d+)", log.read_text()))
+    }
     assert len(alive(everyone)) >= 5
     run.process.kill()
     run.process.wait()
@@ -140,9 +174,16 @@ def test_no_two_ranks_or_generators_of_a_shipped_topology_share_a_gpu(name):
         assert apart(played, packed(launcher._shares(played, 8), 8)) and apart(played, topology.deal(played, 8))
 
 
-@pytest.mark.parametrize("played, gpus", [
-    (["trainer"] * 8, 8), (["trainer"] * 4 + ["generator"] * 4, 4), (["trainer"] * 4 + ["logprob"] * 4 + ["generator"] * 4 + ["draft_adapter"], 4),
-    (["draft_adapter"] + ["trainer"] * 3, 3), (["trainer"] * 2 + ["logprob"] + ["generator"] * 8, 8)])
+@pytest.mark.parametrize(
+    "played, gpus",
+    [
+        (["trainer"] * 8, 8),
+        (["trainer"] * 4 + ["generator"] * 4, 4),
+        (["trainer"] * 4 + ["logprob"] * 4 + ["generator"] * 4 + ["draft_adapter"], 4),
+        (["draft_adapter"] + ["trainer"] * 3, 3),
+        (["trainer"] * 2 + ["logprob"] + ["generator"] * 8, 8),
+    ],
+)
 def test_shares_of_gpus_keep_a_role_apart_while_there_are_enough(played, gpus):
     shares = launcher._shares(played, gpus)
     assert apart(played, packed(shares, gpus)) and sum(shares) == pytest.approx(min(len(played), gpus))
@@ -163,14 +204,20 @@ def test_ray_puts_no_two_of_a_role_on_a_gpu():
         def gpus(self):
             return ray.get_gpu_ids()
 
-    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)  # which it takes our word for
+    # which it takes our word for
+    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        for played in (["trainer", "trainer_rank", "draft_adapter"], ["trainer", "trainer_rank", "generator", "generator"]) * 2:
+        for played in (
+            ["trainer", "trainer_rank", "draft_adapter"],
+            ["trainer", "trainer_rank", "generator", "generator"],
+        ) * 2:
             group = placement_group([{"GPU": 2}])
             asked: list = []
-            actors = [launcher._ask(Asked, group, 0, share, asked, lambda: False) for share in launcher._shares(played, 2)]
+            actors = [
+                launcher._ask(Asked, group, 0, share, asked, lambda: False) for share in launcher._shares(played, 2)
+            ]
             found = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
-            assert all(len(gpus) == 1 for gpus in found) and apart(played, [gpu for gpu, in found])
+            assert all(len(gpus) == 1 for gpus in found) and apart(played, [gpu for (gpu,) in found])
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(group)
@@ -181,4 +228,7 @@ def test_ray_puts_no_two_of_a_role_on_a_gpu():
 def test_without_ray_is_one_line(tmp_path):
     without = "import sys; sys.modules['ray'] = None; from asyncspec.cli import main; sys.exit(main(['train', '--launcher', 'ray']))"
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, 'asyncspec: --launcher ray: ray is not installed; expected pip install -e ".[ray]"\n')
+    assert (done.returncode, done.stderr) == (
+        2,
+        'asyncspec: --launcher ray: ray is not installed; expected pip install -e ".[ray]"\n',
+    )

@@ -33,26 +33,41 @@ def check(run_dir, steps, lag=1):
 
 def faults(actor, kind, **places):
     """An actor that comes back under a new name (generator0, generator0.1, ...) meets one fault after the other."""
-    return ",".join(f"{actor}{f'.{i}' if i else ''}:{place}:{times}:{kind}" for i, (place, times) in enumerate(places.items()))
+    return ",".join(
+        f"{actor}{f'.{i}' if i else ''}:{place}:{times}:{kind}" for i, (place, times) in enumerate(places.items())
+    )
 
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, kind):
-    places = {"generator0": dict(start=1, work=9, swap=2, receive=2, send=3, join=1, boot=1),
-              "logprob": dict(start=1, work=6, swap=2, receive=2, send=3, join=1, boot=1),
-              "draft_adapter": dict(start=1, work=5, send=1, checkpoint=1, join=1, boot=1)}
+    places = {
+        "generator0": dict(start=1, work=9, swap=2, receive=2, send=3, join=1, boot=1),
+        "logprob": dict(start=1, work=6, swap=2, receive=2, send=3, join=1, boot=1),
+        "draft_adapter": dict(start=1, work=5, send=1, checkpoint=1, join=1, boot=1),
+    }
     if kind == "freeze":  # found out after start_timeout_s: a test of its own
         for of in places.values():
             of.pop("start")
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "100000", CHECKPOINTS, *([SILENT] if kind == "freeze" else []), "deployment.replacements=60", "draft.publish_every=1",
-                      "deployment.faults=" + ",".join(faults(actor, kind, **of) for actor, of in places.items()))
+    run = Running.new(
+        run_dir,
+        "--steps",
+        "100000",
+        CHECKPOINTS,
+        *([SILENT] if kind == "freeze" else []),
+        "deployment.replacements=60",
+        "draft.publish_every=1",
+        "deployment.faults=" + ",".join(faults(actor, kind, **of) for actor, of in places.items()),
+    )
 
     def named(what):
         return {event["actor"]: event for event in events(run_dir) if event["event"] == what}
 
     run.wait_for_steps(1)
-    run.wait_for(lambda: all(f"{actor}.{len(of)}" in named("joined") for actor, of in places.items()), "all that were lost to be replaced")
+    run.wait_for(
+        lambda: all(f"{actor}.{len(of)}" in named("joined") for actor, of in places.items()),
+        "all that were lost to be replaced",
+    )
     os.kill(run.process.pid, signal.SIGINT)
     output = run.end(130)
     check(run_dir, len(rows(run_dir)))
@@ -61,7 +76,8 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
         for i, (place, times) in enumerate(of.items()):
             actor = f"{first}.{i}" if i else first
             marker = run_dir / "faults" / f"{actor}-{place}-{times}-{kind}"
-            if first == "draft_adapter" and not marker.exists():  # it has low priority: where processors are scarce it seems frozen before its time
+            # it has low priority: where processors are scarce it seems frozen before its time
+            if first == "draft_adapter" and not marker.exists():
                 assert actor in frozen, output
                 continue
             # Three times silent_timeout_s while it loads, and what a busy machine adds.
@@ -70,14 +86,21 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
     assert all(event["seconds"] < 120 for event in named("joined").values())
 
 
-@pytest.mark.parametrize("planned", [
-    "trainer:join:1:freeze,trainer:work:10:kill,trainer:send:5:freeze,trainer:checkpoint:2:kill,controller:work:90:freeze",
-    "trainer:join:1:kill,trainer:work:10:freeze,trainer:send:5:kill,trainer:checkpoint:2:freeze,trainer:boot:1:freeze,controller:work:90:kill,"
-    "controller:start:1:kill"], ids=["one way", "the other"])
+@pytest.mark.parametrize(
+    "planned",
+    [
+        "trainer:join:1:freeze,trainer:work:10:kill,trainer:send:5:freeze,trainer:checkpoint:2:kill,controller:work:90:freeze",
+        "trainer:join:1:kill,trainer:work:10:freeze,trainer:send:5:kill,trainer:checkpoint:2:freeze,trainer:boot:1:freeze,controller:work:90:kill,"
+        "controller:start:1:kill",
+    ],
+    ids=["one way", "the other"],
+)
 def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     # Each start counts anew; the first one that is met ends it.
     run_dir, steps, count = tmp_path / "run", 24, planned.count(",") + 1
-    run = Running.new(run_dir, "--steps", str(steps), CHECKPOINTS, SILENT, "deployment.restarts=10", f"deployment.faults={planned}")
+    run = Running.new(
+        run_dir, "--steps", str(steps), CHECKPOINTS, SILENT, "deployment.restarts=10", f"deployment.faults={planned}"
+    )
     output = run.end()
     assert len(list((run_dir / "faults").iterdir())) == count, output
     check(run_dir, steps)
@@ -97,7 +120,9 @@ def test_actors_may_be_lost_while_starting(tmp_path):
 @pytest.mark.parametrize("actor", ["controller", "logprob"])
 def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, actor):
     run_dir = tmp_path / "run"
-    output = Running.new(run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze").end()
+    output = Running.new(
+        run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze"
+    ).end()
     check(run_dir, 3)
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 
@@ -139,15 +164,22 @@ def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatc
         crew.condemned[name] -= KILLED_S
     recovery.watch()
     recovery.watch()
-    assert lines == [f"nobody answers for {name}: it is waited for, the run cannot go on without it" for name in both] and crew.present >= set(both)
+    assert lines == [
+        f"nobody answers for {name}: it is waited for, the run cannot go on without it" for name in both
+    ] and crew.present >= set(both)
     recovery.lost(m.Interrupt("logprob died", "logprob", "logprob.1"))
     came(recovery, "logprob.1")
     recovery.watch()
-    assert "logprob1" not in crew.present and crew.addresses["logprob1"] == crew.hellos["logprob.1"].address == crew.addresses["logprob"]
+    assert (
+        "logprob1" not in crew.present
+        and crew.addresses["logprob1"] == crew.hellos["logprob.1"].address == crew.addresses["logprob"]
+    )
     # Its launcher, reached again, has none to put in its place; and another node that claims its part.
     recovery.lost(m.Interrupt("logprob1 died: SIGKILL", "logprob1"))
     assert lines[-1] == "logprob1 died: SIGKILL; no replacement is left for it: the others go on"
-    recovery.broadcasts = SimpleNamespace(devices={}, port=1, versions={}, members={"draft": []}, add=lambda hello, kinds: None)
+    recovery.broadcasts = SimpleNamespace(
+        devices={}, port=1, versions={}, members={"draft": []}, add=lambda hello, kinds: None
+    )
     monkeypatch.setattr(recovery, "welcome", lambda: None)
     assert recovery.claim(["logprob1"]).names == ["logprob1.100"]
     came(recovery, "logprob1.100")
@@ -203,7 +235,8 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     run.end()
     check(run_dir, 30)
     assert not [event for event in events(run_dir) if event["event"] == "lost"]
-    assert not [log for log in (run_dir / "logs").iterdir() if "most recent call" in log.read_text()]  # nobody was asked where it is
+    # nobody was asked where it is
+    assert not [log for log in (run_dir / "logs").iterdir() if "most recent call" in log.read_text()]
 
 
 def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_path):
@@ -221,9 +254,14 @@ def policy_of(run_dir):
     return load_file(run_dir / "checkpoint" / "policy" / "model.safetensors")
 
 
-@pytest.mark.parametrize("speculation", [("speculation.method=none",), ("speculation.draft_length=3", "draft.adapt=false")], ids=["plain", "eagle3"])
+@pytest.mark.parametrize(
+    "speculation",
+    [("speculation.method=none",), ("speculation.draft_length=3", "draft.adapt=false")],
+    ids=["plain", "eagle3"],
+)
 def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, speculation):
-    # Behaviour logprobs are rounded by what shares a batch, which nobody repeats; without the correction they reach no gradient.
+    # Behaviour logprobs are rounded by what shares a batch, which nobody repeats; without the correction they reach no
+    # gradient.
     settings = ("--policy-lag", "0", "checkpoint.every=2", "rl.correction=none", *speculation)
     Running.new(tmp_path / "whole", "--steps", "6", *settings).end()
     cut = Running.new(tmp_path / "cut", "--steps", "6", *settings)
@@ -235,20 +273,36 @@ def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, specu
     whole, resumed = policy_of(tmp_path / "whole"), policy_of(tmp_path / "cut")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     for a, b in zip(rows(tmp_path / "whole"), rows(tmp_path / "cut")):
-        assert a["reward/mean"] == b["reward/mean"] and a["grad/norm"] == b["grad/norm"] and a["optimizer/lr"] == b["optimizer/lr"]
+        assert (
+            a["reward/mean"] == b["reward/mean"]
+            and a["grad/norm"] == b["grad/norm"]
+            and a["optimizer/lr"] == b["optimizer/lr"]
+        )
 
 
 def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     launcher = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", SCRIPT)
-    # First the controller, before it has given a sign of life. Then the trainer, just before version 6, and slowly: the checkpoint of version 3,
+    # First the controller, before it has given a sign of life. Then the trainer, just before version 6, and slowly: the
+    # checkpoint of version 3,
     # which is written in the background, is then whole.
-    run = Running.new(run_dir, "--steps", "10", CHECKPOINTS, "deployment.start_timeout_s=25", "deployment.faults=controller:start:1:freeze,trainer:work:24:kill",
-                      "deployment.delays=train=0.2", launcher=launcher)
+    run = Running.new(
+        run_dir,
+        "--steps",
+        "10",
+        CHECKPOINTS,
+        "deployment.start_timeout_s=25",
+        "deployment.faults=controller:start:1:freeze,trainer:work:24:kill",
+        "deployment.delays=train=0.2",
+        launcher=launcher,
+    )
     output = run.end()
     check(run_dir, 10)
     assert "controller is frozen: no sign of life for 25" in output and "controller died: " in output, output
-    assert "trainer died: SIGKILL: all is started again from the last checkpoint" in output and "going on from version 3" in output, output
+    assert (
+        "trainer died: SIGKILL: all is started again from the last checkpoint" in output
+        and "going on from version 3" in output
+    ), output
 
 
 def test_of_two_processes_only_one_trains_in_a_directory(tmp_path, capsys):
@@ -260,6 +314,12 @@ def test_of_two_processes_only_one_trains_in_a_directory(tmp_path, capsys):
     os.kill(run.process.pid, signal.SIGINT)
     assert f"to go on: asyncspec train --resume {run_dir}" in run.end(130)
     trained = len(rows(run_dir))
-    assert f"{trained} steps are trained, and 1 wanted; steps={2 * trained}, for example" in Running.resumed(run_dir, "steps=1").end(2)
-    assert "rl.group_size=8: the run was begun with 4, and this may not change" in Running.resumed(run_dir, "rl.group_size=8").end(2)
-    assert "no config.yaml in it; expected the directory of a run; nearest: " in Running.resumed(tmp_path / "rum").end(2)
+    assert f"{trained} steps are trained, and 1 wanted; steps={2 * trained}, for example" in Running.resumed(
+        run_dir, "steps=1"
+    ).end(2)
+    assert "rl.group_size=8: the run was begun with 4, and this may not change" in Running.resumed(
+        run_dir, "rl.group_size=8"
+    ).end(2)
+    assert "no config.yaml in it; expected the directory of a run; nearest: " in Running.resumed(tmp_path / "rum").end(
+        2
+    )

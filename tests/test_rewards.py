@@ -1,4 +1,6 @@
-"""A user's reward function may raise, hang or return nonsense: that stays with the rollout, is counted, and stops the run past a share."""
+"""A user's reward function may raise, hang or return nonsense: that stays with the rollout, is counted, and stops the
+run past a share.
+"""
 
 import time
 
@@ -47,8 +49,11 @@ def test_past_the_allowed_share_the_run_stops_with_one_line():
     rewarder = Rewarder(reward, "mine:reward", 1.0, 0.1)
     for _ in range(200):
         rewarder.group("1+1=", ["2"], "2")
-    with pytest.raises(RewardError, match=r"data.reward=mine:reward: failed for 2\d of 2\d\d rollouts, more than data.reward_failures=0.1 allows; "
-                                          r"the last raised KeyError: 'missing', response 'raise'"):
+    with pytest.raises(
+        RewardError,
+        match=r"data.reward=mine:reward: failed for 2\d of 2\d\d rollouts, more than data.reward_failures=0.1 allows; "
+        r"the last raised KeyError: 'missing', response 'raise'",
+    ):
         for _ in range(100):
             rewarder.group("1+1=", ["raise"], "2")
     few = Rewarder(reward, "mine:reward", 1.0, 0.0)

@@ -36,7 +36,9 @@ def check_results(run_dir, steps, lag, groups=4):
         assert sum(row[f"time/{part}"] for part in PARTS) == pytest.approx(row["time/step"], rel=0.01)
         assert all(row[f"time/{part}"] >= 0 for part in PARTS)
         assert 1 <= row["spec/acceptance_length"] <= row["spec/draft_length"] + 1
-        assert ("spec/acceptance_1" in row) == (row["spec/draft_length"] > 0) and 0 <= row.get("spec/acceptance_1", 0) <= 1
+        assert ("spec/acceptance_1" in row) == (row["spec/draft_length"] > 0) and 0 <= row.get(
+            "spec/acceptance_1", 0
+        ) <= 1
     assert metrics[-1]["eval/policy_version"] == steps and 0 <= metrics[-1]["eval/accuracy"] <= 1
     fates = defaultdict(Counter)
     for line in ledger(run_dir):
@@ -54,7 +56,9 @@ def check_results(run_dir, steps, lag, groups=4):
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"trainer", "logprob", "generator0", "draft_adapter", "tickets"} <= tracks
     assert any((run_dir / "tb").iterdir())
-    assert {"trainer.log", "logprob.log", "generator0.log", "draft_adapter.log"} <= {p.name for p in (run_dir / "logs").iterdir()}
+    assert {"trainer.log", "logprob.log", "generator0.log", "draft_adapter.log"} <= {
+        p.name for p in (run_dir / "logs").iterdir()
+    }
     from asyncspec.models import eagle3, policy
 
     trained_policy, shape = policy.load(run_dir / "checkpoint" / "policy")
@@ -77,7 +81,14 @@ def test_a_run_keeps_its_lag_and_leaves_everything_behind(tmp_path, lag):
 
 
 def test_torchrun_ranks_play_the_roles(tmp_path):
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(ROOT / "launch" / "async.py"))
+    launcher = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        str(ROOT / "launch" / "async.py"),
+    )
     done = train(tmp_path / "run", "--steps", "3", launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 3, 1)
@@ -89,9 +100,18 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, problems[:40])))
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, problems[40:46])))
     (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return 1 / (1 + len(response))\n")
-    done = train(tmp_path / "run", "--steps", "3", f"model.path={tmp_path}/model", f"data.train_file={tmp_path}/train.jsonl",
-                 f"data.eval_file={tmp_path}/eval.jsonl", "data.reward=mine:short", "deployment.generators=2", "rl.kl_coef=0.01",
-                 env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = train(
+        tmp_path / "run",
+        "--steps",
+        "3",
+        f"model.path={tmp_path}/model",
+        f"data.train_file={tmp_path}/train.jsonl",
+        f"data.eval_file={tmp_path}/eval.jsonl",
+        "data.reward=mine:short",
+        "deployment.generators=2",
+        "rl.kl_coef=0.01",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 3, 1)
     assert all(0 < row["reward/mean"] < 1 for row in rows(tmp_path / "run"))
@@ -105,17 +125,38 @@ def test_policies_of_other_families_are_trained(tmp_path, kind, method):
     from asyncspec.models import policy
     from asyncspec.models.shape import Experts, PolicyShape, RopeScaling
 
-    shape = PolicyShape(vocab_size=64, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=64, max_positions=512, rope_theta=1e4,
-                        norm_eps=1e-5, tied=True, eos_token_id=1, pad_token_id=0, model_type=kind,
-                        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 128) if kind == "llama" else None,
-                        experts=Experts(8, 2, 32, True) if kind == "qwen3_moe" else None)
+    shape = PolicyShape(
+        vocab_size=64,
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_dim=64,
+        max_positions=512,
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        tied=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        model_type=kind,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 128) if kind == "llama" else None,
+        experts=Experts(8, 2, 32, True) if kind == "qwen3_moe" else None,
+    )
     torch.manual_seed(0)
     model = policy.build(shape)
     model.init_states()
     policy.save(model, shape, tmp_path / "model", resolve_path("asset:tiny/policy"))
     (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return 1 / (1 + len(response))\n")
-    done = train(tmp_path / "run", "--steps", "3", f"model.path={tmp_path}/model", f"speculation.method={method}", "data.reward=mine:short",
-                 env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    done = train(
+        tmp_path / "run",
+        "--steps",
+        "3",
+        f"model.path={tmp_path}/model",
+        f"speculation.method={method}",
+        "data.reward=mine:short",
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = rows(tmp_path / "run")
     assert [row["step"] for row in metrics] == [0, 1, 2] and all(row["grad/norm"] > 0 for row in metrics)
@@ -132,8 +173,14 @@ def test_without_a_draft_nothing_is_speculated(tmp_path):
 
 
 def start_and_wait_for_steps(run_dir, launcher, steps=2):
-    process = subprocess.Popen([*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, start_new_session=True)
+    process = subprocess.Popen(
+        [*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=run_dir.parent,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if (run_dir / "metrics.jsonl").exists() and len(rows(run_dir)) >= steps:
@@ -143,7 +190,9 @@ def start_and_wait_for_steps(run_dir, launcher, steps=2):
     raise AssertionError(process.stdout.read())
 
 
-@pytest.mark.parametrize("launcher", [(*TORCHRUN, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
+@pytest.mark.parametrize(
+    "launcher", [(*TORCHRUN, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"]
+)
 def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
     run_dir = tmp_path / "run"
     process = start_and_wait_for_steps(run_dir, launcher)
@@ -164,8 +213,13 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
 
 @pytest.mark.parametrize("after", [0.5, 3.0])
 def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
-    process = subprocess.Popen([sys.executable, SCRIPT, "--run-dir", str(tmp_path / "run"), *SMALL], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "--run-dir", str(tmp_path / "run"), *SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "config.yaml").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -180,7 +234,9 @@ def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
 @pytest.mark.parametrize("actor", ["trainer", "generator0"])
 def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_named(tmp_path, actor):
     run_dir = tmp_path / "run"
-    process = start_and_wait_for_steps(run_dir, (sys.executable, SCRIPT, "deployment.restarts=0", "deployment.replacements=0"))
+    process = start_and_wait_for_steps(
+        run_dir, (sys.executable, SCRIPT, "deployment.restarts=0", "deployment.replacements=0")
+    )
     everyone = [process.pid, *descendants(process.pid)]
     os.kill(pid_of(run_dir, actor), signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
@@ -193,8 +249,18 @@ def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_name
 def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_trained_once(tmp_path):
     """Under Monarch: tests/test_recovery.py."""
     run_dir, steps = tmp_path / "run", 16
-    command = [*TORCHRUN, "--nproc-per-node", "2", SCRIPT, "--run-dir", str(run_dir), *SMALL, "--steps", str(steps),
-               "deployment.generators=2"]
+    command = [
+        *TORCHRUN,
+        "--nproc-per-node",
+        "2",
+        SCRIPT,
+        "--run-dir",
+        str(run_dir),
+        *SMALL,
+        "--steps",
+        str(steps),
+        "deployment.generators=2",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 300
     while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < 3:
@@ -214,10 +280,19 @@ def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_t
 
 
 def test_a_run_goes_on_without_its_draft_adapter(tmp_path):
-    """Stopped, nobody waits for it; killed in the middle of whatever it does, and not replaced, it is named and the run finishes."""
+    """Stopped, nobody waits for it; killed in the middle of whatever it does, and not replaced, it is named and the run
+    finishes.
+    """
     run_dir = tmp_path / "run"
-    run = Running.new(run_dir, "--steps", "14", "draft.publish_every=1", "deployment.replacements=0", "deployment.silent_timeout_s=60",
-                      launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT))
+    run = Running.new(
+        run_dir,
+        "--steps",
+        "14",
+        "draft.publish_every=1",
+        "deployment.replacements=0",
+        "deployment.silent_timeout_s=60",
+        launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT),
+    )
     run.wait_for_steps(3)
     run.signal("draft_adapter", signal.SIGSTOP)
     run.wait_for_steps(7)
@@ -227,7 +302,9 @@ def test_a_run_goes_on_without_its_draft_adapter(tmp_path):
     assert (run_dir / "checkpoint" / "policy" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"])
+@pytest.mark.parametrize(
+    "launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"]
+)
 def test_no_actor_outlives_a_killed_launcher(tmp_path, launcher):
     process = start_and_wait_for_steps(tmp_path / "run", launcher)
     everyone = descendants(process.pid)
@@ -257,7 +334,12 @@ def overflows(prompt, response, answer):  # for one group of the second step
 
 def test_an_actor_that_ends_without_a_word_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
-    run = Running.new(tmp_path / "run", "data.reward=mine:leaves", "deployment.replacements=0", launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT))
+    run = Running.new(
+        tmp_path / "run",
+        "data.reward=mine:leaves",
+        "deployment.replacements=0",
+        launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT),
+    )
     output = run.end(1)
     assert f"failed: generator0 ended with exit code 3; see {tmp_path}/run/logs/generator0.log" in output, output
 
@@ -267,7 +349,11 @@ def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reas
     output = Running.new(tmp_path / "run", "--steps", "6", "data.reward=mine:overflows", "data.eval_prompts=0").end()
     assert "left the policy as it was: gradient norm nan: the step was not taken; its groups are in " in output, output
     dropped = [line for line in ledger(tmp_path / "run") if line["event"] == "dropped"]
-    assert len(dropped) == 4 and len({line["left_out_in"] for line in dropped}) == 1 and "gradient norm nan" in dropped[0]["reason"]
+    assert (
+        len(dropped) == 4
+        and len({line["left_out_in"] for line in dropped}) == 1
+        and "gradient norm nan" in dropped[0]["reason"]
+    )
     from asyncspec.audit import audit
 
     assert audit(str(tmp_path / "run")) == 0 and len(rows(tmp_path / "run")) == 6
@@ -277,7 +363,10 @@ def test_an_error_in_an_actor_is_one_line_that_names_it(tmp_path):
     (tmp_path / "broken.py").write_text("def two(prompt, response, answer):\n    return float('nan')\n")
     done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
-    assert "failed: generator0 failed: RewardError: data.reward=broken:two: failed for 9 of 9 rollouts, more than" in done.stdout
+    assert (
+        "failed: generator0 failed: RewardError: data.reward=broken:two: failed for 9 of 9 rollouts, more than"
+        in done.stdout
+    )
     assert "the last returned nan" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert "Traceback" in (tmp_path / "run" / "logs" / "generator0.log").read_text()

@@ -1,4 +1,6 @@
-"""engine.kind=sglang against MockSglangServer, a test double: what SGLang itself does with the same requests is not tested here."""
+"""engine.kind=sglang against MockSglangServer, a test double: what SGLang itself does with the same requests is not
+tested here.
+"""
 
 import os
 import shutil
@@ -22,20 +24,29 @@ from runs import Running, rows
 from vllm_checks import by_torchtitan, difference, ended, fill, moved, prompts, run
 
 URL = "http://127.0.0.1:30000"
-SGLANG = ("engine.kind=sglang", "engine.kv_at_swap=recompute", "speculation.method=none", "sampling.max_response_tokens=64")
+SGLANG = (
+    "engine.kind=sglang",
+    "engine.kv_at_swap=recompute",
+    "speculation.method=none",
+    "sampling.max_response_tokens=64",
+)
 
 
 @pytest.fixture
 def settings(tmp_path):
     """callable(server, field=value, ...) -> configuration."""
-    return lambda server, *more: load("tiny", [*SGLANG, f"engine.url={server.url}", f"engine.weights_dir={tmp_path / 'weights'}", *more])
+    return lambda server, *more: load(
+        "tiny", [*SGLANG, f"engine.url={server.url}", f"engine.weights_dir={tmp_path / 'weights'}", *more]
+    )
 
 
 def one_line(error, *parts):
     assert "\n" not in str(error.value) and all(part in str(error.value) for part in parts), str(error.value)
 
 
-@pytest.mark.parametrize("method,spec", [("none", ()), ("ngram", ("speculation.method=ngram", "speculation.draft_length=3"))])
+@pytest.mark.parametrize(
+    "method,spec", [("none", ()), ("ngram", ("speculation.method=ngram", "speculation.draft_length=3"))]
+)
 def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_path, method, spec):
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
@@ -55,7 +66,9 @@ def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_pat
     assert len(done) == len({(c.request_id, c.sample) for c in done}) == 64
     worst, elsewhere, whole, across = 0.0, [], [0, 0, 0], 0
     for c in done:
-        assert c.versions.tolist() == sorted(c.versions.tolist()) and len(c.versions) == len(c.tokens) == len(c.logprobs)
+        assert c.versions.tolist() == sorted(c.versions.tolist()) and len(c.versions) == len(c.tokens) == len(
+            c.logprobs
+        )
         assert c.truncated == (int(c.tokens[-1]) != shape.eos_token_id)
         first, last = int(c.versions[0]), int(c.versions[-1])
         whole[first] += first == last
@@ -67,10 +80,14 @@ def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_pat
         if method == "none":
             assert (c.verifications, c.proposed, c.accepted) == (len(c.tokens) - 1, 0, 0)
         else:
-            assert 0 <= c.accepted <= c.proposed <= 3 * c.verifications and c.accepted + 1 + c.verifications >= len(c.tokens)
+            assert 0 <= c.accepted <= c.proposed <= 3 * c.verifications and c.accepted + 1 + c.verifications >= len(
+                c.tokens
+            )
     elsewhere.sort()
-    print(f"{method}: {whole} samples of one version, {across} of several; logprobs off by at most {worst:.1e}, under another version by "
-          f"{elsewhere[len(elsewhere) // 2]:.1e} (median); accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}")
+    print(
+        f"{method}: {whole} samples of one version, {across} of several; logprobs off by at most {worst:.1e}, under another version by "
+        f"{elsewhere[len(elsewhere) // 2]:.1e} (median); accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}"
+    )
     assert min(whole) > 0 and across > 0 and worst < 1e-4
     assert elsewhere[len(elsewhere) // 10] > 1e-3  # so the comparison would find a wrong version
     assert method == "none" or sum(c.accepted for c in done) > 0
@@ -115,14 +132,23 @@ def fails(engine):
     return error
 
 
-@pytest.mark.parametrize("fault,expected", [
-    (lambda handler: reply(handler, 500, b"Internal Server Error\nsecond line"), "/generate: HTTP 500: Internal Server Error second line"),
-    (lambda handler: reply(handler, 503, b'{"error": {"message": "no room"}}'), "/generate: HTTP 503: no room"),
-    (lambda handler: reply(handler, 200, b'{"meta_info": '), "/generate: not what SGLang 0.5.23 answers: Input data was truncated"),
-    (lambda handler: reply(handler, 200, b"{}"), "missing required field `meta_info`"),
-    (lambda handler: handler.connection.shutdown(socket.SHUT_RDWR), "/generate: RemoteDisconnected"),
-    (lambda handler: time.sleep(2), "/generate: no answer within 0.5 s"),
-])
+@pytest.mark.parametrize(
+    "fault,expected",
+    [
+        (
+            lambda handler: reply(handler, 500, b"Internal Server Error\nsecond line"),
+            "/generate: HTTP 500: Internal Server Error second line",
+        ),
+        (lambda handler: reply(handler, 503, b'{"error": {"message": "no room"}}'), "/generate: HTTP 503: no room"),
+        (
+            lambda handler: reply(handler, 200, b'{"meta_info": '),
+            "/generate: not what SGLang 0.5.23 answers: Input data was truncated",
+        ),
+        (lambda handler: reply(handler, 200, b"{}"), "missing required field `meta_info`"),
+        (lambda handler: handler.connection.shutdown(socket.SHUT_RDWR), "/generate: RemoteDisconnected"),
+        (lambda handler: time.sleep(2), "/generate: no answer within 0.5 s"),
+    ],
+)
 def test_a_server_in_trouble_is_one_line(settings, monkeypatch, fault, expected):
     monkeypatch.setattr(sglang_engine, "SERVER_SAMPLE_S", 0.5)
     with MockSglangServer() as server:
@@ -131,18 +157,31 @@ def test_a_server_in_trouble_is_one_line(settings, monkeypatch, fault, expected)
         one_line(fails(engine), server.url, expected)
 
 
-@pytest.mark.parametrize("meta,expected", [
-    ({"weight_versions": None}, "Expected `array`, got `null` - at `$.meta_info.weight_versions`"),
-    ({"weight_versions": [{"version": "default", "start": 0, "end": 6}]}, "expected a version's number from 0 on"),
-    ({"weight_versions": [{"version": "0", "start": 0, "end": 2}]}, "weight_versions of 2 tokens; expected 6"),
-    ({"weight_versions": [{"version": "7", "start": 0, "end": 6}]}, "tokens of versions 7 to 7; expected 0 to 0: nobody else may change its weights"),
-    ({"completion_tokens": 7}, "6 logprobs for 7 tokens; expected 1 to 64, as many"),
-    ({"output_token_logprobs": [[None, 3, None]] * 6}, "Expected `float`, got `null`"),
-    ({"finish_reason": {"type": "length", "length": 6}}, "cut off after 6 of 64 tokens; expected a server with a --context-length"),
-])
+@pytest.mark.parametrize(
+    "meta,expected",
+    [
+        ({"weight_versions": None}, "Expected `array`, got `null` - at `$.meta_info.weight_versions`"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 6}]}, "expected a version's number from 0 on"),
+        ({"weight_versions": [{"version": "0", "start": 0, "end": 2}]}, "weight_versions of 2 tokens; expected 6"),
+        (
+            {"weight_versions": [{"version": "7", "start": 0, "end": 6}]},
+            "tokens of versions 7 to 7; expected 0 to 0: nobody else may change its weights",
+        ),
+        ({"completion_tokens": 7}, "6 logprobs for 7 tokens; expected 1 to 64, as many"),
+        ({"output_token_logprobs": [[None, 3, None]] * 6}, "Expected `float`, got `null`"),
+        (
+            {"finish_reason": {"type": "length", "length": 6}},
+            "cut off after 6 of 64 tokens; expected a server with a --context-length",
+        ),
+    ],
+)
 def test_an_answer_that_contradicts_itself_is_one_line(settings, meta, expected):
-    right = {"finish_reason": {"type": "stop", "matched": 1}, "completion_tokens": 6, "output_token_logprobs": [[-1.0, 3, None]] * 6,
-             "weight_versions": [{"version": "0", "start": 0, "end": 6}]}
+    right = {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "completion_tokens": 6,
+        "output_token_logprobs": [[-1.0, 3, None]] * 6,
+        "weight_versions": [{"version": "0", "start": 0, "end": 6}],
+    }
     with MockSglangServer() as server:
         engine = make_engine(settings(server), "cpu")
         server.change = lambda path, content: {"meta_info": right} if path == "/generate" else content
@@ -167,21 +206,51 @@ def test_weights_that_cannot_be_written_or_loaded_are_one_line(settings, tmp_pat
 
 
 def test_weights_travel_through_memory_under_the_name_of_the_run_unless_told_otherwise():
-    where = lambda *more: str(sglang_engine.weights_folder(load("tiny", [*SGLANG, f"engine.url={URL}", "run_dir=/data/runs/one", *more])))  # noqa: E731
-    assert where() == f"/dev/shm/asyncspec-{os.getuid()}/data/runs/one" and where("engine.weights_dir=/shared/weights") == "/shared/weights"
+    where = lambda *more: str(
+        sglang_engine.weights_folder(load("tiny", [*SGLANG, f"engine.url={URL}", "run_dir=/data/runs/one", *more]))
+    )  # noqa: E731
+    assert (
+        where() == f"/dev/shm/asyncspec-{os.getuid()}/data/runs/one"
+        and where("engine.weights_dir=/shared/weights") == "/shared/weights"
+    )
 
 
-@pytest.mark.parametrize("info,override,expected", [
-    ({"model_path": "/no/such"}, (), "serves '/no/such': /no/such/config.json: "),
-    ({"model_path": str(POLICY.parent / "draft_model")}, (), "which has n_layers=2; the policy of model.path has 24; expected a server started"),
-    ({"speculative_algorithm": "NGRAM"}, (), "has speculative_algorithm=NGRAM; expected None; nearest valid choice: speculation.method=ngram"),
-    ({"speculative_algorithm": "EAGLE3"}, (), "expected None; nearest valid choice: a server started without it"),
-    ({}, ("speculation.method=ngram", "speculation.draft_length=3"), "expected NGRAM; nearest valid choice: speculation.method=none"),
-    ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12}, ("speculation.method=ngram", "speculation.draft_length=3"),
-     "nearest valid choice: speculation.draft_length=11"),
-    ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, "speculative_accept_threshold_acc": 0.5},
-     ("speculation.method=ngram", "speculation.draft_length=3"), "speculative_accept_threshold_acc=0.5, which is not the policy's distribution"),
-])
+@pytest.mark.parametrize(
+    "info,override,expected",
+    [
+        ({"model_path": "/no/such"}, (), "serves '/no/such': /no/such/config.json: "),
+        (
+            {"model_path": str(POLICY.parent / "draft_model")},
+            (),
+            "which has n_layers=2; the policy of model.path has 24; expected a server started",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM"},
+            (),
+            "has speculative_algorithm=NGRAM; expected None; nearest valid choice: speculation.method=ngram",
+        ),
+        ({"speculative_algorithm": "EAGLE3"}, (), "expected None; nearest valid choice: a server started without it"),
+        (
+            {},
+            ("speculation.method=ngram", "speculation.draft_length=3"),
+            "expected NGRAM; nearest valid choice: speculation.method=none",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 12},
+            ("speculation.method=ngram", "speculation.draft_length=3"),
+            "nearest valid choice: speculation.draft_length=11",
+        ),
+        (
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_num_draft_tokens": 4,
+                "speculative_accept_threshold_acc": 0.5,
+            },
+            ("speculation.method=ngram", "speculation.draft_length=3"),
+            "speculative_accept_threshold_acc=0.5, which is not the policy's distribution",
+        ),
+    ],
+)
 def test_a_server_for_something_else_is_refused_before_the_run(settings, info, override, expected):
     with MockSglangServer(info=info) as server:
         for begin in (check_inputs, lambda config: make_engine(config, "cpu")):
@@ -199,23 +268,43 @@ def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
             listener.close()
         with pytest.raises(ConfigError) as error:
             check_inputs(load("tiny", [*SGLANG, f"engine.url={url}"]))
-    one_line(error, f"SGLang at {url}/server_info: ", "no answer within 0.3 s" if hang else "Connection refused", "nearest valid choice: engine.kind=torch")
+    one_line(
+        error,
+        f"SGLang at {url}/server_info: ",
+        "no answer within 0.3 s" if hang else "Connection refused",
+        "nearest valid choice: engine.kind=torch",
+    )
 
 
-@pytest.mark.parametrize("overrides,expected", [
-    (("engine.url=",), f"engine.url='': expected where each generator's server is with engine.kind=sglang; nearest valid choice: engine.url={URL}"),
-    (("engine.url=localhost:30000",), "expected http://HOST:PORT"),
-    (("engine.url=http://localhost",), "expected http://HOST:PORT"),
-    (("engine.url=http://localhost:port",), "expected http://HOST:PORT"),
-    ((f"engine.url={URL},{URL}", "deployment.generators=2"), f"expected a server of its own for each generator; nearest valid choice: engine.url={URL}"),
-    ((f"engine.url={URL},http://b:1",), "names 2 servers; expected 1, one for each generator; nearest valid choice: deployment.generators=2"),
-    (("speculation.method=eagle3",), "expected ngram or none with engine.kind=sglang"),
-    (("speculation.method=ngram", "speculation.draft_length=auto"), "expected a whole number with engine.kind=sglang"),
-    (("engine.kv_at_swap=keep",), "engine.kv_at_swap='keep': expected recompute with engine.kind=sglang"),
-    (("sampling.top_p=0.9",), "sampling.top_p=0.9: expected 1.0 with engine.kind=sglang"),
-    (("sampling.top_k=5",), "sampling.top_k=5: expected 0 with engine.kind=sglang"),
-    (("trainer.kind=mock",), "trainer.kind='mock': expected torch with engine.kind=sglang"),
-])
+@pytest.mark.parametrize(
+    "overrides,expected",
+    [
+        (
+            ("engine.url=",),
+            f"engine.url='': expected where each generator's server is with engine.kind=sglang; nearest valid choice: engine.url={URL}",
+        ),
+        (("engine.url=localhost:30000",), "expected http://HOST:PORT"),
+        (("engine.url=http://localhost",), "expected http://HOST:PORT"),
+        (("engine.url=http://localhost:port",), "expected http://HOST:PORT"),
+        (
+            (f"engine.url={URL},{URL}", "deployment.generators=2"),
+            f"expected a server of its own for each generator; nearest valid choice: engine.url={URL}",
+        ),
+        (
+            (f"engine.url={URL},http://b:1",),
+            "names 2 servers; expected 1, one for each generator; nearest valid choice: deployment.generators=2",
+        ),
+        (("speculation.method=eagle3",), "expected ngram or none with engine.kind=sglang"),
+        (
+            ("speculation.method=ngram", "speculation.draft_length=auto"),
+            "expected a whole number with engine.kind=sglang",
+        ),
+        (("engine.kv_at_swap=keep",), "engine.kv_at_swap='keep': expected recompute with engine.kind=sglang"),
+        (("sampling.top_p=0.9",), "sampling.top_p=0.9: expected 1.0 with engine.kind=sglang"),
+        (("sampling.top_k=5",), "sampling.top_k=5: expected 0 with engine.kind=sglang"),
+        (("trainer.kind=mock",), "trainer.kind='mock': expected torch with engine.kind=sglang"),
+    ],
+)
 def test_what_cannot_be_had_from_sglang_is_refused(overrides, expected):
     load("tiny", [*SGLANG, f"engine.url={URL}"])
     with pytest.raises(ConfigError) as error:
@@ -225,15 +314,29 @@ def test_what_cannot_be_had_from_sglang_is_refused(overrides, expected):
 
 def test_a_generator_with_a_server_takes_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    config = load("tiny", [*SGLANG, f"engine.url={URL},http://b:1", "deployment.generators=2", "deployment.device=cuda"])
+    config = load(
+        "tiny", [*SGLANG, f"engine.url={URL},http://b:1", "deployment.generators=2", "deployment.device=cuda"]
+    )
     assert {spec.name: spec.device for spec in specs(config)} == {
-        "controller": "cpu", "trainer": "cuda:0", "logprob": "cuda:1", "generator0": "cpu", "generator1": "cpu"}
+        "controller": "cpu",
+        "trainer": "cuda:0",
+        "logprob": "cuda:1",
+        "generator0": "cpu",
+        "generator1": "cpu",
+    }
 
 
 def test_a_run_with_two_servers_ends_well_and_its_ledger_is_clean(tmp_path):
     with MockSglangServer() as first, MockSglangServer() as second:
-        run = Running.new(tmp_path / "run", "--steps", "5", *SGLANG, f"engine.url={first.url},{second.url}", "deployment.generators=2",
-                          f"engine.weights_dir={tmp_path / 'weights'}")
+        run = Running.new(
+            tmp_path / "run",
+            "--steps",
+            "5",
+            *SGLANG,
+            f"engine.url={first.url},{second.url}",
+            "deployment.generators=2",
+            f"engine.weights_dir={tmp_path / 'weights'}",
+        )
         output = run.end()
         assert min(first.swaps, second.swaps) >= 4 and min(first.most, second.most) > 1, output
     metrics = rows(tmp_path / "run")
@@ -244,7 +347,14 @@ def test_a_run_with_two_servers_ends_well_and_its_ledger_is_clean(tmp_path):
 
 def test_a_server_that_fails_in_a_run_ends_it_in_one_line(tmp_path):
     with MockSglangServer() as server:
-        run = Running.new(tmp_path / "run", "--steps", "50", *SGLANG, f"engine.url={server.url}", f"engine.weights_dir={tmp_path / 'weights'}")
+        run = Running.new(
+            tmp_path / "run",
+            "--steps",
+            "50",
+            *SGLANG,
+            f"engine.url={server.url}",
+            f"engine.weights_dir={tmp_path / 'weights'}",
+        )
         run.wait_for_steps(1)
         server.faults["/generate"] = lambda handler: reply(handler, 500, b"out of memory")
         output = run.end(1)

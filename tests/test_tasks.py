@@ -36,12 +36,17 @@ def test_data_files_name_the_line_that_is_wrong(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2=", "answer": "3"}\n')
     assert tasks.load_jsonl("data.train_file", str(path)) == [tasks.Problem("1+1=", "2"), tasks.Problem("1+2=", "3")]
-    for bad in ("{", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', '[1]', '{"prompt": "", "answer": "1"}'):
+    for bad in ("{", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', "[1]", '{"prompt": "", "answer": "1"}'):
         path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + bad + "\n")
         with pytest.raises(ValueError, match="line 2: expected"):
             tasks.load_jsonl("data.train_file", str(path))
     half, deep = '{"prompt": "1+1=", "answer": "\\ud800"}', "[" * 100_000
-    for bad in (b'{"prompt": "1+1=\xff", "answer": "2"}', b'{"prompt": "1+1=", "answer": "2", "note": "\xe9t\xe9"}', half.encode(), deep.encode()):
+    for bad in (
+        b'{"prompt": "1+1=\xff", "answer": "2"}',
+        b'{"prompt": "1+1=", "answer": "2", "note": "\xe9t\xe9"}',
+        half.encode(),
+        deep.encode(),
+    ):
         path.write_bytes(b'{"prompt": "1+1=\xc3\xa9", "answer": "\\ud83d\\ude00"}\n' + bad + b"\n")
         with pytest.raises(ValueError, match="^data.train_file='.*/data.jsonl': line 2: expected ") as caught:
             tasks.load_jsonl("data.train_file", str(path))

@@ -15,8 +15,15 @@ from asyncspec.timing.exporters import TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.spans import Recorder
 
-PHASES = [Phase("weights", 1.0, 2.0), Phase("queued", 2.0, 2.5), Phase("generate", 2.5, 6.0), Phase("reward", 6.0, 6.2),
-          Phase("logprob_weights", 6.5, 6.7), Phase("logprob_queue", 6.7, 7.0), Phase("logprob", 7.0, 8.0)]
+PHASES = [
+    Phase("weights", 1.0, 2.0),
+    Phase("queued", 2.0, 2.5),
+    Phase("generate", 2.5, 6.0),
+    Phase("reward", 6.0, 6.2),
+    Phase("logprob_weights", 6.5, 6.7),
+    Phase("logprob_queue", 6.7, 7.0),
+    Phase("logprob", 7.0, 8.0),
+]
 
 
 @st.composite
@@ -36,17 +43,33 @@ def test_charges_sum_to_the_wait(phases, a, b):
 @given(histories(), st.floats(0, 100), st.floats(0, 100))
 def test_generation_is_charged_exactly_where_the_group_was_generating(phases, a, b):
     start, end = min(a, b), max(a, b)
-    expected = sum(max(0.0, min(end, p.end) - max(start, p.start)) for p in phases if CAUSES[p.name] == "exposed_generation")
+    expected = sum(
+        max(0.0, min(end, p.end) - max(start, p.start)) for p in phases if CAUSES[p.name] == "exposed_generation"
+    )
     assert attribute(Wait(0, start, end), phases)["exposed_generation"] == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("start,end,expected", [
-    (3.0, 5.0, {"exposed_generation": 2.0}),
-    (7.2, 8.5, {"exposed_logprob": 0.8, "transport": 0.5}),
-    (6.2, 6.5, {"transport": 0.3}),  # on its way from generator to logprob
-    (0.0, 3.0, {"admission": 1.0, "prepare": 1.0, "exposed_generation": 1.0}),  # before its ticket was issued, and for its weights
-    (5.0, 8.0, {"exposed_generation": 1.0, "exposed_reward": 0.2, "transport": 0.3, "prepare": 0.2, "exposed_logprob": 1.3}),
-])
+@pytest.mark.parametrize(
+    "start,end,expected",
+    [
+        (3.0, 5.0, {"exposed_generation": 2.0}),
+        (7.2, 8.5, {"exposed_logprob": 0.8, "transport": 0.5}),
+        (6.2, 6.5, {"transport": 0.3}),  # on its way from generator to logprob
+        # before its ticket was issued, and for its weights
+        (0.0, 3.0, {"admission": 1.0, "prepare": 1.0, "exposed_generation": 1.0}),
+        (
+            5.0,
+            8.0,
+            {
+                "exposed_generation": 1.0,
+                "exposed_reward": 0.2,
+                "transport": 0.3,
+                "prepare": 0.2,
+                "exposed_logprob": 1.3,
+            },
+        ),
+    ],
+)
 def test_a_wait_is_charged_to_what_its_group_was_doing(start, end, expected):
     charged = attribute(Wait(0, start, end), PHASES)
     for cause, seconds in charged.items():
@@ -91,7 +114,8 @@ def test_a_wait_is_tiled_without_gap_or_overlap(phases, a, b):
 
 
 def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
-    """A pipeline whose every time is known: groups of a step are generated together, logprob and trainer take one after the other.
+    """A pipeline whose every time is known: groups of a step are generated together, logprob and trainer take one after
+    the other.
 
     Args:
         generate, logprob, train: seconds of each group of each step, [steps][groups].
@@ -106,9 +130,15 @@ def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
             end = begun + g[i] / faster
             start = max(end + transport, logprob_free)
             logprob_free = done[i] = start + l[i]
-            phases[i] = [Phase("queued", issued, begun), Phase("weights", begun, begun), Phase("generate", begun, end), Phase("reward", end, end),
-                         Phase("logprob_weights", end + transport, end + transport), Phase("logprob_queue", end + transport, start),
-                         Phase("logprob", start, done[i])]
+            phases[i] = [
+                Phase("queued", issued, begun),
+                Phase("weights", begun, begun),
+                Phase("generate", begun, end),
+                Phase("reward", end, end),
+                Phase("logprob_weights", end + transport, end + transport),
+                Phase("logprob_queue", end + transport, start),
+                Phase("logprob", start, done[i]),
+            ]
         generator_free = begun + max(g) / faster
         start, waits = trainer_free, []
         for i in range(len(g)):
@@ -116,7 +146,10 @@ def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
                 waits.append(Wait(100 * s + i, trainer_free, done[i]))
                 trainer_free = done[i]
             trainer_free += t[i]
-        groups = [GroupRecord(100 * s + i, "generator0", 0.5, True, [10], s, s, s, 1, 1, 1, 0, 0, phases[i]) for i in range(len(g))]
+        groups = [
+            GroupRecord(100 * s + i, "generator0", 0.5, True, [10], s, s, s, 1, 1, 1, 0, 0, phases[i])
+            for i in range(len(g))
+        ]
         steps.append(StepDone(s, start, trainer_free, waits, {"train": sum(t)}, {}, groups))
         published.append(trainer_free)
     return steps
@@ -124,14 +157,22 @@ def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
 
 def test_acceptance_by_position_is_of_the_verifications_that_came_to_it():
     record = GroupRecord(0, "generator0", 0.5, True, [10, 8], 0, 0, 0, 8, 16, 6, 0, 0, [])
-    two, one, none = (replace(record, ticket_id=i, reached_at=reached, accepted_at=accepted)
-                      for i, (reached, accepted) in enumerate([([8, 5], [5, 1]), ([4], []), ([], [])]))
+    two, one, none = (
+        replace(record, ticket_id=i, reached_at=reached, accepted_at=accepted)
+        for i, (reached, accepted) in enumerate([([8, 5], [5, 1]), ([4], []), ([], [])])
+    )
 
     def row(*groups):
-        return {key: value for key, value in step_row(StepDone(0, 0.0, 1.0, [], {}, {}, list(groups)), {}, {}).items() if key.startswith("spec/acceptance_")}
+        return {
+            key: value
+            for key, value in step_row(StepDone(0, 0.0, 1.0, [], {}, {}, list(groups)), {}, {}).items()
+            if key.startswith("spec/acceptance_")
+        }
 
     whole = {"spec/acceptance_length": 2.0, "spec/acceptance_rate": 0.375}
-    assert row(two, one, none) == whole | {"spec/acceptance_1": 5 / 12, "spec/acceptance_2": 1 / 5} and row(none) == whole
+    assert (
+        row(two, one, none) == whole | {"spec/acceptance_1": 5 / 12, "spec/acceptance_2": 1 / 5} and row(none) == whole
+    )
     assert row(replace(record, reached_at=[4, 0], accepted_at=[0, 0])) == whole | {"spec/acceptance_1": 0.0}
 
 
@@ -152,7 +193,9 @@ def test_the_critical_path_of_a_known_pipeline_is_its_steps(work):
         parts = break_down(step.start, step.end, step.waits, step.busy, {g.ticket_id: g.phases for g in step.groups})
         assert parts["other"] == pytest.approx(0, abs=1e-9)
         for part in ("exposed_generation", "exposed_logprob", "transport", "admission"):
-            assert sum(segment.seconds for segment in path if segment.part == part) == pytest.approx(parts[part], abs=1e-9)
+            assert sum(segment.seconds for segment in path if segment.part == part) == pytest.approx(
+                parts[part], abs=1e-9
+            )
 
 
 @given(workloads(), st.floats(0.5, 4))
@@ -164,7 +207,9 @@ def test_a_what_if_answer_is_the_run_with_that_change(work, faster):
 
 
 def test_one_slow_stage_is_charged_with_what_the_closed_form_says():
-    """Lag 1, one group a step: the step is as long as the slowest stage, and what exceeds training is charged to that stage."""
+    """Lag 1, one group a step: the step is as long as the slowest stage, and what exceeds training is charged to that
+    stage.
+    """
     for generate, logprob, part in ((2.0, 0.3, "exposed_generation"), (0.3, 2.0, "exposed_logprob")):
         step = pipeline([[generate]] * 12, [[logprob]] * 12, [[0.5]] * 12, 1)[-1]
         parts = break_down(step.start, step.end, step.waits, step.busy, {g.ticket_id: g.phases for g in step.groups})
@@ -177,7 +222,9 @@ def test_one_slow_stage_is_charged_with_what_the_closed_form_says():
 
 def test_a_step_is_explained_by_what_it_waited_for():
     step = pipeline([[3.0, 1.0]], [[0.2, 0.2]], [[0.5, 0.5]], 0)[0]
-    assert explain(step, 1) == ["step 0: 3.00 s of 4.21 s waited for ticket 0, generating on generator0 (10 tokens the longest, 1 version)"]
+    assert explain(step, 1) == [
+        "step 0: 3.00 s of 4.21 s waited for ticket 0, generating on generator0 (10 tokens the longest, 1 version)"
+    ]
 
 
 def test_the_timeline_is_read_back_and_a_torn_line_ends_it(tmp_path):
@@ -250,7 +297,12 @@ def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monke
     gpu.time += 0.1
     recorder.add("logprob", 100.1, 100.2, since=mark)
     train, logprob = recorder.drain()  # the GPU is still at the first
-    assert (train.name, train.start, train.end, train.device) == ("train", 100.0, pytest.approx(100.1), "") and logprob.device == ""
+    assert (train.name, train.start, train.end, train.device) == (
+        "train",
+        100.0,
+        pytest.approx(100.1),
+        "",
+    ) and logprob.device == ""
     gpu.time = 102.5
     (train,) = recorder.drain()
     assert (train.name, train.step, train.ticket, train.version, train.device) == ("train", 3, 7, 2, "cuda:0")
@@ -268,7 +320,10 @@ def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monke
     with recorder.span("last"):  # from an event of its own on, not from the first of the run
         gpu.work(0.5)
     gpu.time = 115.0
-    assert [(span.start, span.end) for span in recorder.drain()] == [(pytest.approx(110.0),) * 2, (pytest.approx(110.0), pytest.approx(110.5))]
+    assert [(span.start, span.end) for span in recorder.drain()] == [
+        (pytest.approx(110.0),) * 2,
+        (pytest.approx(110.0), pytest.approx(110.5)),
+    ]
 
 
 def test_a_gpu_that_has_failed_does_not_keep_an_actor_from_reporting():
@@ -298,7 +353,9 @@ def test_spans_of_a_real_gpu_last_as_long_as_its_work():
     assert host.end - host.start < 0.02 < gpu.end - gpu.start < 1.0 and abs(gpu.start - host.start) < 0.02
 
 
-@pytest.mark.parametrize("text,message", [("nowhere=1", "is none of generate"), ("train=soon", "no number"), ("train=-1", "not from 0 on")])
+@pytest.mark.parametrize(
+    "text,message", [("nowhere=1", "is none of generate"), ("train=soon", "no number"), ("train=-1", "not from 0 on")]
+)
 def test_a_delay_must_have_a_place_and_a_time(text, message):
     with pytest.raises(ValueError, match=message):
         delays.parse(text)

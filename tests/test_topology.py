@@ -24,7 +24,10 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
     ranks = data.draw(st.sampled_from([n for n in range(1, totals["logprob"] + 1) if totals["logprob"] % n == 0]))
     names = topology.actor_names(totals["trainer"], totals["logprob"] // ranks, ranks, totals["generator"], adapting)
     placed = topology.place(parsed, names)
-    assert sorted(name for node in placed for name in node) == sorted(["controller", *names]) and placed[0][0] == "controller"
+    assert (
+        sorted(name for node in placed for name in node) == sorted(["controller", *names])
+        and placed[0][0] == "controller"
+    )
     for node, here in zip(parsed, placed):
         for role, count in node.items():
             assert sum(names.get(name, "").removesuffix("_rank") == role for name in here) == count
@@ -38,17 +41,27 @@ def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gp
     assert [gpu for role, gpu in zip(roles, dealt) if role != "draft_adapter"] == [i % gpus for i in range(len(played))]
     counts = [dealt.count(gpu) for gpu in range(gpus)]
     assert max(counts) - min(counts) <= 1
-    beside = [{role for role, to in zip(roles, dealt) if to == gpu} for gpu in range(gpus) if dealt.count(gpu) == max(counts)]
+    beside = [
+        {role for role, to in zip(roles, dealt) if to == gpu} for gpu in range(gpus) if dealt.count(gpu) == max(counts)
+    ]
     adapted = dealt[roles.index("draft_adapter")]
     if any(role == "generator" and gpu == adapted for role, gpu in zip(roles, dealt)):
         assert all("generator" in there for there in beside)
 
 
-@pytest.mark.parametrize("nodes, said", [
-    ("trainer,generator", "no node plays logprob"), ("trainer+logprob+generatr", "nearest: generator"),
-    ("0*trainer+logprob,generator", "nearest valid choice: 1.trainer"), ("trainer:x+logprob+generator", "nearest valid choice: trainer:1"),
-    ("trainer+logprob,1000000000000*generator", "nearest valid choice: 1.generator"),
-    ("trainer+trainer+logprob+generator", "named twice"), ("2*draft_adapter,trainer+logprob+generator", "at most one"), ("trainer,", "'' in ''")])
+@pytest.mark.parametrize(
+    "nodes, said",
+    [
+        ("trainer,generator", "no node plays logprob"),
+        ("trainer+logprob+generatr", "nearest: generator"),
+        ("0*trainer+logprob,generator", "nearest valid choice: 1.trainer"),
+        ("trainer:x+logprob+generator", "nearest valid choice: trainer:1"),
+        ("trainer+logprob,1000000000000*generator", "nearest valid choice: 1.generator"),
+        ("trainer+trainer+logprob+generator", "named twice"),
+        ("2*draft_adapter,trainer+logprob+generator", "at most one"),
+        ("trainer,", "'' in ''"),
+    ],
+)
 def test_a_topology_that_cannot_be_is_one_line(nodes, said):
     with pytest.raises(ConfigError, match=said) as caught:
         load("tiny", [f"deployment.nodes={nodes}"])
@@ -59,18 +72,34 @@ def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
     config = load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8"])
     assert (config.trainer.ranks, config.deployment.logprobs, config.deployment.generators) == (4, 2, 24)
     config = load("tiny", ["deployment.nodes=trainer,2*logprob:4,generator", "logprob.ranks=4"])
-    assert config.deployment.logprobs == 2 and [name for name, role in actor_names(config).items() if role == "logprob_rank"] == [
-        *(f"logprob_rank{rank}" for rank in (1, 2, 3)), *(f"logprob1_rank{rank}" for rank in (1, 2, 3))]
-    with pytest.raises(ConfigError, match="3 ranks of logprob actors; expected a multiple of logprob.ranks=2; nearest valid choice: logprob.ranks=1"):
+    assert config.deployment.logprobs == 2 and [
+        name for name, role in actor_names(config).items() if role == "logprob_rank"
+    ] == [*(f"logprob_rank{rank}" for rank in (1, 2, 3)), *(f"logprob1_rank{rank}" for rank in (1, 2, 3))]
+    with pytest.raises(
+        ConfigError,
+        match="3 ranks of logprob actors; expected a multiple of logprob.ranks=2; nearest valid choice: logprob.ranks=1",
+    ):
         load("tiny", ["deployment.nodes=trainer+logprob:3+generator", "logprob.ranks=2"])
     with pytest.raises(ConfigError, match="deployment.generators=3: expected 24"):
         load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8", "deployment.generators=3"])
 
 
 def test_one_gpu_holds_what_the_small_example_puts_on_it(tmp_path):
-    config = {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-              "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True, "max_position_embeddings": 40960,
-              "eos_token_id": 151645, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "eos_token_id": 151645,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
     for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"]})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
@@ -82,18 +111,44 @@ def test_one_gpu_holds_what_the_small_example_puts_on_it(tmp_path):
         assert all(f.ok for _, _, found in judged for f in found) == fits, judged
 
 
-@pytest.mark.parametrize("name, nodes, gpus", [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)])
+@pytest.mark.parametrize(
+    "name, nodes, gpus",
+    [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)],
+)
 def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gpus, tmp_path):
-    config = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-              "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False, "max_position_embeddings": 40960,
-              "eos_token_id": 151645, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-    for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000})):
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+        "eos_token_id": 151645,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
+    for folder, more in (
+        ("policy", {}),
+        ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}),
+    ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
         (tmp_path / folder / "tokenizer.json").write_text("{}")
     (tmp_path / "data.jsonl").write_text("")
-    own = [] if name.startswith("mock") else [f"model.path={tmp_path}/policy", f"speculation.draft_path={tmp_path}/draft",
-                                              f"data.train_file={tmp_path}/data.jsonl", f"data.eval_file={tmp_path}/data.jsonl"]
+    own = (
+        []
+        if name.startswith("mock")
+        else [
+            f"model.path={tmp_path}/policy",
+            f"speculation.draft_path={tmp_path}/draft",
+            f"data.train_file={tmp_path}/data.jsonl",
+            f"data.eval_file={tmp_path}/data.jsonl",
+        ]
+    )
     loaded = load(name, own)
     parsed, names = topology.parse(loaded.deployment.nodes), {"controller": "controller", **actor_names(loaded)}
     placed = topology.place(parsed, names)
@@ -102,11 +157,18 @@ def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gp
         assert all(sum(node.values()) <= gpus for node in parsed)
         for here in placed:
             played = [names[name] for name in computing(loaded, {name: names[name] for name in here})]
-            on = [{role.removesuffix("_rank") for role, to in zip(played, topology.deal(played, gpus)) if to == gpu} for gpu in range(gpus)]
+            on = [
+                {role.removesuffix("_rank") for role, to in zip(played, topology.deal(played, gpus)) if to == gpu}
+                for gpu in range(gpus)
+            ]
             assert sum(len(roles) for roles in on) == len(played)  # no two of a role on one GPU
             assert not any({"draft_adapter", "generator"} <= roles for roles in on)
             assert all(len(roles) == 1 or "draft_adapter" in roles for roles in on)
         judged = judge(loaded, config, placed, names, [Node("h", "a", [141e9] * gpus, 1e12, 64)] * nodes)
         said = [f.text for _, _, found in judged for f in found]
         assert not [f.text for _, _, found in judged for f in found if not f.ok]
-        assert {"node 0: trainer and draft_adapter share a GPU", "policy weights travel over NCCL", "draft weights travel over NCCL"} == set(said)
+        assert {
+            "node 0: trainer and draft_adapter share a GPU",
+            "policy weights travel over NCCL",
+            "draft weights travel over NCCL",
+        } == set(said)

@@ -18,7 +18,9 @@ def random_distributions(seed, *shape):
 
 
 def pooled(observed, expected, least=5):
-    """Merge the rarest cells until each expects `least` counts, without which the chi-square distribution does not hold."""
+    """Merge the rarest cells until each expects `least` counts, without which the chi-square distribution does not
+    hold.
+    """
     expected, order = (expected * (observed.sum() / expected.sum())).sort()
     observed, rare = observed[order], int((expected.cumsum(0) < least).sum()) + 1
     return [torch.cat([x[:rare].sum()[None], x[rare:]]) for x in (observed, expected)]
@@ -35,7 +37,8 @@ def test_each_emitted_token_has_the_targets_distribution(seed, draft_length, voc
     draft_BK = torch.stack([torch.multinomial(q, n, replacement=True, generator=generator) for q in q_KV], 1)
     uniform = torch.rand(2, n, draft_length + 1, generator=generator)
     token_BJ, count_B = verify(
-        p_JV.expand(n, -1, -1), q_KV.expand(n, -1, -1), draft_BK, uniform[0, :, :draft_length], uniform[1])
+        p_JV.expand(n, -1, -1), q_KV.expand(n, -1, -1), draft_BK, uniform[0, :, :draft_length], uniform[1]
+    )
     assert count_B.min() >= 1 and count_B.max() <= draft_length + 1
     for position in range(draft_length + 1):
         emitted = token_BJ[count_B > position, position]
@@ -48,10 +51,16 @@ def test_each_emitted_token_has_the_targets_distribution(seed, draft_length, voc
             assert chisquare(observed, expected).pvalue > ALPHA / 150  # 30 examples, at most 5 positions each
 
 
-@given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([1, 2, 7, 64, 97, 150, 4096, 151936]), share=st.floats(0.0, 1.0))
+@given(
+    seed=st.integers(0, 10**6),
+    vocabulary=st.sampled_from([1, 2, 7, 64, 97, 150, 4096, 151936]),
+    share=st.floats(0.0, 1.0),
+)
 def test_sampling_in_blocks_inverts_the_same_sum(seed, vocabulary, share):
     generator = torch.Generator().manual_seed(seed)
-    weights = (4 * torch.randn(3, 2, vocabulary, generator=generator)).exp() * (torch.rand(3, 2, vocabulary, generator=generator) < share)
+    weights = (4 * torch.randn(3, 2, vocabulary, generator=generator)).exp() * (
+        torch.rand(3, 2, vocabulary, generator=generator) < share
+    )
     weights[..., seed % vocabulary] += 1e-3  # some is positive
     uniform = torch.randint(2**23, (3, 2), generator=generator) / 2**23
     uniform[0] = torch.tensor([0.0, 1 - 2**-23])
@@ -74,7 +83,9 @@ def test_a_draft_equal_to_the_target_is_always_accepted():
 def test_a_proposal_the_target_excludes_is_never_emitted():
     p_BJV = torch.tensor([0.0, 0.5, 0.5]).expand(500, 2, 3)
     q_BKV = torch.tensor([1.0, 0.0, 0.0]).expand(500, 1, 3)
-    token_BJ, count_B = verify(p_BJV, q_BKV, torch.zeros(500, 1, dtype=torch.long), torch.rand(500, 1), torch.rand(500, 2))
+    token_BJ, count_B = verify(
+        p_BJV, q_BKV, torch.zeros(500, 1, dtype=torch.long), torch.rand(500, 1), torch.rand(500, 2)
+    )
     assert (count_B == 1).all() and (token_BJ[:, 0] > 0).all()
 
 

@@ -14,13 +14,20 @@ from test_recovery import check as check_run
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("ASYNCSPEC_VLLM_PYTHON")
-needs_vllm = pytest.mark.skipif(not PYTHON, reason="ASYNCSPEC_VLLM_PYTHON is not set; scripts/compare/make_environments.sh makes the environment")
+needs_vllm = pytest.mark.skipif(
+    not PYTHON, reason="ASYNCSPEC_VLLM_PYTHON is not set; scripts/compare/make_environments.sh makes the environment"
+)
 
 
 def check(*args):
     """What tests/vllm_checks.py prints, which asserts by itself."""
-    done = subprocess.run([PYTHON, str(ROOT / "tests" / "vllm_checks.py"), *args], capture_output=True, text=True, timeout=240,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [PYTHON, str(ROOT / "tests" / "vllm_checks.py"), *args],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     print(*(line for line in done.stdout.splitlines() if line.startswith(args[0])))
 
@@ -57,8 +64,16 @@ def test_policies_of_other_families_compute_with_each_version_as_transformers_do
 @needs_vllm
 def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    run = Running.new(tmp_path / "run", "--steps", "6", "engine.kind=vllm", "speculation.method=eagle3", "speculation.draft_length=3",
-                      "draft.publish_every=1", launcher=(PYTHON, SCRIPT))
+    run = Running.new(
+        tmp_path / "run",
+        "--steps",
+        "6",
+        "engine.kind=vllm",
+        "speculation.method=eagle3",
+        "speculation.draft_length=3",
+        "draft.publish_every=1",
+        launcher=(PYTHON, SCRIPT),
+    )
     run.end()
     check_run(tmp_path / "run", 6)
     last = rows(tmp_path / "run")[-1]
@@ -68,13 +83,28 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
     assert 0 <= 1 + first * (1 + second * (1 + third)) - last["spec/acceptance_length"] < 0.5
 
 
-@pytest.mark.parametrize("package, there, said, instead", [
-    ("vllm", [], "engine.kind='vllm': vLLM is not installed; expected pip install", "engine.kind=torch"),
-    ("arctic_inference", ["vllm"], "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed", "speculation.method=ngram")])
+@pytest.mark.parametrize(
+    "package, there, said, instead",
+    [
+        ("vllm", [], "engine.kind='vllm': vLLM is not installed; expected pip install", "engine.kind=torch"),
+        (
+            "arctic_inference",
+            ["vllm"],
+            "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed",
+            "speculation.method=ngram",
+        ),
+    ],
+)
 def test_without_what_vllm_needs_a_run_ends_in_one_line_before_it_starts(monkeypatch, package, there, said, instead):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == package else name in there or find(name, *args))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *args: None if name == package else name in there or find(name, *args)
+    )
     config = load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", "speculation.method=suffix"])
     with pytest.raises(ConfigError) as caught:
         check_inputs(config)
-    assert str(caught.value).startswith(said) and str(caught.value).endswith(f"nearest valid choice: {instead}") and "\n" not in str(caught.value)
+    assert (
+        str(caught.value).startswith(said)
+        and str(caught.value).endswith(f"nearest valid choice: {instead}")
+        and "\n" not in str(caught.value)
+    )

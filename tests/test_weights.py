@@ -55,7 +55,9 @@ def test_each_version_arrives_whole_and_in_order():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forking()
     results, announced = context.Queue(), {name: context.Queue() for name in MEMBERS[1:]}
-    children = [context.Process(target=receive, args=(store.port, name, announced[name], results)) for name in MEMBERS[1:]]
+    children = [
+        context.Process(target=receive, args=(store.port, name, announced[name], results)) for name in MEMBERS[1:]
+    ]
     for child in children:
         child.start()
     live = tensors(0)
@@ -67,7 +69,11 @@ def test_each_version_arrives_whole_and_in_order():
         for tensor in live.values():
             tensor.fill_(version)
         wait_until_idle(publisher)
-        publisher.publish(Publish("policy", version), WholeSnapshot(Layout.of(live), live, "cpu"), lambda message: [q.put(message.version) for q in announced.values()])
+        publisher.publish(
+            Publish("policy", version),
+            WholeSnapshot(Layout.of(live), live, "cpu"),
+            lambda message: [q.put(message.version) for q in announced.values()],
+        )
         for tensor in live.values():  # the optimizer goes on changing what was published: it must not be seen
             tensor.fill_(-1)
     wait_until_idle(publisher)
@@ -105,7 +111,9 @@ def short_lived(port, me, membership):
         worker = Publisher("127.0.0.1", port, "policy", me, "cpu")
         worker.begin_with(Publish("policy", 1), DiesHalfway(layout, LARGE, "cpu"))
     else:
-        worker = Receiver("127.0.0.1", port, "policy", me, "cpu", layout, print, lambda name, tensor: die() if name == "6" else tensor)
+        worker = Receiver(
+            "127.0.0.1", port, "policy", me, "cpu", layout, print, lambda name, tensor: die() if name == "6" else tensor
+        )
     worker.form(membership, 60, lambda: None)
     if me != "trainer":
         worker.expect(1, 1)
@@ -115,7 +123,9 @@ def short_lived(port, me, membership):
 
 
 @pytest.mark.parametrize("dies", ["trainer", "generator0"])
-def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_and_the_next_epoch_has_it_whole(monkeypatch, dies):
+def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_and_the_next_epoch_has_it_whole(
+    monkeypatch, dies
+):
     monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 1 << 20)
     layout, store = Layout.of(LARGE), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert len(layout.buckets) == 12
@@ -123,7 +133,10 @@ def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_a
     child.start()
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
     publisher.begin_with(Publish("policy", 1), WholeSnapshot(layout, LARGE, "cpu"))
-    receivers = {name: Receiver("127.0.0.1", store.port, "policy", name, "cpu", layout, lambda version: None) for name in MEMBERS[1:]}
+    receivers = {
+        name: Receiver("127.0.0.1", store.port, "policy", name, "cpu", layout, lambda version: None)
+        for name in MEMBERS[1:]
+    }
     here = {"trainer": publisher, **receivers}
     here.pop(dies)
     told, left = [], list(here)
@@ -152,7 +165,9 @@ def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_a
     run_until(lambda: all(receiver.complete == [1] for receiver in receivers.values()))
     for receiver in receivers.values():
         version, tensors = receiver.take()
-        assert version == 1 and tensors.keys() == LARGE.keys() and all((tensor == 1).all() for tensor in tensors.values())
+        assert (
+            version == 1 and tensors.keys() == LARGE.keys() and all((tensor == 1).all() for tensor in tensors.values())
+        )
     for worker in here.values():
         worker.close()
 

@@ -19,8 +19,16 @@ from asyncspec.deadlines import QUEUE_SILENT_S
 TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
 
 
-@given(st.dictionaries(st.text(min_size=1, max_size=8), arrays(
-    st.sampled_from([np.float32, np.int32, np.int64, np.float16, np.uint8, np.bool_]), array_shapes(min_dims=0, min_side=0)), max_size=4))
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8),
+        arrays(
+            st.sampled_from([np.float32, np.int32, np.int64, np.float16, np.uint8, np.bool_]),
+            array_shapes(min_dims=0, min_side=0),
+        ),
+        max_size=4,
+    )
+)
 def test_messages_and_tensors_survive_the_wire(tensors):
     body, received = m.decode([bytes(f) for f in m.encode(TICKET, tensors)])
     assert body == TICKET and received.keys() == tensors.keys()
@@ -59,7 +67,9 @@ def test_a_tensor_frame_of_the_wrong_size_is_refused():
         m.decode([frames[0]])
 
 
-@pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**62, 2**62), (0, 2**63), (2**64 - 1, 0), (0, 2**30, 2**30, 2**30), (-1, 0)])
+@pytest.mark.parametrize(
+    "shape", [(1,) * 65, (0, 2**62, 2**62), (0, 2**63), (2**64 - 1, 0), (0, 2**30, 2**30, 2**30), (-1, 0)]
+)
 def test_a_tensor_of_an_impossible_shape_is_refused(shape):
     header = m._encoder.encode(m._Envelope(m.WIRE_VERSION, m.Ready("x"), (m._ArraySpec("x", "int64", shape),)))
     with pytest.raises(m.WireError):
@@ -291,13 +301,17 @@ def test_an_actor_notices_that_the_controller_is_gone():
 
 def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
     """bench fuzz, shorter; with the keys and without."""
-    insider, stranger = fuzz.fuzz_frames(np.random.default_rng(3), 20_000), fuzz.fuzz_strangers(np.random.default_rng(3), 300)
+    insider, stranger = (
+        fuzz.fuzz_frames(np.random.default_rng(3), 20_000),
+        fuzz.fuzz_strangers(np.random.default_rng(3), 300),
+    )
     oversized = fuzz.fuzz_oversized(4)
     assert oversized["refused"] == 4 and oversized["accepted"] == 0
     for counts in (insider, stranger, oversized):
         assert counts["crashes"] == counts["silent"] == counts["lost"] == 0
     assert insider["unheard"] == 0 and insider["refused"] > 0.8 * insider["tried"]
-    assert insider["accepted"] > 500  # a changed letter in a name is a message still; so the others reached the decoder, too
+    # a changed letter in a name is a message still; so the others reached the decoder, too
+    assert insider["accepted"] > 500
     assert stranger["accepted"] == 0
 
 

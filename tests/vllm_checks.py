@@ -1,4 +1,6 @@
-"""What test_vllm.py has run by the Python of an environment with vLLM in it. Usage: vllm_checks.py CHECK [field=value ...]."""
+"""What test_vllm.py has run by the Python of an environment with vLLM in it. Usage: vllm_checks.py CHECK [field=value
+...].
+"""
 
 import os
 import sys
@@ -47,8 +49,10 @@ def ended(engine):
 def moved(module, scale):
     """Its parameters with noise of `scale` standard deviations."""
     generator = torch.Generator().manual_seed(5)
-    return {name: (p + scale * p.std() * torch.randn(p.shape, generator=generator) if p.ndim > 1 else p).detach()
-            for name, p in module.named_parameters()}
+    return {
+        name: (p + scale * p.std() * torch.randn(p.shape, generator=generator) if p.ndim > 1 else p).detach()
+        for name, p in module.named_parameters()
+    }
 
 
 def fill(module, tensors):
@@ -74,7 +78,9 @@ def by_torchtitan(model):
 
 
 def difference(reference, prompt, completion, of=None, temperature=1.0):
-    """The largest difference between its logprobs and those of a fresh forward pass of the reference, over the tokens that `of` marks."""
+    """The largest difference between its logprobs and those of a fresh forward pass of the reference, over the tokens
+    that `of` marks.
+    """
     tokens = torch.tensor([prompt + completion.tokens.tolist()])
     with torch.no_grad():
         logprobs = (reference(tokens)[0] / temperature).log_softmax(-1)
@@ -84,7 +90,9 @@ def difference(reference, prompt, completion, of=None, temperature=1.0):
 
 
 def greedy(*overrides):
-    """Weights loaded into an engine that has work under way give what an engine gives that starts with them; and not what it gave before."""
+    """Weights loaded into an engine that has work under way give what an engine gives that starts with them; and not
+    what it gave before.
+    """
     config = load("tiny", [*VLLM, *GREEDY, *overrides])
     model, shape = policy.load(POLICY)
     some = prompts(12)
@@ -110,7 +118,9 @@ def greedy(*overrides):
             fill(draft.module, new_draft)
             draft.save(folder / "draft", POLICY)
             overrides = (*overrides, f"speculation.draft_path={folder / 'draft'}")
-        fresh = run(make_engine(load("tiny", [*VLLM, *GREEDY, f"model.path={folder / 'policy'}", *overrides]), "cpu"), some)
+        fresh = run(
+            make_engine(load("tiny", [*VLLM, *GREEDY, f"model.path={folder / 'policy'}", *overrides]), "cpu"), some
+        )
     for key, completion in fresh.items():
         assert completion.tokens.tolist() == after[key].tokens.tolist(), key
     # The draft that was loaded proposes what the fresh one proposes; at this temperature all but ties.
@@ -119,8 +129,10 @@ def greedy(*overrides):
     if config.drafting:
         assert 0 < accepted < 0.9 * earlier  # noise did the draft no good
     changed = sum(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
-    print(f"greedy {overrides[:1]}: {len(fresh)} equal to a fresh engine's, {changed} changed by the update; "
-          f"{earlier} proposals accepted before, {accepted} after, {as_fresh} by the fresh one")
+    print(
+        f"greedy {overrides[:1]}: {len(fresh)} equal to a fresh engine's, {changed} changed by the update; "
+        f"{earlier} proposals accepted before, {accepted} after, {as_fresh} by the fresh one"
+    )
     assert changed >= len(before) // 2
 
 
@@ -134,7 +146,8 @@ def swap(*overrides):
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
     references = [by_transformers(each, shape) for each in models]
-    long = sum(prompts(20), [])[:90]  # of whole blocks of the cache, which samples share; before the swaps and after them
+    # of whole blocks of the cache, which samples share; before the swaps and after them
+    long = sum(prompts(20), [])[:90]
     some = [long, long, *prompts(5), long]
     engine = make_engine(config, "cpu")
     for i, prompt in enumerate(some):
@@ -149,7 +162,10 @@ def swap(*overrides):
     for c in done:
         versions = c.versions
         assert versions.tolist() == sorted(versions.tolist()) and len(versions) == len(c.tokens) == len(c.logprobs)
-        assert c.truncated == (int(c.tokens[-1]) != shape.eos_token_id) and 0 <= c.accepted <= c.proposed <= 3 * c.verifications
+        assert (
+            c.truncated == (int(c.tokens[-1]) != shape.eos_token_id)
+            and 0 <= c.accepted <= c.proposed <= 3 * c.verifications
+        )
         assert c.accepted + 1 + c.verifications >= len(c.tokens)
         unproposed = c.verifications - sum(c.reached_at[:1])  # where the cache was filled again a step has no proposals
         assert sum(c.accepted_at) == c.accepted and 0 <= unproposed <= 2 * (config.engine.kv_at_swap == "recompute")
@@ -158,39 +174,66 @@ def swap(*overrides):
         whole[first] += first == last
         across += first != last
         for version in range(first, last + 1):
-            apart = difference(references[version], some[c.request_id], c, versions == version, 0.9) if (versions == version).any() else 0.0
+            apart = (
+                difference(references[version], some[c.request_id], c, versions == version, 0.9)
+                if (versions == version).any()
+                else 0.0
+            )
             if version > first and config.engine.kv_at_swap == "keep":
                 kept = max(kept, apart)
             else:
                 worst = max(worst, apart)
-    print(f"swap, {config.engine.kv_at_swap}: {whole} samples of one version, {across} of several; logprobs off transformers' by at most {worst:.1e}, "
-          f"{kept:.1e} where the cache was kept; accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}")
+    print(
+        f"swap, {config.engine.kv_at_swap}: {whole} samples of one version, {across} of several; logprobs off transformers' by at most {worst:.1e}, "
+        f"{kept:.1e} where the cache was kept; accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}"
+    )
     assert min(whole[1:]) > 0 and across > 0 and worst < 1e-4
     if config.engine.kv_at_swap == "keep":
         assert kept > 1e-3  # the cache of older weights was gone on with
 
 
 def seeds(*overrides):
-    """A sample depends on its seed and not on its neighbours; also in an engine that takes the place of another in the same process."""
+    """A sample depends on its seed and not on its neighbours; also in an engine that takes the place of another in the
+    same process.
+    """
     some, tokens = prompts(10), {}
     for slots in (64, 3):
         engine = make_engine(load("tiny", [*VLLM, f"engine.slots={slots}", *overrides]), "cpu")
         tokens[slots] = {key: c.tokens.tolist() for key, c in run(engine, some, 4).items()}
     different = len({tuple(t) for t in tokens[3].values()})
-    print(f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different; the same with 64 slots and with 3: {tokens[64] == tokens[3]}")
+    print(
+        f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different; the same with 64 slots and with 3: {tokens[64] == tokens[3]}"
+    )
     assert len(tokens[3]) == 40 and different > 20 and tokens[64] == tokens[3]
 
 
 def suffix(*overrides):
-    """Suffix decoding copies from samples that ended before, and the responses are as probable as the policy says. It fails once in 10,000 times."""
-    shape = PolicyShape(vocab_size=16, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=64, max_positions=256, rope_theta=1e4,
-                        norm_eps=1e-5, tied=False, eos_token_id=1, pad_token_id=0)
+    """Suffix decoding copies from samples that ended before, and the responses are as probable as the policy says. It
+    fails once in 10,000 times.
+    """
+    shape = PolicyShape(
+        vocab_size=16,
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        hidden_dim=64,
+        max_positions=256,
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        tied=False,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model, prompt, length, samples = policy.build(shape), [2, 3, 5, 2, 3, 4, 2, 3], 3, 8000
     model.init_states()
     with tempfile.TemporaryDirectory() as folder:
         policy.save(model, shape, Path(folder), POLICY)
-        engine = make_engine(load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=suffix", *overrides]), "cpu")
+        engine = make_engine(
+            load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=suffix", *overrides]), "cpu"
+        )
     counts, proposed, accepted = {}, 0, 0
     for round_ in range(2):  # with the same seeds
         for c in run(engine, [prompt], samples // 2, length).values():
@@ -201,33 +244,61 @@ def suffix(*overrides):
         for _ in range(length):
             tokens = torch.tensor([prompt + list(prefix) for prefix in open_])
             probs = model.lm_head(policy.hidden_states(model, tokens)[:, -1]).double().softmax(-1).tolist()
-            extended = [((*prefix, token), p * q) for (prefix, p), row in zip(open_.items(), probs) for token, q in enumerate(row)]
+            extended = [
+                ((*prefix, token), p * q)
+                for (prefix, p), row in zip(open_.items(), probs)
+                for token, q in enumerate(row)
+            ]
             ended |= {tokens: p for tokens, p in extended if tokens[-1] == shape.eos_token_id}
             open_ = {tokens: p for tokens, p in extended if tokens[-1] != shape.eos_token_id}
     common = {tokens: p * samples for tokens, p in (ended | open_).items() if p * samples >= 8}
     expected = [*common.values(), samples - sum(common.values())]
-    observed = [*(counts.get(tokens, 0) for tokens in common), samples - sum(counts.get(tokens, 0) for tokens in common)]
+    observed = [
+        *(counts.get(tokens, 0) for tokens in common),
+        samples - sum(counts.get(tokens, 0) for tokens in common),
+    ]
     if expected[-1] < 8:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
     chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected))
     pvalue = float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(chi2 / 2)))
-    print(f"suffix: {samples} samples, {len(expected)} kinds, chi-square {chi2:.0f}, p {pvalue:.3f}; accepted {accepted} of {proposed}")
+    print(
+        f"suffix: {samples} samples, {len(expected)} kinds, chi-square {chi2:.0f}, p {pvalue:.3f}; accepted {accepted} of {proposed}"
+    )
     assert pvalue > 1e-4 and 0 < accepted < proposed
 
 
 def families(*overrides):
     """Policies of other families than dense Qwen3, with the weights they start with and with later ones."""
-    base = PolicyShape(vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=64, max_positions=256, rope_theta=1e4,
-                       norm_eps=1e-5, tied=True, eos_token_id=1, pad_token_id=0, other_eos_token_ids=(7,))
-    # vLLM's experts on a CPU approximate, which now and then has a router choose another one: of one sample in ten at most.
-    for shape, tolerance in ((replace(base, model_type="llama", rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64)), 1e-4),
-                             (replace(base, model_type="qwen3_moe", experts=Experts(8, 2, 32, True)), 2e-3)):
+    base = PolicyShape(
+        vocab_size=64,
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        hidden_dim=64,
+        max_positions=256,
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        tied=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        other_eos_token_ids=(7,),
+    )
+    # vLLM's experts on a CPU approximate, which now and then has a router choose another one: of one sample in ten at
+    # most.
+    for shape, tolerance in (
+        (replace(base, model_type="llama", rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64)), 1e-4),
+        (replace(base, model_type="qwen3_moe", experts=Experts(8, 2, 32, True)), 2e-3),
+    ):
         torch.manual_seed(0)
         model, worst = policy.build(shape), []
         model.init_states()
         with tempfile.TemporaryDirectory() as folder:
             policy.save(model, shape, Path(folder), POLICY)
-            engine = make_engine(load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=ngram", *overrides]), "cpu")
+            engine = make_engine(
+                load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=ngram", *overrides]), "cpu"
+            )
         some = prompts(8)
         for version in (0, 1, 2):
             if version:

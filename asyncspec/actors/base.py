@@ -1,8 +1,8 @@
 """What all actors share: how one comes up, hears the controller, reports, and ends.
 
 Life of an actor: open its inbox, load, say Hello, receive Welcome (where everybody is), join its broadcast groups, say
-Ready; then `turn` again and again until the controller says Stop; `finish`; say Stopped. Whatever goes wrong is sent to the
-controller as one line and written in full to the actor's log.
+Ready; then `turn` again and again until the controller says Stop; `finish`; say Stopped. Whatever goes wrong is sent to
+the controller as one line and written in full to the actor's log.
 
 Actors know nothing of what launched them: `ActorSpec` is all they are given.
 """
@@ -128,7 +128,8 @@ class Actor(ABC):
                 self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits(), self.takes)
                 self.load()
             self._loaded = True
-            # What is loaded stays: going through it again in every full collection would stop all threads, the heart's too, for half a second.
+            # What is loaded stays: going through it again in every full collection would stop all threads, the heart's
+            # too, for half a second.
             if Actor.played:
                 gc.unfreeze()  # what an actor that played here before had loaded
             Actor.played = True
@@ -228,8 +229,7 @@ class Actor(ABC):
 
     def join(self, worker, membership: m.Membership) -> None:
         """Join a broadcast group in its thread; Ready is said once all are joined."""
-        worker.form(membership, self.config.deployment.start_timeout_s,
-                    lambda: self._to_join.discard(membership.kind))
+        worker.form(membership, self.config.deployment.start_timeout_s, lambda: self._to_join.discard(membership.kind))
         self.fault("join")
 
     def ready_if_joined(self) -> None:
@@ -253,7 +253,10 @@ class Actor(ABC):
                 self.counters[f"actors/{self.name}_{state}"] = round(share, 4)
             self.counters |= {f"process/{self.name}_{what}": value for what, value in held().items()}
             if self.inbox is not None:
-                for what, count in (("rejected", self.inbox.rejected + self.control.rejected), ("duplicates", self.inbox.duplicates)):
+                for what, count in (
+                    ("rejected", self.inbox.rejected + self.control.rejected),
+                    ("duplicates", self.inbox.duplicates),
+                ):
                     if count:
                         self.counters[f"wire/{self.name}_{what}"] = count
             self.control.send(m.Spans(self.name, self.recorder.drain(), dict(self.counters)))
@@ -265,7 +268,8 @@ class Actor(ABC):
             pass
 
     def _await(self, kind: type) -> m.Message:
-        limit = LOADING_PATIENCE * self.config.deployment.start_timeout_s  # others that do not come up are started again meanwhile
+        # others that do not come up are started again meanwhile
+        limit = LOADING_PATIENCE * self.config.deployment.start_timeout_s
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             transport.wait([self.control], 0.1)
@@ -292,7 +296,9 @@ class Actor(ABC):
 
 
 def one_of_its_kind(device: str) -> str:
-    """A name for a device that no other has: where each process is shown its own GPU only, and on each host, there is a cuda:0."""
+    """A name for a device that no other has: where each process is shown its own GPU only, and on each host, there is a
+    cuda:0.
+    """
     if not device.startswith("cuda"):
         return device
     import torch
@@ -304,8 +310,11 @@ def held() -> dict[str, float]:
     """What this process holds of the machine: resident megabytes, file descriptors, threads."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
-    return {"mb": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1), "files": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task"))}
+    return {
+        "mb": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 def redirect_output(spec: ActorSpec) -> None:

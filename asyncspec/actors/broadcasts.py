@@ -1,4 +1,6 @@
-"""The controller's side of the weight broadcasts: who is in which group, in which epoch, and what is sent to whom. See weights.py."""
+"""The controller's side of the weight broadcasts: who is in which group, in which epoch, and what is sent to whom. See
+weights.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Broadcasts:
         # A socket of ours: the store itself would listen on all interfaces.
         listener = socket.create_server((host, 0))
         self.port = listener.getsockname()[1]
-        self._store = dist.TCPStore(host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = dist.TCPStore(
+            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self.members: dict[str, list[str]] = {}  # by kind; the first one sends
         self.epochs: dict[str, int] = {}
         self.versions = {"policy": 0, "draft": 0}  # the newest published
@@ -94,7 +98,9 @@ class Broadcasts:
             return False
         self._broken[kind] = self._broken.get(kind, 0) + 1
         if self._broken[kind] > MOST_BROKEN:
-            raise RuntimeError(f"{kind} weights: {MOST_BROKEN} broadcast groups in a row have failed, the last in {message.name}: {message.error}")
+            raise RuntimeError(
+                f"{kind} weights: {MOST_BROKEN} broadcast groups in a row have failed, the last in {message.name}: {message.error}"
+            )
         self.form(kind)
         return True
 

@@ -1,11 +1,10 @@
 """The controller: owns the prompt order, the policy clock, the ledger and the timeline of the run.
 
-- Waits until every actor is up and has joined its broadcast groups, each with a deadline.
-- Issues tickets for step s as soon as the clock admits them, in order, to the generator with the least to do.
-- Passes each published version on to its receivers.
-- Writes a ledger line for each ticket's fate, and a metrics row for each step.
-- Watches the actors' signs of life; takes in whoever comes in place of one that died, and issues again what that one had.
-- Ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or when
+- Waits until every actor is up and has joined its broadcast groups, each with a deadline. - Issues tickets for step s
+as soon as the clock admits them, in order, to the generator with the least to do. - Passes each published version on to
+its receivers. - Writes a ledger line for each ticket's fate, and a metrics row for each step. - Watches the actors'
+signs of life; takes in whoever comes in place of one that died, and issues again what that one had. - Ends the run when
+all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or when
   nothing has moved for stall_timeout_s; then it says what was waited for.
 """
 
@@ -41,8 +40,16 @@ RESTART = 75  # the exit code that asks the launcher to start all again from the
 _RECEIVERS = {"generator", "logprob", "logprob_rank"}
 _SENDERS = {"trainer", "draft_adapter"}
 _FROM = {  # who may say what only an actor that is at work can say
-    m.Publish: _SENDERS, m.Ready: _SENDERS | _RECEIVERS | {"trainer_rank"}, m.Broken: _SENDERS | _RECEIVERS, m.Received: _RECEIVERS,
-    m.Generated: {"generator"}, m.EvalDone: {"generator"}, m.Arrived: {"trainer"}, m.StepDone: {"trainer"}, m.Checkpointed: {"trainer"}}
+    m.Publish: _SENDERS,
+    m.Ready: _SENDERS | _RECEIVERS | {"trainer_rank"},
+    m.Broken: _SENDERS | _RECEIVERS,
+    m.Received: _RECEIVERS,
+    m.Generated: {"generator"},
+    m.EvalDone: {"generator"},
+    m.Arrived: {"trainer"},
+    m.StepDone: {"trainer"},
+    m.Checkpointed: {"trainer"},
+}
 
 
 class RunFailed(RuntimeError):
@@ -106,8 +113,11 @@ class Controller:
         except Exception as error:  # what comes from the actors is still written: the disk may be full
             self._note_error(error)
         self.crew.tell_launchers(m.Stop(state.stop_reason))  # from here on this process is silent, and not frozen
-        for close in (lambda: self.book.drop_all(state.stop_reason), lambda: self.records.note("ended", reason=state.stop_reason),
-                      *self.records.closing()):
+        for close in (
+            lambda: self.book.drop_all(state.stop_reason),
+            lambda: self.records.note("ended", reason=state.stop_reason),
+            *self.records.closing(),
+        ):
             try:
                 close()
             except Exception as error:
@@ -142,7 +152,10 @@ class Controller:
         self.recovery.outboxes |= {name: transport.Outbox(crew.hellos[name].address) for name in crew.generators}
         self.recovery.welcome()
         crew.since = dict.fromkeys(crew.present, time.monotonic())
-        self.broadcasts.make("policy", [*crew.playing("trainer"), *crew.playing("logprob"), *crew.playing("logprob_rank"), *crew.generators])
+        self.broadcasts.make(
+            "policy",
+            [*crew.playing("trainer"), *crew.playing("logprob"), *crew.playing("logprob_rank"), *crew.generators],
+        )
         if self.config.draft_trainer:
             self.broadcasts.make("draft", [*crew.playing(self.config.draft_trainer), *crew.generators])
         self._listen_until(lambda: crew.present - crew.ready, "to load and join its broadcast group")
@@ -155,8 +168,14 @@ class Controller:
         self.state.moved, self.started = time.monotonic(), True
 
     def _listen_until(self, missing: Callable[[], set[str]], what: str) -> None:
-        """Wait for actors to come so far. Who gives no sign of life meanwhile is killed by its launcher, and then others go on from there."""
-        limit, condemned, tell_at = self.config.deployment.start_timeout_s, self.crew.condemned, time.monotonic() + SLOW_START_S
+        """Wait for actors to come so far. Who gives no sign of life meanwhile is killed by its launcher, and then
+        others go on from there.
+        """
+        limit, condemned, tell_at = (
+            self.config.deployment.start_timeout_s,
+            self.crew.condemned,
+            time.monotonic() + SLOW_START_S,
+        )
         while missing():
             self._listen(0.1)
             self._watch()
@@ -164,12 +183,20 @@ class Controller:
                 return
             now = time.monotonic()
             if now > tell_at:
-                self.records.line(f"waiting for {', '.join(sorted(missing()))} {what}; what a first start compiles takes some ten seconds, once")
+                self.records.line(
+                    f"waiting for {', '.join(sorted(missing()))} {what}; what a first start compiles takes some ten seconds, once"
+                )
                 tell_at = math.inf
-            if late := [name for name in missing() if now - self.crew.since[name] > limit + LATE_WORD_S
-                        and now - condemned.get(name, 0.0) > KILLED_S + LATE_WORD_S]:
-                raise RunFailed(f"waited {limit:.0f} s for {', '.join(sorted(late))} {what}; "
-                                f"see {self.run_dir}/logs, or raise deployment.start_timeout_s")
+            if late := [
+                name
+                for name in missing()
+                if now - self.crew.since[name] > limit + LATE_WORD_S
+                and now - condemned.get(name, 0.0) > KILLED_S + LATE_WORD_S
+            ]:
+                raise RunFailed(
+                    f"waited {limit:.0f} s for {', '.join(sorted(late))} {what}; "
+                    f"see {self.run_dir}/logs, or raise deployment.start_timeout_s"
+                )
 
     def _check_end(self) -> None:
         if self.trained_steps == self.config.steps and not self.evaluations:
@@ -184,13 +211,23 @@ class Controller:
             elif not self.book.open and coming:
                 where = f"{', '.join(sorted(coming))} to take a dead actor's place"
             else:
-                where = f"{self.book.oldest() or 'no ticket'}; longest silent: {max(crew.present, key=crew.vigil.silence)}"
-            raise RunFailed(f"nothing moved for {limit:.0f} s: waiting for {where}; see {self.run_dir}/logs, or raise deployment.stall_timeout_s")
+                where = (
+                    f"{self.book.oldest() or 'no ticket'}; longest silent: {max(crew.present, key=crew.vigil.silence)}"
+                )
+            raise RunFailed(
+                f"nothing moved for {limit:.0f} s: waiting for {where}; see {self.run_dir}/logs, or raise deployment.stall_timeout_s"
+            )
 
     def _stop_all(self) -> None:
         deployment = self.config.deployment
         # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
-        limit = deployment.stall_timeout_s if self.state.stop_reason == "finished" else deployment.stop_timeout_s if self.started else EARLY_STOP_S
+        limit = (
+            deployment.stall_timeout_s
+            if self.state.stop_reason == "finished"
+            else deployment.stop_timeout_s
+            if self.started
+            else EARLY_STOP_S
+        )
         deadline = time.monotonic() + limit
         while (left := self._awaited()) and time.monotonic() < deadline:
             for name in left:  # again and again: one that is still starting connects later
@@ -200,10 +237,14 @@ class Controller:
                 self._watch()
         missing = sorted(self._awaited())
         if missing and self.started and not self.state.failure:
-            self.state.failure = f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
+            self.state.failure = (
+                f"not stopped within {limit:.0f} s: {', '.join(missing)}; its checkpoint may be missing"
+            )
 
     def _awaited(self) -> set[str]:
-        """Those whose end this process waits for: of those that nobody answers for only the trainer, whose checkpoint may be under way."""
+        """Those whose end this process waits for: of those that nobody answers for only the trainer, whose checkpoint
+        may be under way.
+        """
         crew = self.crew
         return {name for name in crew.settled if name not in crew.cut_off or crew.roles[name] == "trainer"}
 
@@ -249,7 +290,9 @@ class Controller:
             outbox.flush()
 
     def _show(self) -> None:
-        self.records.console.status(self.trained_steps, *self.book.training(), max(0, self.next_step - 1 - self.clock.version))
+        self.records.console.status(
+            self.trained_steps, *self.book.training(), max(0, self.next_step - 1 - self.clock.version)
+        )
 
     # Messages.
     def _listen_for(self, seconds: float) -> None:
@@ -259,7 +302,10 @@ class Controller:
 
     def _listen(self, timeout_s: float) -> None:
         # Outboxes are flushed by `_dispatch`, which is not called any more once the run is ending.
-        transport.wait([self.server, *(() if self.state.stop_reason else self.recovery.outboxes.values())], min(timeout_s, BEAT_EVERY_S))
+        transport.wait(
+            [self.server, *(() if self.state.stop_reason else self.recovery.outboxes.values())],
+            min(timeout_s, BEAT_EVERY_S),
+        )
         if time.monotonic() - self._beaten > BEAT_EVERY_S:
             self._beaten = time.monotonic()
             self.crew.tell_launchers(m.Beat("controller"))
@@ -268,7 +314,9 @@ class Controller:
 
     def _handle(self, sender: str, message: m.Message) -> None:
         crew, state = self.crew, self.state
-        if (allowed := _FROM.get(type(message))) is not None and (self.broadcasts is None or crew.roles.get(sender) not in allowed):
+        if (allowed := _FROM.get(type(message))) is not None and (
+            self.broadcasts is None or crew.roles.get(sender) not in allowed
+        ):
             self.server.rejected += 1
         elif isinstance(message, m.Beat):
             crew.heard(sender, message)
@@ -311,7 +359,9 @@ class Controller:
             elif crew.roles.get(message.name) == "draft_adapter" and self.broadcasts is not None:
                 self.recovery.lost_adapter(message.name, message.error)
             elif not state.failure:
-                state.failure = state.stop_reason = f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log"
+                state.failure = state.stop_reason = (
+                    f"{message.name} failed: {message.error}; see {self.run_dir}/logs/{message.name}.log"
+                )
         elif isinstance(message, m.Stopped):
             crew.leave(message.name)
         elif isinstance(message, m.Interrupt) and message.lost:
@@ -324,7 +374,11 @@ class Controller:
     def _watch(self) -> None:
         """See to those that live no more as they should; end without a launcher."""
         if os.getppid() != self._parent:
-            self.left_behind, self.state.failure, self.state.stop_reason = True, "the launcher is gone", "the launcher is gone"
+            self.left_behind, self.state.failure, self.state.stop_reason = (
+                True,
+                "the launcher is gone",
+                "the launcher is gone",
+            )
         self.recovery.watch()
 
     # Progress.
@@ -339,8 +393,13 @@ class Controller:
                 self._evaluate(message.version)
 
     def _evaluated(self, generator: str, message: m.EvalDone) -> None:
-        ticket = self.book.end("evaluated", message.ticket_id, generator=generator, version_min=message.version_min,
-                               version_max=message.version_max)
+        ticket = self.book.end(
+            "evaluated",
+            message.ticket_id,
+            generator=generator,
+            version_min=message.version_min,
+            version_max=message.version_max,
+        )
         if ticket is None:
             return
         self.state.moved = time.monotonic()
@@ -352,10 +411,18 @@ class Controller:
         self.trained_steps = message.step + 1
         for record in message.groups:
             if message.skipped:
-                self.book.end("dropped", record.ticket_id, reason=f"step left out: {message.skipped}", left_out_in=message.step)
+                self.book.end(
+                    "dropped", record.ticket_id, reason=f"step left out: {message.skipped}", left_out_in=message.step
+                )
             else:
-                self.book.end("trained", record.ticket_id, generator=record.generator, version_min=record.version_min,
-                              version_max=record.version_max, trained_in=message.step)
+                self.book.end(
+                    "trained",
+                    record.ticket_id,
+                    generator=record.generator,
+                    version_min=record.version_min,
+                    version_max=record.version_max,
+                    trained_in=message.step,
+                )
         if self.server.rejected:
             self.records.counters["wire/controller_rejected"] = self.server.rejected
         self.records.step(message, final=self.trained_steps == self.config.steps and bool(self.held_out))

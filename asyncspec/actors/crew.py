@@ -1,8 +1,8 @@
 """The crew: which actors play which roles, and where each one is in its life.
 
-Coming up, then up (it has said Hello), ready (it has joined its broadcast groups), and gone (it has stopped, or was lost). One that comes up
-in place of another is joining until it is ready. One that has frozen or cannot be reached is condemned: its launcher is to kill it. One whose
-launcher does not answer either is cut off.
+Coming up, then up (it has said Hello), ready (it has joined its broadcast groups), and gone (it has stopped, or was
+lost). One that comes up in place of another is joining until it is ready. One that has frozen or cannot be reached is
+condemned: its launcher is to kill it. One whose launcher does not answer either is cut off.
 """
 
 from __future__ import annotations
@@ -20,16 +20,26 @@ from asyncspec.heartbeat import SUFFIX, Vigil
 
 def actor_names(config: Config) -> dict[str, str]:
     """name -> role of every actor but the controller."""
-    return topology.actor_names(config.trainer.ranks, config.deployment.logprobs, config.logprob.ranks, config.deployment.generators, config.adapting)
+    return topology.actor_names(
+        config.trainer.ranks,
+        config.deployment.logprobs,
+        config.logprob.ranks,
+        config.deployment.generators,
+        config.adapting,
+    )
 
 
 def replaceable(config: Config) -> set[str]:
-    """The roles of actors in whose place others can be started alone. The ranks of one model cannot: they start together."""
+    """The roles of actors in whose place others can be started alone. The ranks of one model cannot: they start
+    together.
+    """
     return {"generator", "draft_adapter", *(["logprob"] if config.logprob.ranks == 1 else [])}
 
 
 def computing(config: Config, names: Mapping[str, str]) -> list[str]:
-    """Those of some actors (name -> role) that take a device: not the controller, nor a generator whose server computes for it."""
+    """Those of some actors (name -> role) that take a device: not the controller, nor a generator whose server computes
+    for it.
+    """
     waiting = ("controller", "generator") if config.engine.kind == "sglang" else ("controller",)
     return [name for name, role in names.items() if role not in waiting]
 
@@ -69,11 +79,16 @@ class Crew:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Of the inboxes, by first name; of one that is lost until another has its place, but another logprob actor's for one that is cut off."""
-        hellos = sorted(self.hellos.items(), key=lambda item: item[0] not in self.gone)  # of several of one name the last that is present
+        """Of the inboxes, by first name; of one that is lost until another has its place, but another logprob actor's
+        for one that is cut off.
+        """
+        # of several of one name the last that is present
+        hellos = sorted(self.hellos.items(), key=lambda item: item[0] not in self.gone)
         found = {first_name(name): hello.address for name, hello in hellos if name in self.roles}
         here = [name for name in self.playing("logprob") if name in self.hellos]
-        away = {first_name(name) for name in self.cut_off if self.roles[name] == "logprob"} - {first_name(name) for name in here}
+        away = {first_name(name) for name in self.cut_off if self.roles[name] == "logprob"} - {
+            first_name(name) for name in here
+        }
         best = [name for name in here if name in self.settled and name not in self.condemned] or here
         return found | {name: found[first_name(best[0])] for name in away if best}
 

@@ -1,8 +1,8 @@
 """The draft adapter: keeps the draft aligned with the moving policy, in its own process, at low priority.
 
-It trains on what the logprob actor offers (hidden states and target distributions, detached arrays) and broadcasts a draft
-version every few optimizer steps. It holds no parameter of the policy and sends nothing to the trainer, so it cannot reach
-learning; nobody waits for it. Whenever the trainer has written a checkpoint it writes its own.
+It trains on what the logprob actor offers (hidden states and target distributions, detached arrays) and broadcasts a
+draft version every few optimizer steps. It holds no parameter of the policy and sends nothing to the trainer, so it
+cannot reach learning; nobody waits for it. Whenever the trainer has written a checkpoint it writes its own.
 """
 
 from __future__ import annotations
@@ -88,11 +88,17 @@ class DraftAdapter(Actor):
         with self.recorder.span("adapt", ticket=supervision.ticket_id, version=supervision.policy_version):
             loss, rates = self.trainer.step(unpack(arrays, self.device))
         self.policy_version = supervision.policy_version
-        self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.trainer.steps,
-                          "draft/skipped": self.trainer.skipped}
+        self.counters |= {
+            "draft/loss": loss,
+            "draft/expected_acceptance_1": rates[0],
+            "draft/updates": self.trainer.steps,
+            "draft/skipped": self.trainer.skipped,
+        }
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:
             self.published += 1
-            self.publisher.publish(m.Publish("draft", self.published, self.policy_version), self._snapshot(), self.control.send)
+            self.publisher.publish(
+                m.Publish("draft", self.published, self.policy_version), self._snapshot(), self.control.send
+            )
             self.fault("send")
 
     def _checkpoint(self) -> None:
@@ -114,4 +120,6 @@ class DraftAdapter(Actor):
         if self.trainer.steps and not self._code:
             self._checkpoint()
             self._tend_checkpoint(wait=True)
-        self.draft.save(Path(self.spec.run_dir) / "checkpoint" / "draft", resolve_path(self.config.model.path), self.policy_version)
+        self.draft.save(
+            Path(self.spec.run_dir) / "checkpoint" / "draft", resolve_path(self.config.model.path), self.policy_version
+        )

@@ -1,9 +1,9 @@
 """The generator: turns tickets into groups with an Engine, under the newest weights it has.
 
-- A ticket starts only under a version at least its min_version; versions only grow, so the lag bound holds for every token.
-- Weights arrive in the background and are swapped between two engine steps.
-- A group leaves when all its samples are done and rewarded; evaluation groups go to the controller, all others to logprob.
-- Tickets are taken from the inbox only while the engine has room, so credits hold the rest back at the controller.
+- A ticket starts only under a version at least its min_version; versions only grow, so the lag bound holds for every
+token. - Weights arrive in the background and are swapped between two engine steps. - A group leaves when all its
+samples are done and rewarded; evaluation groups go to the controller, all others to logprob. - Tickets are taken from
+the inbox only while the engine has room, so credits hold the rest back at the controller.
 """
 
 from __future__ import annotations
@@ -54,18 +54,29 @@ class Generator(Actor):
         from asyncspec.models import tokenizer
 
         c = self.config
-        self.rewarder = Rewarder(load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures, self.pump_if_due)
+        self.rewarder = Rewarder(
+            load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures, self.pump_if_due
+        )
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
         self.engine = make_engine(c, self.device, int(first_name(self.name).removeprefix(self.role)))
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        self.to_logprob = [self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0))
-                           for name, role in actor_names(self.config).items() if role == "logprob"]
+        self.to_logprob = [
+            self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0))
+            for name, role in actor_names(self.config).items()
+            if role == "logprob"
+        ]
         self.receivers = {}
         for kind in ("policy", "draft") if self.config.draft_trainer else ("policy",):
             self.receivers[kind] = Receiver(
-                welcome.store_host, welcome.store_port, kind, self.name, self.device,
-                Layout.of(self.engine.parameters(kind)), lambda version, kind=kind: self._received.append((kind, version)))
+                welcome.store_host,
+                welcome.store_port,
+                kind,
+                self.name,
+                self.device,
+                Layout.of(self.engine.parameters(kind)),
+                lambda version, kind=kind: self._received.append((kind, version)),
+            )
         self._received: deque[tuple[str, int]] = deque()
         self.workers = list(self.receivers.values())
         return {"policy"}  # nobody waits for the draft
@@ -116,7 +127,9 @@ class Generator(Actor):
                     self._interruptions.append(m.Phase("swap", start, now()))
 
     def _admit(self) -> None:
-        """Submit tickets while the engine has room, in order: one that must wait for weights holds back those behind it."""
+        """Submit tickets while the engine has room, in order: one that must wait for weights holds back those behind
+        it.
+        """
         while self.engine.waiting < self.engine.slots:
             if self.held_back is None and (item := self.inbox.take()) is not None:
                 self.held_back = (item[0], item[2])
@@ -124,8 +137,9 @@ class Generator(Actor):
                 return
             (ticket, arrived), self.held_back = self.held_back, None
             self.open_groups[ticket.ticket_id] = _OpenGroup(ticket, arrived, now())
-            self.engine.submit(Request(
-                ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, self.config.sampling.max_response_tokens))
+            self.engine.submit(
+                Request(ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, self.config.sampling.max_response_tokens)
+            )
 
     def _send(self, group: _OpenGroup) -> None:
         done, ticket = now(), group.ticket
@@ -141,19 +155,34 @@ class Generator(Actor):
             return
         self.control.send(m.Generated(ticket.ticket_id))
         lost = [m.Phase("lost", ticket.lost, ticket.issued)] if ticket.lost else []
-        phases = [*lost, m.Phase("queued", ticket.issued, group.received), m.Phase("weights", group.received, group.admitted),
-                  *inside, m.Phase("reward", done, rewarded)]
+        phases = [
+            *lost,
+            m.Phase("queued", ticket.issued, group.received),
+            m.Phase("weights", group.received, group.admitted),
+            *inside,
+            m.Phase("reward", done, rewarded),
+        ]
         self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
             m.Group(
-                ticket, self.name, rewards, sum(c.truncated for c in completions), sum(c.verifications for c in completions),
-                sum(c.proposed for c in completions), sum(c.accepted for c in completions), self.engine.draft_version, phases,
-                reached_at=m.summed(c.reached_at for c in completions), accepted_at=m.summed(c.accepted_at for c in completions)),
+                ticket,
+                self.name,
+                rewards,
+                sum(c.truncated for c in completions),
+                sum(c.verifications for c in completions),
+                sum(c.proposed for c in completions),
+                sum(c.accepted for c in completions),
+                self.engine.draft_version,
+                phases,
+                reached_at=m.summed(c.reached_at for c in completions),
+                accepted_at=m.summed(c.accepted_at for c in completions),
+            ),
             {
                 "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
                 "behaviour": np.concatenate([c.logprobs.numpy() for c in completions]),
                 "versions": versions,
                 "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
-            })
+            },
+        )
         self.fault("send")
 
     def _cut(self, name: str, start: float, end: float) -> list[m.Phase]:

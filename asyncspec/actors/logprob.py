@@ -1,9 +1,9 @@
 """The logprob actor: one pass of the target over each finished group.
 
 It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
-term, reference logprobs; and from the same pass offers the draft adapter its supervision. It offers only when no other group
-waits here, after the group has left for the trainer; where the adapter is behind, what has waited longest for it is dropped and
-counted: the trainer never waits for the draft.
+term, reference logprobs; and from the same pass offers the draft adapter its supervision. It offers only when no other
+group waits here, after the group has left for the trainer; where the adapter is behind, what has waited longest for it
+is dropped and counted: the trainer never waits for the draft.
 
 With logprob.ranks above 1 it leads the ranks that hold the policy together, see logprob_rank.py.
 """
@@ -31,8 +31,10 @@ class Logprob(PolicyHolder):
         self.team = Team(self, self.scorer.ranks)
         self.version, self.swapped, self.looked = 0, 0.0, 0.0
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
-        self.complete: defaultdict[int, set[str]] = defaultdict(set)  # newer versions: which of the other ranks have all of their share
-        self.offered: tuple[int, int, int] = (-1, 0, 0)  # the newest step of which groups were offered; how many, and bytes
+        # newer versions: which of the other ranks have all of their share
+        self.complete: defaultdict[int, set[str]] = defaultdict(set)
+        # the newest step of which groups were offered; how many, and bytes
+        self.offered: tuple[int, int, int] = (-1, 0, 0)
 
     def inbox_credits(self) -> int:
         return self.config.rl.groups_per_step
@@ -62,11 +64,14 @@ class Logprob(PolicyHolder):
             if isinstance(message, m.Received):
                 self.complete[message.version].add(message.name)
             else:
-                # The inbox is looked into only between two groups: one that came meanwhile has been waiting here since then.
+                # The inbox is looked into only between two groups: one that came meanwhile has been waiting here since
+                # then.
                 self.waiting.append((message, arrays, max(message.phases[-1].end, self.looked)))
         self.looked = now()
         self._swap_weights()
-        ready = [index for index, (_, arrays, _) in enumerate(self.waiting) if int(arrays["versions"].max()) <= self.version]
+        ready = [
+            index for index, (_, arrays, _) in enumerate(self.waiting) if int(arrays["versions"].max()) <= self.version
+        ]
         if chosen := ready[: self.scorer.ranks.data_size]:
             items = [self.waiting[index] for index in chosen]
             for index in reversed(chosen):
@@ -79,7 +84,9 @@ class Logprob(PolicyHolder):
         """Take the newest version that all ranks have, in all of them."""
         self.receiver.check()
         others = len(self.team.outboxes)
-        version = max((version for version in self.receiver.complete if len(self.complete[version]) == others), default=None)
+        version = max(
+            (version for version in self.receiver.complete if len(self.complete[version]) == others), default=None
+        )
         if version is None:
             return
         self.fault("swap")
@@ -97,13 +104,18 @@ class Logprob(PolicyHolder):
         self.fault("work")
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()
-        self.recorder.add("logprob", start, end, first.step, first.ticket_id, self.version, mark)  # the other ranks note theirs
+        # the other ranks note theirs
+        self.recorder.add("logprob", start, end, first.step, first.ticket_id, self.version, mark)
         for group, arrays, arrived in items:
             # Weights that came while the group lay here are what it waited for, if it needed them.
             needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
             waited_until = self.swapped if needed else arrived
-            phases = [*group.phases, m.Phase("logprob_weights", arrived, waited_until),
-                      m.Phase("logprob_queue", waited_until, start), m.Phase("logprob", start, end)]
+            phases = [
+                *group.phases,
+                m.Phase("logprob_weights", arrived, waited_until),
+                m.Phase("logprob_queue", waited_until, start),
+                m.Phase("logprob", start, end),
+            ]
             self.to_trainer.put(msgspec.structs.replace(group, phases=phases, proximal_version=self.version), arrays)
             self.fault("send")
         if supervision is not None:
@@ -111,7 +123,8 @@ class Logprob(PolicyHolder):
                 self._offer(first, supervision())
 
     def score(self, parts: list[tuple[m.Group, m.Arrays]], supervising: bool) -> Callable | None:
-        """The policy's passes over groups, one in each data rank: adds proximal and, with a KL term, reference logprobs to their arrays.
+        """The policy's passes over groups, one in each data rank: adds proximal and, with a KL term, reference logprobs
+        to their arrays.
 
         Returns:
             With `supervising`, what makes the draft's supervision of the first group, once there is time for it.
@@ -132,7 +145,9 @@ class Logprob(PolicyHolder):
             return False
         newest, groups, size = self.offered
         d, actors = self.config.draft, self.config.deployment.logprobs  # which offer a share each
-        return step > newest or (step == newest and groups * actors < d.groups_per_step and size * actors < d.bytes_per_step)
+        return step > newest or (
+            step == newest and groups * actors < d.groups_per_step and size * actors < d.bytes_per_step
+        )
 
     def _offer(self, ticket: m.Ticket, supervision) -> None:
         from asyncspec.drafts.supervision import pack, size
@@ -143,7 +158,11 @@ class Logprob(PolicyHolder):
         self.offered = (newest, groups + 1, offered + size(arrays))
         self.counters["draft/megabytes"] += size(arrays) / 1e6
         self.counters["draft/groups_dropped"] += self.to_adapter.offer(
-            m.Supervision(ticket.ticket_id, self.version), arrays, d.bytes_per_step, -(-d.groups_per_step // self.config.deployment.logprobs))
+            m.Supervision(ticket.ticket_id, self.version),
+            arrays,
+            d.bytes_per_step,
+            -(-d.groups_per_step // self.config.deployment.logprobs),
+        )
 
     def finish(self) -> None:
         if not self.team.lost:

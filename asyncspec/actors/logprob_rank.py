@@ -1,7 +1,7 @@
 """The ranks of a logprob actor beyond the first, and what all of its ranks do alike; see team.py.
 
-Every rank is a member of the policy's broadcast group and keeps its share of each version that arrives. The others tell the first which
-versions they have all of; it has all take the same one, between two groups, once nobody lacks it:
+Every rank is a member of the policy's broadcast group and keeps its share of each version that arrives. The others tell
+the first which versions they have all of; it has all take the same one, between two groups, once nobody lacks it:
 
     logprob         deal g0, g1 | collect |            | swap 4 | deal g2 ...
     rank 1          passes      | sum     | has 4 too  | swap 4 | passes ...
@@ -41,8 +41,15 @@ class PolicyHolder(Actor):
         self.scorer.join(welcome.store_host, welcome.store_port, COLLECTIVE_S)
         self._received: deque[int] = deque()
         self.receiver = Receiver(
-            welcome.store_host, welcome.store_port, "policy", self.name, self.device, self.scorer.layout, self._received.append,
-            self.scorer.keep if self.scorer.ranks.size > 1 else None)
+            welcome.store_host,
+            welcome.store_port,
+            "policy",
+            self.name,
+            self.device,
+            self.scorer.layout,
+            self._received.append,
+            self.scorer.keep if self.scorer.ranks.size > 1 else None,
+        )
         self.workers = [self.receiver]
         return {"policy"}
 
@@ -84,8 +91,11 @@ class LogprobRank(PolicyHolder, Follower):
             start, mark = now(), self.recorder.mark()
             self.fault("work")
             scorer.add(message, arrays)
-            if ranks.rank % ranks.tensor_parallel == 0 and ranks.data_rank:  # the first of those that read this group, and not the leader
-                self.recorder.add("logprob", start, now(), message.ticket.step, message.ticket.ticket_id, self.version, mark)
+            # the first of those that read this group, and not the leader
+            if ranks.rank % ranks.tensor_parallel == 0 and ranks.data_rank:
+                self.recorder.add(
+                    "logprob", start, now(), message.ticket.step, message.ticket.ticket_id, self.version, mark
+                )
         elif message.what == NOTHING:
             for _ in range(message.number):
                 scorer.add_nothing()

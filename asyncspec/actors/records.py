@@ -1,4 +1,6 @@
-"""What a run leaves behind, and what the person who watches it sees: ledger, metrics, timeline, trace and console, in one hand."""
+"""What a run leaves behind, and what the person who watches it sees: ledger, metrics, timeline, trace and console, in
+one hand.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,14 @@ class Records:
         self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
         cut_short = ledgers.open_tickets([*before, {"event": "resumed", "version": version}])
         for ticket, issued in cut_short.items():
-            self.note("dropped", ticket=ticket, step=issued["step"], min_version=issued["min_version"],
-                      evaluation=issued["evaluation"], reason="the run was cut short")
+            self.note(
+                "dropped",
+                ticket=ticket,
+                step=issued["step"],
+                min_version=issued["min_version"],
+                evaluation=issued["evaluation"],
+                reason="the run was cut short",
+            )
         void = len(ledgers.open_tickets(before)) - len(cut_short)  # of steps from that version on: issued anew
         self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version), tickets_void=void)
         if self.metrics.last is not None:

@@ -1,5 +1,5 @@
-"""What the controller does about actors that are lost: who takes their place, which tickets are issued again, and when the run must end or be
-started again as a whole. See docs/recovery.md.
+"""What the controller does about actors that are lost: who takes their place, which tickets are issued again, and when
+the run must end or be started again as a whole. See docs/recovery.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from asyncspec.config import Config
 from asyncspec.deadlines import KILLED_S, LATE_WORD_S
 
 _KINDS = {  # the broadcast groups that a role's replacement joins, and whether as their sender
-    "generator": {"policy": False, "draft": False}, "logprob": {"policy": False}, "draft_adapter": {"draft": True}}
+    "generator": {"policy": False, "draft": False},
+    "logprob": {"policy": False},
+    "draft_adapter": {"draft": True},
+}
 
 
 @dataclass
@@ -32,8 +35,23 @@ class RunState:
 
 
 class Recovery:
-    def __init__(self, config: Config, crew: Crew, book: TicketBook, state: RunState, records: Records, server: transport.ControlServer) -> None:
-        self.config, self.crew, self.book, self.state, self.records, self.server = config, crew, book, state, records, server
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew,
+        book: TicketBook,
+        state: RunState,
+        records: Records,
+        server: transport.ControlServer,
+    ) -> None:
+        self.config, self.crew, self.book, self.state, self.records, self.server = (
+            config,
+            crew,
+            book,
+            state,
+            records,
+            server,
+        )
         self.broadcasts: Broadcasts | None = None  # once all actors are up
         self.outboxes: dict[str, transport.Outbox] = {}  # to the generators
         self._given_up = 0.0  # when a logprob actor was last gone on without
@@ -60,10 +78,14 @@ class Recovery:
         if self._given_up and now - self._given_up > KILLED_S:
             # A group may have gone to a logprob actor that could still be reached from its generator.
             late, self._given_up = self._given_up + LATE_WORD_S, 0.0
-            self.book.reissue(lambda generator, place, since: place == GENERATED and since < late, "its logprob actor is cut off")
+            self.book.reissue(
+                lambda generator, place, since: place == GENERATED and since < late, "its logprob actor is cut off"
+            )
 
     def _cut_off(self, name: str) -> None:
-        """Neither an actor nor its launcher has answered: go on without it until it can be reached again, as soon as that can be."""
+        """Neither an actor nor its launcher has answered: go on without it until it can be reached again, as soon as
+        that can be.
+        """
         crew, role, reason, news = self.crew, self.crew.roles[name], f"{name} is cut off", name not in self.crew.cut_off
         crew.cut_off.add(name)
         if not self.state.stop_reason and self._can_spare(name):
@@ -78,12 +100,15 @@ class Recovery:
             self.records.line(f"nobody answers for {name}: it is waited for, the run cannot go on without it")
 
     def _can_spare(self, name: str) -> bool:
-        """Whether the run goes on without an actor for a while: one of several, or the draft adapter, which nobody waits for."""
+        """Whether the run goes on without an actor for a while: one of several, or the draft adapter, which nobody
+        waits for.
+        """
         crew, role = self.crew, self.crew.roles[name]
         if role == "draft_adapter":
             return self.broadcasts is not None
         return role in replaceable(self.config) and any(
-            other != name and other in crew.hellos and other not in crew.condemned for other in crew.playing(role))
+            other != name and other in crew.hellos and other not in crew.condemned for other in crew.playing(role)
+        )
 
     def lost(self, message: m.Interrupt) -> None:
         """An actor's process has died."""
@@ -131,9 +156,13 @@ class Recovery:
             known = [other for other in crew.roles if first_name(other) == name]
             came = self.broadcasts is not None or name in crew.hellos or name in crew.gone
             if not known or (came and crew.roles[name] not in replaceable(self.config)):
-                return m.Claimed([], f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
-                                     "launcher to do so")
-            # A launcher that is cut off goes on by one from the name it has (`Supervisor.died`): no name is given out by both.
+                return m.Claimed(
+                    [],
+                    f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
+                    "launcher to do so",
+                )
+            # A launcher that is cut off goes on by one from the name it has (`Supervisor.died`): no name is given out
+            # by both.
             granted.append(f"{name}.{100 * len(known)}" if came else name)
         for name, new in zip(names, granted):
             if new == name:
@@ -184,7 +213,9 @@ class Recovery:
         if role == "logprob":
             # Word of a group that left its generator for the dead one may have come after the loss.
             late = crew.joining[name] + LATE_WORD_S
-            self.book.reissue(lambda generator, place, since: place == GENERATED and since < late, "its logprob actor died")
+            self.book.reissue(
+                lambda generator, place, since: place == GENERATED and since < late, "its logprob actor died"
+            )
         if role == "generator" and name not in self.outboxes:
             self.outboxes[name] = transport.Outbox(crew.hellos[name].address)
         self.records.counters[f"recovery/{role}_s"] = seconds
@@ -193,7 +224,9 @@ class Recovery:
 
     def welcome(self) -> None:
         """Tell all that are up where everybody is."""
-        welcome = m.Welcome(self.crew.addresses, self.config.deployment.host, self.broadcasts.port, self.broadcasts.versions)
+        welcome = m.Welcome(
+            self.crew.addresses, self.config.deployment.host, self.broadcasts.port, self.broadcasts.versions
+        )
         for name in self.crew.present & self.crew.hellos.keys():
             self.server.send(name, welcome)
 
@@ -204,8 +237,11 @@ class Recovery:
         if role == "generator":
             if name in self.outboxes:
                 self.outboxes.pop(name).close()
-            # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice the first counts.
-            again = self.book.reissue(lambda generator, place, since: generator == name and place != ARRIVED, message.reason)
+            # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice
+            # the first counts.
+            again = self.book.reissue(
+                lambda generator, place, since: generator == name and place != ARRIVED, message.reason
+            )
         elif role == "logprob":
             again = self.book.reissue(lambda generator, place, since: place == GENERATED, message.reason)
         for counter, count in ((f"recovery/{role}s_lost", 1), ("recovery/tickets_reissued", again)):

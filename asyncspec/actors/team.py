@@ -1,15 +1,17 @@
-"""Several ranks that hold one model together, and how the first leads them: those of the trainer, or of a logprob actor.
+"""Several ranks that hold one model together, and how the first leads them: those of the trainer, or of a logprob
+actor.
 
-The leading rank alone has an inbox for groups, waits, decides and reports. Before each collective it sends the others an order, so that all of
-them come to the same one; a rank without an order waits. Of the groups that are to be gone through, as many as there are data ranks are at once,
-one in each; a rank for which none is left, or whose group takes fewer passes, makes passes over nothing, and so takes part.
+The leading rank alone has an inbox for groups, waits, decides and reports. Before each collective it sends the others
+an order, so that all of them come to the same one; a rank without an order waits. Of the groups that are to be gone
+through, as many as there are data ranks are at once, one in each; a rank for which none is left, or whose group takes
+fewer passes, makes passes over nothing, and so takes part.
 
     leader          deal g0, g1           | deal g2         | update, or collect
     orders to 1     g1                    | nothing         | update, or collect
     both ranks      passes over g0, g1    | passes over g2  | step, or sum
 
-A rank that dies ends a collective with an error in the others, or leaves it to its deadline; the whole run is started again from the last
-checkpoint, which the others wait for.
+A rank that dies ends a collective with an error in the others, or leaves it to its deadline; the whole run is started
+again from the last checkpoint, which the others wait for.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Team:
         self.outboxes = [self.actor.outbox(name, welcome) for name in others]
 
     def deal(self, parts: list[tuple[m.Group, m.Arrays]], worker):
-        """Have groups gone through, each in a data rank of its own; returns what the worker's `add` does of the first, which is this rank's.
+        """Have groups gone through, each in a data rank of its own; returns what the worker's `add` does of the first,
+        which is this rank's.
 
         Args:
             parts: no more than there are data ranks.
@@ -102,7 +105,9 @@ class Team:
 
 
 def await_end(actor: Actor, error: RuntimeError):
-    """A rank is gone: give its launcher the time to say so and the controller to end this run for another start; raises PeersLost after it."""
+    """A rank is gone: give its launcher the time to say so and the controller to end this run for another start; raises
+    PeersLost after it.
+    """
     actor.log(f"a collective among the ranks failed: {error}")
     deadline = time.monotonic() + actor.config.deployment.silent_timeout_s + 2 * KILLED_S
     while time.monotonic() < deadline:

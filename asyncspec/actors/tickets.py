@@ -1,7 +1,7 @@
 """Tickets: which prompt each one is for, and where each one is.
 
-A ticket's way: pending -> generating -> generated -> arrived -> trained. `TicketMaker` is a function of the seed alone; `TicketBook` is
-the one place that knows where every ticket is, and writes each step of its way to the ledger.
+A ticket's way: pending -> generating -> generated -> arrived -> trained. `TicketMaker` is a function of the seed alone;
+`TicketBook` is the one place that knows where every ticket is, and writes each step of its way to the ledger.
 """
 
 from __future__ import annotations
@@ -33,18 +33,33 @@ class TicketMaker:
 
     def of_step(self, step: int, min_version: int) -> list[m.Ticket]:
         count = self.config.rl.groups_per_step
-        return [self._make(i, step, min_version, self.problems[self.order[i]], self.config.rl.group_size)
-                for i in range(step * count, (step + 1) * count)]
+        return [
+            self._make(i, step, min_version, self.problems[self.order[i]], self.config.rl.group_size)
+            for i in range(step * count, (step + 1) * count)
+        ]
 
     def of_evaluation(self, version: int) -> list[m.Ticket]:
         first = EVALUATION_IDS + version * len(self.held_out)
-        return [self._make(first + i, version, version, problem, self.config.eval.samples, evaluation=True)
-                for i, problem in enumerate(self.held_out)]
+        return [
+            self._make(first + i, version, version, problem, self.config.eval.samples, evaluation=True)
+            for i, problem in enumerate(self.held_out)
+        ]
 
-    def _make(self, ticket_id: int, step: int, min_version: int, problem: Problem, samples: int, evaluation: bool = False) -> m.Ticket:
+    def _make(
+        self, ticket_id: int, step: int, min_version: int, problem: Problem, samples: int, evaluation: bool = False
+    ) -> m.Ticket:
         seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
-        return m.Ticket(ticket_id, step, min_version, problem.prompt, problem.answer, self.tokenizer.encode(problem.prompt).ids, seeds,
-                        time.monotonic(), evaluation)
+        return m.Ticket(
+            ticket_id,
+            step,
+            min_version,
+            problem.prompt,
+            problem.answer,
+            self.tokenizer.encode(problem.prompt).ids,
+            seeds,
+            time.monotonic(),
+            evaluation,
+        )
 
 
 @dataclass
@@ -84,7 +99,8 @@ class TicketBook:
         return load
 
     def moved(self, ticket_id: int, place: str, generator: str = "") -> None:
-        """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is passed over.
+        """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is
+        passed over.
 
         Args:
             generator: whose word it is, if a generator's.
@@ -96,7 +112,9 @@ class TicketBook:
     def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
         """Take a ticket off the book; None if it is on it no more."""
         entry = self.open.pop(ticket_id, None)
-        ticket = entry.ticket if entry is not None else next((t for t in self.pending if t.ticket_id == ticket_id), None)
+        ticket = (
+            entry.ticket if entry is not None else next((t for t in self.pending if t.ticket_id == ticket_id), None)
+        )
         if ticket is None:
             return None
         if entry is None:  # issued again, and ended by its first issue
@@ -136,8 +154,11 @@ class TicketBook:
         entry = min(self.open.values(), key=lambda e: e.sent, default=None)
         if entry is None:
             return ""
-        place = {GENERATING: f"in {entry.generator}", GENERATED: f"past {entry.generator}, on its way through logprob",
-                 ARRIVED: "with the trainer, not trained"}[entry.place]
+        place = {
+            GENERATING: f"in {entry.generator}",
+            GENERATED: f"past {entry.generator}, on its way through logprob",
+            ARRIVED: "with the trainer, not trained",
+        }[entry.place]
         return f"ticket {entry.ticket.ticket_id} of step {entry.ticket.step}, {place}"
 
 
@@ -163,5 +184,8 @@ class Evaluations:
             return None
         del self._open[version]
         # Training goes on meanwhile: later samples may be of newer versions, those of the last version are not.
-        return {"eval/accuracy": float(np.mean(evaluation["rewards"])), "eval/policy_version": version,
-                "eval/policy_version_max": evaluation["newest"]}, len(evaluation["rewards"])
+        return {
+            "eval/accuracy": float(np.mean(evaluation["rewards"])),
+            "eval/policy_version": version,
+            "eval/policy_version_max": evaluation["newest"],
+        }, len(evaluation["rewards"])

@@ -1,10 +1,10 @@
 """The trainer: accumulates the gradient as groups arrive in ticket order, steps, publishes the next version.
 
-- Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in.
-- A group outside the policy lag is refused with `LagError`, before it touches the gradient.
-- Losses are summed over tokens; gradients are divided once a step by the number of tokens.
-- It leads the trainer's other ranks, if there are any: actors/trainer_rank.py.
-- With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states of the same forward pass: the
+- Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in. - A group
+outside the policy lag is refused with `LagError`, before it touches the gradient. - Losses are summed over tokens;
+gradients are divided once a step by the number of tokens. - It leads the trainer's other ranks, if there are any:
+actors/trainer_rank.py. - With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states
+of the same forward pass: the
   module's loss reaches no parameter of the policy.
 - Every so many steps it writes a checkpoint to resume from, in the background.
 - Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
@@ -69,7 +69,9 @@ class Trainer(Actor):
             from asyncspec.drafts.training import DraftTrainer
 
             mtp = draft.load("mtp", resolve_path(c.draft_directory), self.learner.shape, self.learner.model)
-            self.mtp = DraftTrainer(mtp.module.to(self.device), mtp.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
+            self.mtp = DraftTrainer(
+                mtp.module.to(self.device), mtp.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr
+            )
             self.learner.more_state = lambda: {"mtp": self.mtp.state()}
 
     def connect(self, welcome: m.Welcome) -> set[str]:
@@ -161,8 +163,13 @@ class Trainer(Actor):
         limit = self.config.deployment.stall_timeout_s
         if self.learner.checkpoints.busy and self._saving_since and time.monotonic() - self._saving_since > limit:
             self._saving_since = 0.0  # said once
-            self.control.send(m.Notice(self.name, f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and no other "
-                                                  f"is begun before it is done; is the disk of {self.spec.run_dir} well?"))
+            self.control.send(
+                m.Notice(
+                    self.name,
+                    f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and no other "
+                    f"is begun before it is done; is the disk of {self.spec.run_dir} well?",
+                )
+            )
         try:
             if (version := self.learner.checkpoints.saved(wait)) is not None:
                 self.control.send(m.Checkpointed(version))
@@ -190,7 +197,9 @@ class Trainer(Actor):
 
     def save_policy(self) -> None:
         """Write the policy as a Hugging Face directory."""
-        directory = self.team.together(lambda: self.learner.save_policy(self.team.snapshot(), self.mtp and self.mtp.draft))
+        directory = self.team.together(
+            lambda: self.learner.save_policy(self.team.snapshot(), self.mtp and self.mtp.draft)
+        )
         self.log(f"policy of version {self.step_index} written to {directory}")
 
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
@@ -204,10 +213,23 @@ class Trainer(Actor):
             self.mtp_groups += 1
             self._train_mtp(*forward)
         return m.GroupRecord(
-            group.ticket.ticket_id, group.generator, float(np.mean(group.rewards)), len(set(group.rewards)) > 1,
-            arrays["lengths"].tolist(), int(versions.min()), int(versions.max()), group.proximal_version,
-            group.verifications, group.proposed, group.accepted, group.truncated, group.draft_version, group.phases,
-            group.reached_at, group.accepted_at)
+            group.ticket.ticket_id,
+            group.generator,
+            float(np.mean(group.rewards)),
+            len(set(group.rewards)) > 1,
+            arrays["lengths"].tolist(),
+            int(versions.min()),
+            int(versions.max()),
+            group.proximal_version,
+            group.verifications,
+            group.proposed,
+            group.accepted,
+            group.truncated,
+            group.draft_version,
+            group.phases,
+            group.reached_at,
+            group.accepted_at,
+        )
 
     def _update(self, step: int) -> tuple[dict[str, float], str]:
         """The optimizer's step; one whose gradient is not finite is left out, kept for inspection and reported.
@@ -228,18 +250,26 @@ class Trainer(Actor):
                 kept = f"its groups could not be written: {full}"
             self.control.send(m.Notice(self.name, f"step {step} left the policy as it was: {error}; {kept}"))
             if self.learner.skipped_in_a_row == MOST_SKIPPED:
-                raise FloatingPointError(f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {folder}; a smaller "
-                                         f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure") from None
+                raise FloatingPointError(
+                    f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {folder}; a smaller "
+                    f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure"
+                ) from None
             return {"grad/skipped": self.learner.skipped}, str(error)
 
     def _train_mtp(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> None:
         from asyncspec.drafts.supervision import from_pass
 
         embeds_GLD = self.learner.model.tok_embeddings(tokens_GL)
-        supervision = from_pass(tokens_GL, mask_GL, logits_GLV, hidden_GLD, embeds_GLD, self.config.sampling.temperature)
+        supervision = from_pass(
+            tokens_GL, mask_GL, logits_GLV, hidden_GLD, embeds_GLD, self.config.sampling.temperature
+        )
         loss, rates = self.mtp.step(supervision)
-        self.counters |= {"draft/loss": loss, "draft/expected_acceptance_1": rates[0], "draft/updates": self.mtp.steps,
-                          "draft/skipped": self.mtp.skipped}
+        self.counters |= {
+            "draft/loss": loss,
+            "draft/expected_acceptance_1": rates[0],
+            "draft/updates": self.mtp.steps,
+            "draft/skipped": self.mtp.skipped,
+        }
 
     def _next_group(self, ticket_id: int) -> tuple[m.Group, m.Arrays]:
         start = now()

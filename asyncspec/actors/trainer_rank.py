@@ -30,7 +30,9 @@ class TrainerTeam(Team):
         self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than there are data ranks
 
     def add(self, group: m.Group, arrays: m.Arrays):
-        """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it was this rank's turn."""
+        """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it
+        was this rank's turn.
+        """
         if not self.learner.accumulator.has_gradient(group):
             return self.learner.accumulator.add(group, arrays)
         self.waiting.append((group, arrays))

@@ -1,5 +1,5 @@
-"""bench adapter: the draft adapter is never in the way. The default job's steps with an adapter that works, one that gets a tenth of
-its time, one that is killed, and without one, whole runs interleaved.
+"""bench adapter: the draft adapter is never in the way. The default job's steps with an adapter that works, one that
+gets a tenth of its time, one that is killed, and without one, whole runs interleaved.
 
 At lag 0, where a core is free while the trainer trains. Slow is what SIGSTOP and SIGCONT make of a working adapter.
 """
@@ -34,16 +34,34 @@ class AdapterBenchmark(Benchmark):
         run_dir = self.out / f"{variant}-{repetition}"
         beside = {"slow": _slow_down, "killed": _kill}.get(variant)
         rows = run_job(
-            run_dir, "--policy-lag", "0", "--steps", str(STEPS), "eval.every=0", "data.eval_prompts=8", "speculation.draft_length=3",
-            f"draft.adapt={variant != 'off'}", "deployment.replacements=0", f"seed={repetition}", *self.overrides,
-            beside=None if beside is None else lambda process: beside(process, run_dir))[SKIP:]
+            run_dir,
+            "--policy-lag",
+            "0",
+            "--steps",
+            str(STEPS),
+            "eval.every=0",
+            "data.eval_prompts=8",
+            "speculation.draft_length=3",
+            f"draft.adapt={variant != 'off'}",
+            "deployment.replacements=0",
+            f"seed={repetition}",
+            *self.overrides,
+            beside=None if beside is None else lambda process: beside(process, run_dir),
+        )[SKIP:]
         return {
-            "step_s": statistics.median(row["time/step"] for row in rows), "train_s": statistics.median(row["time/train"] for row in rows),
+            "step_s": statistics.median(row["time/step"] for row in rows),
+            "train_s": statistics.median(row["time/train"] for row in rows),
             "other_share": sum(row["time/other"] for row in rows) / sum(row["time/step"] for row in rows),
-            "updates": rows[-1].get("draft/updates", 0), "dropped": rows[-1].get("draft/groups_dropped", 0)}
+            "updates": rows[-1].get("draft/updates", 0),
+            "dropped": rows[-1].get("draft/groups_dropped", 0),
+        }
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        return {f"{what}_{variant}_over_off": ratio(samples, f"{what}_s", variant, "off") for what in ("step", "train") for variant in self.variants[1:]}
+        return {
+            f"{what}_{variant}_over_off": ratio(samples, f"{what}_s", variant, "off")
+            for what in ("step", "train")
+            for variant in self.variants[1:]
+        }
 
     def plot(self, axes, samples: Samples) -> None:
         for place, variant in enumerate(self.variants):

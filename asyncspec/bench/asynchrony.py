@@ -1,8 +1,8 @@
 """bench async: what the policy lag hides. The default job, policy lag 0 against 1, whole runs interleaved.
 
-Seconds are means over the steps of a run after the first two, which fill the pipeline: means, because a long rollout now and
-then is what exposes generation. Generation is exposed where the trainer waited for rollouts that were not generated yet, as
-attributed from the groups' histories.
+Seconds are means over the steps of a run after the first two, which fill the pipeline: means, because a long rollout
+now and then is what exposes generation. Generation is exposed where the trainer waited for rollouts that were not
+generated yet, as attributed from the groups' histories.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ class AsyncBenchmark(Benchmark):
     name = "async"
     repeats = 3
     variants = ("lag 0", "lag 1")
-    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "train_s", "generation_s", "lag_max", "tokens_per_s")
+    columns = (
+        "step_s",
+        "exposed_generation_s",
+        "exposed_logprob_s",
+        "train_s",
+        "generation_s",
+        "lag_max",
+        "tokens_per_s",
+    )
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out
@@ -32,16 +40,29 @@ class AsyncBenchmark(Benchmark):
         lag = variant.split()[1]
         run_dir = self.out / f"lag{lag}-{repetition}"
         # No evaluation and no draft adaptation between the steps: they take the same cores and blur the comparison.
-        rows = run_job(run_dir, "--policy-lag", lag, "--steps", str(STEPS), "eval.every=0", "data.eval_prompts=8", "draft.adapt=false",
-                       f"seed={repetition}", *self.overrides)[SKIP:]
+        rows = run_job(
+            run_dir,
+            "--policy-lag",
+            lag,
+            "--steps",
+            str(STEPS),
+            "eval.every=0",
+            "data.eval_prompts=8",
+            "draft.adapt=false",
+            f"seed={repetition}",
+            *self.overrides,
+        )[SKIP:]
 
         def mean(key: str) -> float:
             return statistics.fmean(row[key] for row in rows)
 
         return {
-            "step_s": mean("time/step"), **{f"{part}_s": mean(f"time/{part}") for part in PARTS},
-            "generation_s": mean("time/generation"), "lag_max": max(row["lag/max"] for row in rows),
-            "tokens_per_s": sum(row["throughput/tokens_per_s"] * row["time/step"] for row in rows) / sum(row["time/step"] for row in rows),
+            "step_s": mean("time/step"),
+            **{f"{part}_s": mean(f"time/{part}") for part in PARTS},
+            "generation_s": mean("time/generation"),
+            "lag_max": max(row["lag/max"] for row in rows),
+            "tokens_per_s": sum(row["throughput/tokens_per_s"] * row["time/step"] for row in rows)
+            / sum(row["time/step"] for row in rows),
         }
 
     def headline(self, samples: Samples) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""bench chaos: faults at random moments in a default run: any actor killed or frozen, a hundred times. Does it end, learn as without them,
-and train every ticket once, within the lag?
+"""bench chaos: faults at random moments in a default run: any actor killed or frozen, a hundred times. Does it end,
+learn as without them, and train every ticket once, within the lag?
 
-Variants: the same job without faults, with them, and cut short by a SIGKILL of its launcher and resumed, ten times. A fault hits whichever process plays a role at that moment, also one that is still
-coming up in place of another. Detection is from the signal to the ledger's `lost`; recovery to its `joined`, or, where all is started
-again, to `ready`.
+Variants: the same job without faults, with them, and cut short by a SIGKILL of its launcher and resumed, ten times. A
+fault hits whichever process plays a role at that moment, also one that is still coming up in place of another.
+Detection is from the signal to the ledger's `lost`; recovery to its `joined`, or, where all is started again, to
+`ready`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly
 FREEZES = 0.25  # share of faults that are not deaths
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
 CUTS = 10
-SETTINGS = ("deployment.replacements=100000", "deployment.restarts=100000", "deployment.silent_timeout_s=2", "checkpoint.every=5")
+SETTINGS = (
+    "deployment.replacements=100000",
+    "deployment.restarts=100000",
+    "deployment.silent_timeout_s=2",
+    "checkpoint.every=5",
+)
 
 
 class ChaosBenchmark(Benchmark):
@@ -48,7 +54,9 @@ class ChaosBenchmark(Benchmark):
         run_dir, started = self.out / f"{variant}-{repetition}", time.monotonic()
         storm = Storm(run_dir, np.random.default_rng([repetition, 0xFA])) if variant == "faults" else None
         arguments = (f"seed={repetition}", *SETTINGS, *self.overrides)
-        rows = cut_and_resume(run_dir, arguments) if variant == "resumed" else run_job(run_dir, *arguments, beside=storm)
+        rows = (
+            cut_and_resume(run_dir, arguments) if variant == "resumed" else run_job(run_dir, *arguments, beside=storm)
+        )
         events = list(ledger.read(run_dir))
         faults = [] if storm is None else timed(storm.faults, events)
         self.faults += faults
@@ -57,20 +65,37 @@ class ChaosBenchmark(Benchmark):
         found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
         accuracy = [row["eval/accuracy"] for row in rows if row["eval/accuracy"] is not None]
         return {
-            "faults": CUTS if variant == "resumed" else len(faults), "seconds": time.monotonic() - started, "violations": len(found),
+            "faults": CUTS if variant == "resumed" else len(faults),
+            "seconds": time.monotonic() - started,
+            "violations": len(found),
             "tickets_lost": sum(not sum(counts.values()) for counts in ends.values()),
             "tickets_doubled": sum(sum(counts.values()) > 1 for counts in ends.values()),
-            "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > config.policy_lag for row in rows),
+            "lag_violations": sum("version" in text for text in found)
+            + sum(row["lag/max"] > config.policy_lag for row in rows),
             "accuracy_gain": accuracy[-1] - accuracy[0],
-            **{f"{role}_{what}_s": value for role in ROLES for what in ("detected", "recovered")
-               if (value := median_of(faults, role, what)) is not None}}
+            **{
+                f"{role}_{what}_s": value
+                for role in ROLES
+                for what in ("detected", "recovered")
+                if (value := median_of(faults, role, what)) is not None
+            },
+        }
 
     def headline(self, samples: Samples) -> dict[str, float]:
         disturbed = samples["faults"] + samples["resumed"]
-        total = {key: sum(sample[key] for sample in disturbed) for key in ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "violations")}
-        gain = {variant: statistics.median(sample["accuracy_gain"] for sample in samples[variant]) for variant in self.variants}
+        total = {
+            key: sum(sample[key] for sample in disturbed)
+            for key in ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "violations")
+        }
+        gain = {
+            variant: statistics.median(sample["accuracy_gain"] for sample in samples[variant])
+            for variant in self.variants
+        }
         recovery = median_of(self.faults, "generator0", "recovered")
-        return total | {"generator_recovery_s": float("nan") if recovery is None else recovery, **{f"accuracy_gain_{variant}": value for variant, value in gain.items()}}
+        return total | {
+            "generator_recovery_s": float("nan") if recovery is None else recovery,
+            **{f"accuracy_gain_{variant}": value for variant, value in gain.items()},
+        }
 
     def tables(self, samples: Samples) -> list[Table]:
         table = Table(title="seconds from the signal: median (largest)", title_justify="left")
@@ -80,14 +105,27 @@ class ChaosBenchmark(Benchmark):
             for kind in ("killed", "frozen"):
                 of = [fault for fault in self.faults if (fault["role"], fault["kind"]) == (role, kind)]
                 cells = [[fault[what] for fault in of if what in fault] for what in ("detected", "recovered")]
-                table.add_row(role, kind, str(len(of)), *(f"{statistics.median(cell):.2f} ({max(cell):.2f})" if cell else "" for cell in cells))
+                table.add_row(
+                    role,
+                    kind,
+                    str(len(of)),
+                    *(f"{statistics.median(cell):.2f} ({max(cell):.2f})" if cell else "" for cell in cells),
+                )
         return [*super().tables(samples), table]
 
     def plot(self, axes, samples: Samples) -> None:
         for place, role in enumerate(ROLES):
             for kind, mark in (("killed", "o"), ("frozen", "s")):
-                values = [f["recovered"] for f in self.faults if (f["role"], f["kind"]) == (role, kind) and "recovered" in f]
-                axes.plot([place + (0.1 if kind == "frozen" else -0.1)] * len(values), values, mark, alpha=0.5, label=kind if not place else None)
+                values = [
+                    f["recovered"] for f in self.faults if (f["role"], f["kind"]) == (role, kind) and "recovered" in f
+                ]
+                axes.plot(
+                    [place + (0.1 if kind == "frozen" else -0.1)] * len(values),
+                    values,
+                    mark,
+                    alpha=0.5,
+                    label=kind if not place else None,
+                )
         axes.set_xticks(range(len(ROLES)), ROLES)
         axes.set_ylabel("seconds from the signal to recovery")
         axes.set_ylim(bottom=0)
@@ -118,7 +156,9 @@ class Storm:
 
     def _newest(self, role: str) -> tuple[str, int]:
         logs = sorted((self.run_dir / "logs").glob(f"{role}*.log"), key=lambda path: path.stat().st_mtime_ns)
-        found = [(log.stem, pid) for log in logs for pid in re.findall(r"starts, pid (\d+)", log.read_text(errors="replace"))]
+        found = [
+            (log.stem, pid) for log in logs for pid in re.findall(r"starts, pid (\d+)", log.read_text(errors="replace"))
+        ]
         return (found[-1][0], int(found[-1][1])) if found else ("", 0)
 
 
@@ -126,13 +166,22 @@ def cut_and_resume(run_dir: Path, arguments: Sequence[str], cuts: int = CUTS) ->
     """A run whose launcher is killed every so many steps, and resumed; returns the rows of its metrics."""
     steps = load("tiny", arguments).steps
     for cut in range(cuts):
+
         def until_its_turn(process) -> None:
             path = run_dir / "metrics.jsonl"
-            while process.poll() is None and (not path.exists() or len(read_rows(path)) < (cut + 1) * steps // (cuts + 1)):
+            while process.poll() is None and (
+                not path.exists() or len(read_rows(path)) < (cut + 1) * steps // (cuts + 1)
+            ):
                 time.sleep(0.05)
             process.kill()
 
-        run_job(run_dir, *(arguments if not cut else ()), beside=until_its_turn, expected=(-signal.SIGKILL,), resume=bool(cut))
+        run_job(
+            run_dir,
+            *(arguments if not cut else ()),
+            beside=until_its_turn,
+            expected=(-signal.SIGKILL,),
+            resume=bool(cut),
+        )
     return run_job(run_dir, resume=True)
 
 
@@ -149,12 +198,33 @@ def timed(faults: list[dict], events: list[dict]) -> list[dict]:
     for fault in faults:
         later = [event for event in events if event["time"] >= fault["time"] - 0.01]
         # A fault that hits while all is being started again has no loss of its own: the restart mends it too.
-        noted = next((e for e in later if e["event"] == "resumed" or (e["event"] == "lost" and e["actor"] == fault["actor"])), None)
+        noted = next(
+            (e for e in later if e["event"] == "resumed" or (e["event"] == "lost" and e["actor"] == fault["actor"])),
+            None,
+        )
         lost = noted["time"] if noted is not None else None
-        replaced = next((e["time"] for e in later if lost is not None and e["time"] >= lost and (e["event"] == "ready" or (
-            e["event"] == "joined" and noted["event"] == "lost" and e["actor"].partition(".")[0] == fault["role"]))), None)
-        result.append(fault | ({"detected": lost - fault["time"]} if noted is not None and noted["event"] == "lost" else {})
-                      | ({} if replaced is None else {"recovered": replaced - fault["time"]}))
+        replaced = next(
+            (
+                e["time"]
+                for e in later
+                if lost is not None
+                and e["time"] >= lost
+                and (
+                    e["event"] == "ready"
+                    or (
+                        e["event"] == "joined"
+                        and noted["event"] == "lost"
+                        and e["actor"].partition(".")[0] == fault["role"]
+                    )
+                )
+            ),
+            None,
+        )
+        result.append(
+            fault
+            | ({"detected": lost - fault["time"]} if noted is not None and noted["event"] == "lost" else {})
+            | ({} if replaced is None else {"recovered": replaced - fault["time"]})
+        )
     return result
 
 

@@ -1,7 +1,9 @@
-"""bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace, a torchrun and an actor for each node, real
-queues, lag, broadcasts and attribution; only the computing is waited for (configs/mock_rl_think_8b.yaml says how long, and why).
+"""bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace, a torchrun and an
+actor for each node, real queues, lag, broadcasts and attribution; only the computing is waited for
+(configs/mock_rl_think_8b.yaml says how long, and why).
 
-Variants: no speculation; speculation; speculation with two nodes, one that generates and one of logprob, cut off from the network for a while.
+Variants: no speculation; speculation; speculation with two nodes, one that generates and one of logprob, cut off from
+the network for a while.
 """
 
 from __future__ import annotations
@@ -31,21 +33,39 @@ class DeploymentBenchmark(Benchmark):
     name = "deployment"
     repeats = 1
     variants = ("ar", "spec", "spec, nodes cut off")
-    columns = ("step_s", "exposed_generation_s", "exposed_logprob_s", "prepare_s", "recovery_s", "train_s", "lag_violations", "generators_lost", "logprobs_lost",
-               "joined_again")
+    columns = (
+        "step_s",
+        "exposed_generation_s",
+        "exposed_logprob_s",
+        "prepare_s",
+        "recovery_s",
+        "train_s",
+        "lag_violations",
+        "generators_lost",
+        "logprobs_lost",
+        "joined_again",
+    )
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out.absolute()
         self.config = self._config("ar")
         nodes = topology.parse(self.config.deployment.nodes)
-        self.victims = [max(i for i, node in enumerate(nodes) if role in node) for role in ("generator", "logprob") if topology.total(nodes)[role] > 1]
+        self.victims = [
+            max(i for i, node in enumerate(nodes) if role in node)
+            for role in ("generator", "logprob")
+            if topology.total(nodes)[role] > 1
+        ]
         self.hosts = Hosts(len(nodes))
 
     def _config(self, variant: str) -> Config:
         return load(CONFIG, self._settings(variant))
 
     def _settings(self, variant: str) -> list[str]:
-        return [f"speculation.method={'none' if variant == 'ar' else 'ngram'}", "deployment.silent_timeout_s=3", *self.overrides]
+        return [
+            f"speculation.method={'none' if variant == 'ar' else 'ngram'}",
+            "deployment.silent_timeout_s=3",
+            *self.overrides,
+        ]
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         run_dir = self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}"
@@ -53,10 +73,34 @@ class DeploymentBenchmark(Benchmark):
         logs.mkdir(parents=True, exist_ok=True)
         nodes = []
         for i in range(self.hosts.count):
-            nodes.append(self.hosts.start(i, [
-                "-m", "torch.distributed.run", "--nnodes", str(self.hosts.count), "--nproc-per-node", "1", "--node-rank", str(i),
-                "--master-addr", self.hosts.address(0), "--master-port", str(29500 + repetition), "-m", "asyncspec.cli", "train", "--config", CONFIG,
-                "--run-dir", str(run_dir), *self._settings(variant)], logs / f"{i}.log"))
+            nodes.append(
+                self.hosts.start(
+                    i,
+                    [
+                        "-m",
+                        "torch.distributed.run",
+                        "--nnodes",
+                        str(self.hosts.count),
+                        "--nproc-per-node",
+                        "1",
+                        "--node-rank",
+                        str(i),
+                        "--master-addr",
+                        self.hosts.address(0),
+                        "--master-port",
+                        str(29500 + repetition),
+                        "-m",
+                        "asyncspec.cli",
+                        "train",
+                        "--config",
+                        CONFIG,
+                        "--run-dir",
+                        str(run_dir),
+                        *self._settings(variant),
+                    ],
+                    logs / f"{i}.log",
+                )
+            )
         try:
             self._attend(variant, run_dir, nodes)
         finally:
@@ -71,7 +115,9 @@ class DeploymentBenchmark(Benchmark):
                     os.killpg(node.pid, signal.SIGKILL)
         rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
         if len(rows) < self.config.steps:
-            raise ConfigError(f"bench deployment: {variant}: {len(rows)} of {self.config.steps} steps; see {logs} and {run_dir}/logs")
+            raise ConfigError(
+                f"bench deployment: {variant}: {len(rows)} of {self.config.steps} steps; see {logs} and {run_dir}/logs"
+            )
         scale, steady = self.config.mock.time_scale, rows[SKIP:]
 
         def mean(key: str) -> float:
@@ -79,20 +125,43 @@ class DeploymentBenchmark(Benchmark):
 
         events = list(ledger.read(run_dir))
         found = violations(events, self.config.policy_lag, self.config.rl.groups_per_step, len(rows))
-        return {"step_s": mean("time/step"), "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
-                **{f"{part}_s": mean(f"time/{part}") for part in (
-                    "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "admission", "transport", "data", "train", "other")},
-                "generation_s": mean("time/generation"), "violations": len(found),
-                **{f"{role}s_lost": rows[-1].get(f"recovery/{role}s_lost", 0) for role in ("generator", "logprob")},
-                "joined_again": sum(event["event"] == "joined" for event in events),
-                "lag_violations": sum("version" in text for text in found) + sum(row["lag/max"] > self.config.policy_lag for row in rows)}
+        return {
+            "step_s": mean("time/step"),
+            "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
+            **{
+                f"{part}_s": mean(f"time/{part}")
+                for part in (
+                    "exposed_generation",
+                    "exposed_logprob",
+                    "exposed_reward",
+                    "prepare",
+                    "recovery",
+                    "admission",
+                    "transport",
+                    "data",
+                    "train",
+                    "other",
+                )
+            },
+            "generation_s": mean("time/generation"),
+            "violations": len(found),
+            **{f"{role}s_lost": rows[-1].get(f"recovery/{role}s_lost", 0) for role in ("generator", "logprob")},
+            "joined_again": sum(event["event"] == "joined" for event in events),
+            "lag_violations": sum("version" in text for text in found)
+            + sum(row["lag/max"] > self.config.policy_lag for row in rows),
+        }
 
     def _attend(self, variant: str, run_dir: Path, nodes: list[subprocess.Popen]) -> None:
         """Until the controller's node has ended; cut some off in between, if that is to be."""
         deadline, cut = time.monotonic() + LONGEST_S, 0.0
         while nodes[0].poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
-            if variant.endswith("cut off") and not cut and (run_dir / "metrics.jsonl").exists() and len(read_rows(run_dir / "metrics.jsonl")) >= CUT_AFTER:
+            if (
+                variant.endswith("cut off")
+                and not cut
+                and (run_dir / "metrics.jsonl").exists()
+                and len(read_rows(run_dir / "metrics.jsonl")) >= CUT_AFTER
+            ):
                 cut = time.monotonic()
                 self._cut_off(True)
             if cut > 0 and time.monotonic() - cut > CUT_S:
@@ -107,13 +176,20 @@ class DeploymentBenchmark(Benchmark):
         def mean(variant: str, key: str) -> float:
             return statistics.fmean(sample[key] for sample in samples[variant])
 
-        return {"exposed_generation_ar_s": mean("ar", "exposed_generation_s"), "exposed_generation_spec_s": mean("spec", "exposed_generation_s"),
-                "step_ar_s": mean("ar", "step_s"), "step_spec_s": mean("spec", "step_s"), "step_speedup": ratio(samples, "step_s", "ar", "spec"),
-                "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
-                "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
-                "step_cut_off_s": mean("spec, nodes cut off", "step_s"), "joined_again": mean("spec, nodes cut off", "joined_again"),
-                "time_scale": self.config.mock.time_scale,
-                "rate_shaped": float("rate" in self.hosts.shaped), "delay_shaped": float("delay" in self.hosts.shaped)}
+        return {
+            "exposed_generation_ar_s": mean("ar", "exposed_generation_s"),
+            "exposed_generation_spec_s": mean("spec", "exposed_generation_s"),
+            "step_ar_s": mean("ar", "step_s"),
+            "step_spec_s": mean("spec", "step_s"),
+            "step_speedup": ratio(samples, "step_s", "ar", "spec"),
+            "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
+            "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
+            "step_cut_off_s": mean("spec, nodes cut off", "step_s"),
+            "joined_again": mean("spec, nodes cut off", "joined_again"),
+            "time_scale": self.config.mock.time_scale,
+            "rate_shaped": float("rate" in self.hosts.shaped),
+            "delay_shaped": float("delay" in self.hosts.shaped),
+        }
 
     def plot(self, axes, samples: Samples) -> None:
         parts = ("train", "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "other")

@@ -1,9 +1,9 @@
 """bench drafts: where the draft comes from, and what adapting it online is worth.
 
-For two forms of the default policy, as shipped (RL-Zero) and after some RL (RL-Think): an EAGLE-3 draft trained on the task's own
-prompts (in-domain) and one trained on other tasks' (general), for as long; then an RL run with each, adapting it. Measured on the
-policy that came of the run: the draft it started with (frozen) and the one it ended with (online), and the other drafters. So the
-frozen and the adapted draft face the same policy.
+For two forms of the default policy, as shipped (RL-Zero) and after some RL (RL-Think): an EAGLE-3 draft trained on the
+task's own prompts (in-domain) and one trained on other tasks' (general), for as long; then an RL run with each,
+adapting it. Measured on the policy that came of the run: the draft it started with (frozen) and the one it ended with
+(online), and the other drafters. So the frozen and the adapted draft face the same policy.
 
 Drafts and runs are kept under the output directory, and found there by a later run.
 """
@@ -34,11 +34,17 @@ GENERAL_PROMPTS = 8192
 ROLLOUTS, SAMPLES, SLOTS = 64, 8, 16
 # arXiv 2604.26779, k = 3: acceptance length and generation speedup.
 PUBLISHED = {
-    ("zero", "general", "frozen"): (2.88, 1.51), ("zero", "general", "online"): (3.04, 1.63),
-    ("zero", "in-domain", "frozen"): (3.32, 1.77), ("zero", "in-domain", "online"): (3.29, 1.78),
-    ("think", "general", "frozen"): (2.40, 1.19), ("think", "general", "online"): (2.55, 1.26),
-    ("think", "in-domain", "frozen"): (2.77, 1.53), ("think", "in-domain", "online"): (2.74, 1.52),
-    ("zero", "other", "ngram"): (2.47, 0.7), ("think", "other", "ngram"): (2.05, 0.5)}
+    ("zero", "general", "frozen"): (2.88, 1.51),
+    ("zero", "general", "online"): (3.04, 1.63),
+    ("zero", "in-domain", "frozen"): (3.32, 1.77),
+    ("zero", "in-domain", "online"): (3.29, 1.78),
+    ("think", "general", "frozen"): (2.40, 1.19),
+    ("think", "general", "online"): (2.55, 1.26),
+    ("think", "in-domain", "frozen"): (2.77, 1.53),
+    ("think", "in-domain", "online"): (2.74, 1.52),
+    ("zero", "other", "ngram"): (2.47, 0.7),
+    ("think", "other", "ngram"): (2.05, 0.5),
+}
 
 
 class DraftsBenchmark(Benchmark):
@@ -49,9 +55,14 @@ class DraftsBenchmark(Benchmark):
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out
         base = Loads(self.overrides).config
-        start = {"zero": str(resolve_path(base.model.path).resolve()), "think": str(self._run("think-start", THINK_STEPS) / "policy")}
+        start = {
+            "zero": str(resolve_path(base.model.path).resolve()),
+            "think": str(self._run("think-start", THINK_STEPS) / "policy"),
+        }
         prompts = out / "general.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in tasks.general_prompts(base.seed, GENERAL_PROMPTS)))
+        prompts.write_text(
+            "".join(json.dumps({"prompt": p}) + "\n" for p in tasks.general_prompts(base.seed, GENERAL_PROMPTS))
+        )
         self.loads: dict[tuple[str, str, str], Loads] = {}
         self.kl: dict[tuple[str, str], float] = {}
         for form in FORMS:
@@ -59,15 +70,35 @@ class DraftsBenchmark(Benchmark):
                 draft = out / f"draft-{form}-{init}"
                 if not (draft / "config.json").is_file():
                     print(f"bench drafts: training {draft}, {DRAFT_MINUTES} minutes", flush=True)
-                    train_draft(draft, "--policy", start[form], "--minutes", str(DRAFT_MINUTES), "--seed", str(base.seed),
-                                *(["--prompts", str(prompts)] if init == "general" else []))
-                ended = self._run(f"run-{form}-{init}", RUN_STEPS, f"model.path={start[form]}", f"speculation.draft_path={draft}")
+                    train_draft(
+                        draft,
+                        "--policy",
+                        start[form],
+                        "--minutes",
+                        str(DRAFT_MINUTES),
+                        "--seed",
+                        str(base.seed),
+                        *(["--prompts", str(prompts)] if init == "general" else []),
+                    )
+                ended = self._run(
+                    f"run-{form}-{init}", RUN_STEPS, f"model.path={start[form]}", f"speculation.draft_path={draft}"
+                )
                 for mode, directory in (("frozen", draft), ("online", ended / "draft")):
                     self.loads[form, init, mode] = Loads(
-                        [*self.overrides, f"model.path={ended / 'policy'}", "speculation.method=eagle3", f"speculation.draft_path={directory}"])
+                        [
+                            *self.overrides,
+                            f"model.path={ended / 'policy'}",
+                            "speculation.method=eagle3",
+                            f"speculation.draft_path={directory}",
+                        ]
+                    )
                 self.kl[form, init] = divergence(ended / "policy", Path(start[form]))
-        self.variants = [f"{form} {init} {variant}" for form in FORMS for init in INITS
-                         for variant in ("none", *(f"{mode} {k}" for mode in MODES for k in LENGTHS))]
+        self.variants = [
+            f"{form} {init} {variant}"
+            for form in FORMS
+            for init in INITS
+            for variant in ("none", *(f"{mode} {k}" for mode in MODES for k in LENGTHS))
+        ]
         self.variants += [f"{form} other {method} {k}" for form in FORMS for method in OTHERS for k in LENGTHS]
 
     def _run(self, name: str, steps: int, *overrides: str) -> Path:
@@ -75,7 +106,17 @@ class DraftsBenchmark(Benchmark):
         directory = self.out / name
         if not (directory / "checkpoint" / "policy" / "config.json").is_file():
             print(f"bench drafts: running {directory}, {steps} steps", flush=True)
-            run_job(directory, "--steps", str(steps), "--policy-lag", "1", "eval.every=0", "speculation.draft_length=3", *self.overrides, *overrides)
+            run_job(
+                directory,
+                "--steps",
+                str(steps),
+                "--policy-lag",
+                "1",
+                "eval.every=0",
+                "speculation.draft_length=3",
+                *self.overrides,
+                *overrides,
+            )
         return directory.resolve() / "checkpoint"
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
@@ -83,7 +124,10 @@ class DraftsBenchmark(Benchmark):
         if init == "other":
             loads, method = self.loads[form, "in-domain", "frozen"], mode
         else:
-            loads, method = self.loads[form, init, "frozen" if mode == "none" else mode], "none" if mode == "none" else "eagle3"
+            loads, method = (
+                self.loads[form, init, "frozen" if mode == "none" else mode],
+                "none" if mode == "none" else "eagle3",
+            )
         engine = loads.engine(method, SLOTS, k[0] if k else 0)
         return loads.batch(repetition, ROLLOUTS // SAMPLES, SAMPLES, engine)[0]
 
@@ -95,14 +139,28 @@ class DraftsBenchmark(Benchmark):
             "acceptance_in_domain": accepted("zero", "in-domain", "frozen"),
             "acceptance_general_frozen": accepted("zero", "general", "frozen"),
             "acceptance_general_online": accepted("zero", "general", "online"),
-            "acceptance_in_domain_online": accepted("zero", "in-domain", "online")}
-        result |= {f"acceptance_think_{init}_{mode}".replace("-", "_"): accepted("think", init, mode) for init in INITS for mode in MODES}
+            "acceptance_in_domain_online": accepted("zero", "in-domain", "online"),
+        }
+        result |= {
+            f"acceptance_think_{init}_{mode}".replace("-", "_"): accepted("think", init, mode)
+            for init in INITS
+            for mode in MODES
+        }
         return result | {f"kl_{form}_{init}".replace("-", "_"): self.kl[form, init] for form in FORMS for init in INITS}
 
     def tables(self, samples: Samples) -> list[Table]:
-        table = Table(title="acceptance length and generation speedup over none (quartiles), on the policy each run ended with", title_justify="left")
-        for column in ("form", "draft", "", "KL to start", *(f"{what}, k={k}" for k in LENGTHS for what in ("accepted", "speedup")),
-                       "published, k=3"):
+        table = Table(
+            title="acceptance length and generation speedup over none (quartiles), on the policy each run ended with",
+            title_justify="left",
+        )
+        for column in (
+            "form",
+            "draft",
+            "",
+            "KL to start",
+            *(f"{what}, k={k}" for k in LENGTHS for what in ("accepted", "speedup")),
+            "published, k=3",
+        ):
             table.add_column(column, justify="right")
         rows = [(form, init, mode) for form in FORMS for init in INITS for mode in MODES]
         for form, init, mode in [*rows, *((form, "other", method) for form in FORMS for method in OTHERS)]:
@@ -110,18 +168,40 @@ class DraftsBenchmark(Benchmark):
             cells = []
             for k in LENGTHS:
                 variant = f"{form} {init} {mode} {k}"
-                low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples[none])])
-                cells += [f"{median(samples, variant, 'acceptance_length'):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+                low, middle, high = spread(
+                    [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples[none])]
+                )
+                cells += [
+                    f"{median(samples, variant, 'acceptance_length'):.2f}",
+                    f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                ]
             published = PUBLISHED.get((form, init, mode))
-            table.add_row(form, init, mode, f"{self.kl[form, init]:.4f}" if init != "other" else "", *cells,
-                          f"{published[0]:.2f}, {published[1]:.2f}x" if published else "")
+            table.add_row(
+                form,
+                init,
+                mode,
+                f"{self.kl[form, init]:.4f}" if init != "other" else "",
+                *cells,
+                f"{published[0]:.2f}, {published[1]:.2f}x" if published else "",
+            )
         return [table]
 
     def plot(self, axes, samples: Samples) -> None:
         rows = [(form, init, mode) for form in FORMS for init in INITS for mode in MODES]
         places = range(len(rows))
-        axes.bar([p - 0.2 for p in places], [median(samples, f"{' '.join(row)} 3", "acceptance_length") for row in rows], 0.4, label="measured")
-        axes.bar([p + 0.2 for p in places], [PUBLISHED[row][0] for row in rows], 0.4, label="published, Qwen3-8B", color="lightgray")
+        axes.bar(
+            [p - 0.2 for p in places],
+            [median(samples, f"{' '.join(row)} 3", "acceptance_length") for row in rows],
+            0.4,
+            label="measured",
+        )
+        axes.bar(
+            [p + 0.2 for p in places],
+            [PUBLISHED[row][0] for row in rows],
+            0.4,
+            label="published, Qwen3-8B",
+            color="lightgray",
+        )
         axes.set_xticks(places, ["\n".join(row) for row in rows], fontsize=7)
         axes.set_ylabel("acceptance length, k=3")
         axes.legend(fontsize=8)
@@ -135,8 +215,12 @@ def divergence(ended: Path, start: Path, prompts: int = 128) -> float:
     prompts_ = [encoder.encode(p.prompt).ids for p in tasks.sums(91, prompts)]
     done = Sampler(model, shape, Training())(prompts_, 1)
     total = tokens = 0.0
-    for tokens_BL, mask_BL in batches([Rollout(tuple(prompts_[i]), tuple(c.tokens.tolist())) for i, c in done], 32, np.random.default_rng(0)):
-        logp, logq = (m.lm_head(hidden_states(m, tokens_BL))[:, :-1][mask_BL[:, 1:]].log_softmax(-1) for m in (model, before))
+    for tokens_BL, mask_BL in batches(
+        [Rollout(tuple(prompts_[i]), tuple(c.tokens.tolist())) for i, c in done], 32, np.random.default_rng(0)
+    ):
+        logp, logq = (
+            m.lm_head(hidden_states(m, tokens_BL))[:, :-1][mask_BL[:, 1:]].log_softmax(-1) for m in (model, before)
+        )
         total, tokens = total + float((logp.exp() * (logp - logq)).sum()), tokens + len(logp)
     return total / tokens
 

@@ -1,11 +1,14 @@
-"""bench fuzz: what is none of ours is refused. A million damaged frames through real sockets, with the run's keys and without, and a
-thousand damaged configurations: none may crash anything, none may be taken for something it does not say.
+"""bench fuzz: what is none of ours is refused. A million damaged frames through real sockets, with the run's keys and
+without, and a thousand damaged configurations: none may crash anything, none may be taken for something it does not
+say.
 
-- frames: a peer that has the keys sends mutated messages, random bytes, repeated and skipped ones to a queue and a control
-  channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word for word, a message.
-- oversized: frames beyond the limit from peers that have the keys; each is cut off, and nobody else notices.
-- stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives.
-- configs: fields with values of other types, out of range, misspelt; each is refused in one line, or is what the configuration then says.
+- frames: a peer that has the keys sends mutated messages, random bytes, repeated and skipped ones to a queue and a
+control
+  channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word for word,
+  a message.
+- oversized: frames beyond the limit from peers that have the keys; each is cut off, and nobody else notices. -
+stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives. - configs: fields with
+values of other types, out of range, misspelt; each is refused in one line, or is what the configuration then says.
 """
 
 from __future__ import annotations
@@ -51,11 +54,18 @@ class FuzzBenchmark(Benchmark):
 
     def headline(self, samples: Samples) -> dict[str, float]:
         total = {key: sum(s[key] for variant in self.variants for s in samples[variant]) for key in _COUNTS}
-        return {"frames": samples["frames"][0]["tried"], "frames_unheard": samples["frames"][0]["unheard"],
-                "oversized": samples["oversized"][0]["tried"], "oversized_cut_off": samples["oversized"][0]["refused"],
-                "strangers": samples["stranger"][0]["tried"], "configs": samples["configs"][0]["tried"],
-                "crashes": total["crashes"], "silent_acceptances": total["silent"], "good_messages_lost": total["lost"],
-                "accepted_from_strangers": sum(s["accepted"] for s in samples["stranger"])}
+        return {
+            "frames": samples["frames"][0]["tried"],
+            "frames_unheard": samples["frames"][0]["unheard"],
+            "oversized": samples["oversized"][0]["tried"],
+            "oversized_cut_off": samples["oversized"][0]["refused"],
+            "strangers": samples["stranger"][0]["tried"],
+            "configs": samples["configs"][0]["tried"],
+            "crashes": total["crashes"],
+            "silent_acceptances": total["silent"],
+            "good_messages_lost": total["lost"],
+            "accepted_from_strangers": sum(s["accepted"] for s in samples["stranger"]),
+        }
 
     def plot(self, axes, samples: Samples) -> None:
         axes.bar(self.variants, [samples[v][0]["refused"] / samples[v][0]["tried"] for v in self.variants])
@@ -66,10 +76,21 @@ def examples() -> list[tuple[m.Message, m.Arrays]]:
     """A message of many kinds."""
     ticket = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.5)
     group = m.Group(ticket, "generator0", [0.0, 1.0], 0, 9, 27, 20, 3, [m.Phase("generate", 1.0, 2.0)], 2)
-    arrays = {"tokens": np.arange(9, dtype=np.int32), "behaviour": np.zeros(9, np.float32), "lengths": np.array([4, 5], np.int32)}
-    return [(ticket, {}), (group, arrays), (m.Membership("policy", 2, ["trainer", "generator0"], "gloo"), {}), (m.Ready("logprob"), {}),
-            (m.Welcome({"trainer": "tcp://127.0.0.1:1"}, "127.0.0.1", 5, {"policy": 3}), {}), (m.Interrupt("interrupted"), {}),
-            (m.Spans("trainer", [m.Span("train", 1.0, 2.0, 3)], {"x": 1.0}), {}), (m.Stop("finished"), {})]
+    arrays = {
+        "tokens": np.arange(9, dtype=np.int32),
+        "behaviour": np.zeros(9, np.float32),
+        "lengths": np.array([4, 5], np.int32),
+    }
+    return [
+        (ticket, {}),
+        (group, arrays),
+        (m.Membership("policy", 2, ["trainer", "generator0"], "gloo"), {}),
+        (m.Ready("logprob"), {}),
+        (m.Welcome({"trainer": "tcp://127.0.0.1:1"}, "127.0.0.1", 5, {"policy": 3}), {}),
+        (m.Interrupt("interrupted"), {}),
+        (m.Spans("trainer", [m.Span("train", 1.0, 2.0, 3)], {"x": 1.0}), {}),
+        (m.Stop("finished"), {}),
+    ]
 
 
 def damaged(rng: np.random.Generator, frames: list[bytes]) -> list[bytes]:
@@ -103,12 +124,15 @@ def damaged(rng: np.random.Generator, frames: list[bytes]) -> list[bytes]:
 
 def says_so(header: bytes, message: m.Message) -> bool:
     """Whether a header says what was read from it: no field of it was passed over or changed."""
+
     def within(part: Any, whole: Any) -> bool:
         if isinstance(part, dict) and isinstance(whole, dict):
             return all(key in whole and within(value, whole[key]) for key, value in part.items())
         if isinstance(part, list) and isinstance(whole, list):
             return len(part) == len(whole) and all(map(within, part, whole))
-        return part == whole or (isinstance(part, float) and isinstance(whole, float) and math.isnan(part) and math.isnan(whole))
+        return part == whole or (
+            isinstance(part, float) and isinstance(whole, float) and math.isnan(part) and math.isnan(whole)
+        )
 
     sent, read = msgspec.msgpack.decode(header), msgspec.msgpack.decode(m.encode(message)[0])
     return isinstance(sent, list) and within(sent[1], read[1])
@@ -130,7 +154,11 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
                 step = int(rng.integers(-1, 3)) if rng.random() < 0.05 else 1
                 framed = rng.random() < 0.95
                 number += framed and step == 1 and bool(frames)
-                sent = [b"D", transport._NUMBER.pack(max(0, number + step - (step == 1 and bool(frames)))), *frames] if framed else frames
+                sent = (
+                    [b"D", transport._NUMBER.pack(max(0, number + step - (step == 1 and bool(frames)))), *frames]
+                    if framed
+                    else frames
+                )
             else:
                 sent = frames
             if not sent:
@@ -165,7 +193,8 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
 def fuzz_oversized(count: int) -> dict[str, float]:
     """Frames larger than what is taken, from peers that have the keys. Each loses its connection.
 
-    To the control server alone: what an inbox takes is more than a small machine should send, and both are bounded in the same place.
+    To the control server alone: what an inbox takes is more than a small machine should send, and both are bounded in
+    the same place.
     """
     counts, frame = dict.fromkeys(_COUNTS, 0), bytes(m.MAX_CONTROL_BYTES + 1)
     with _Served() as served:
@@ -189,7 +218,9 @@ def fuzz_oversized(count: int) -> dict[str, float]:
 
 
 def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
-    """Connections of peers without the keys: random bytes, damaged greetings, other keys, no encryption. None gets anything through."""
+    """Connections of peers without the keys: random bytes, damaged greetings, other keys, no encryption. None gets
+    anything through.
+    """
     counts = dict.fromkeys(_COUNTS, 0)
     with _Served() as served:
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -207,7 +238,9 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
                 else:
                     host, port = address.removeprefix("tcp://").split(":")
                     with socket.create_connection((host, int(port)), timeout=1) as raw:
-                        raw.sendall(greeting[: int(rng.integers(len(greeting) + 1))] + rng.bytes(int(rng.integers(200))))
+                        raw.sendall(
+                            greeting[: int(rng.integers(len(greeting) + 1))] + rng.bytes(int(rng.integers(200)))
+                        )
                 served.drain()
                 if i % GOOD_EVERY == 0:
                     served.send_good(str(i))
@@ -234,7 +267,10 @@ class _Served:
             transport.make_keys(folder)
             transport.use_keys(folder)
         self.inbox, self.server = transport.Inbox("127.0.0.1", 64), transport.ControlServer("127.0.0.1")
-        self.box, self.control = transport.Outbox(self.inbox.address), transport.ControlClient(self.server.address, "good")
+        self.box, self.control = (
+            transport.Outbox(self.inbox.address),
+            transport.ControlClient(self.server.address, "good"),
+        )
         self.expected: list[m.Message] = []  # the good ones, in order
         self.came = {"queue": 0, "control": 0}  # of these, so many have come in their order
         self.foreign = 0  # messages of others that were taken for some
@@ -249,7 +285,10 @@ class _Served:
 
     def peer(self, address: str) -> zmq.Socket:
         peer = transport._socket(zmq.DEALER, serving=False)
-        peer.identity, peer.linger = b"peer" if not self._peers or len(self._peers) == 1 else f"peer{len(self._peers)}".encode(), 0
+        peer.identity, peer.linger = (
+            b"peer" if not self._peers or len(self._peers) == 1 else f"peer{len(self._peers)}".encode(),
+            0,
+        )
         peer.connect(address)
         self._peers.append(peer)
         return peer
@@ -289,8 +328,40 @@ class _Served:
         return sum(len(self.expected) - came for came in self.came.values())
 
 
-_VALUES = ("", "x", "-1", "0", "1", "1.5", "1e400", "nan", "inf", "-inf", "true", "null", "[]", "{}", "[1, 2]", "{a: 1}", "0x10", "1_000", "1e-9",
-           "9" * 30, "'1'", "~", "../..", "/nonexistent", "none", "auto", "é", "a b", "a=b", "${seed}", "???", "!!python/object:os.system {}")
+_VALUES = (
+    "",
+    "x",
+    "-1",
+    "0",
+    "1",
+    "1.5",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "true",
+    "null",
+    "[]",
+    "{}",
+    "[1, 2]",
+    "{a: 1}",
+    "0x10",
+    "1_000",
+    "1e-9",
+    "9" * 30,
+    "'1'",
+    "~",
+    "../..",
+    "/nonexistent",
+    "none",
+    "auto",
+    "é",
+    "a b",
+    "a=b",
+    "${seed}",
+    "???",
+    "!!python/object:os.system {}",
+)
 
 
 def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
@@ -331,7 +402,11 @@ def same(value: Any, text: str) -> bool:
             said = float(said)
         except ValueError:
             return False
-    return type(said) in (int, float, bool) and isinstance(said, bool) == isinstance(value, bool) and value == type(value)(said)
+    return (
+        type(said) in (int, float, bool)
+        and isinstance(said, bool) == isinstance(value, bool)
+        and value == type(value)(said)
+    )
 
 
 def make(overrides: Sequence[str], out: Path) -> FuzzBenchmark:

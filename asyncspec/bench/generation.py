@@ -1,13 +1,15 @@
 """bench engine: the generation engine by itself, and beside vLLM and transformers.
 
-For 1 to 64 live sequences: tokens a second at each EAGLE-3 draft length, 0 (no speculation) to 7, and with the length chosen for each
-step; acceptance by position; where a step's time goes; and what share of a step without speculation it would take to read a dense policy's
-weights once, as fast as the device's memory gives a gigabyte: with few sequences the least that a large policy's step can take. Then the
-same rollouts, from the first to the last token, through this engine, vLLM on the CPU and transformers' generate: same weights, prompts,
-temperature and threads, all in float32 (on a GPU, and in bfloat16, this engine alone), none of ours compiled.
+For 1 to 64 live sequences: tokens a second at each EAGLE-3 draft length, 0 (no speculation) to 7, and with the length
+chosen for each step; acceptance by position; where a step's time goes; and what share of a step without speculation it
+would take to read a dense policy's weights once, as fast as the device's memory gives a gigabyte: with few sequences
+the least that a large policy's step can take. Then the same rollouts, from the first to the last token, through this
+engine, vLLM on the CPU and transformers' generate: same weights, prompts, temperature and threads, all in float32 (on a
+GPU, and in bfloat16, this engine alone), none of ours compiled.
 
-The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the variables
-ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line says so.
+The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the
+variables ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line
+says so.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ class Other:
 
     def __init__(self, python: str, program: str, arguments: list[str], log: Path) -> None:
         self.process = subprocess.Popen(
-            [python, str(SCRIPTS / program), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+            [python, str(SCRIPTS / program), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
         self.log = log
         self.about = self._answer()
 
@@ -59,7 +66,9 @@ class Other:
     def _answer(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
-            raise configuration.ConfigError(f"bench engine: {self.process.args[1]} ended with code {self.process.wait()}; see {self.log}")
+            raise configuration.ConfigError(
+                f"bench engine: {self.process.args[1]} ended with code {self.process.wait()}; see {self.log}"
+            )
         return json.loads(line)
 
 
@@ -74,7 +83,9 @@ def read_rate(device: str) -> float:
 
 
 def weight_bytes(shape: PolicyShape, dtype: torch.dtype) -> int:
-    """Bytes of a dense policy's weights that a step reads; of an embedding that is not the head, too, it reads a few rows."""
+    """Bytes of a dense policy's weights that a step reads; of an embedding that is not the head, too, it reads a few
+    rows.
+    """
     looked_up = 0 if shape.tied else shape.vocab_size * shape.dim
     return dtype.itemsize * (estimate.parameters(shape.to_hf()) - looked_up)
 
@@ -88,7 +99,9 @@ class GenerationBenchmark(Benchmark):
         self.loads = Loads(overrides)
         self.others: dict[str, Other] = {}
         c = self.loads.config
-        self.floor_ms = 1e3 * weight_bytes(self.loads.shape, getattr(torch, c.model.dtype)) / read_rate(self.loads.device)
+        self.floor_ms = (
+            1e3 * weight_bytes(self.loads.shape, getattr(torch, c.model.dtype)) / read_rate(self.loads.device)
+        )
         alike = self.loads.device == "cpu" and c.model.dtype == "float32"  # as the others compute
         for name, (variable, program, arguments) in OTHERS.items() if alike else ():
             python = os.environ.get(variable)
@@ -97,7 +110,9 @@ class GenerationBenchmark(Benchmark):
                 log = out / f"{name.replace(' ', '-')}.log"
                 self.others[name] = Other(python, program, [directory, str(c.engine.threads), *arguments], log)
             else:
-                print(f"bench engine: {name} is left out: {variable} is not set; scripts/compare/make_environments.sh says how")
+                print(
+                    f"bench engine: {name} is left out: {variable} is not set; scripts/compare/make_environments.sh says how"
+                )
         self.variants = [f"{live} k={k}" for live in LIVE for k in LENGTHS]
         self.variants += [f"{live} {name}" for live in COMPARED for name in ("none", "eagle3", *self.others)]
 
@@ -109,7 +124,8 @@ class GenerationBenchmark(Benchmark):
             prompts = [loads.prompts[(repetition * rollouts + i) % len(loads.prompts)] for i in range(rollouts)]
             c = loads.config.sampling
             done = self.others[name].measure(
-                prompts=prompts, live=live, max_tokens=c.max_response_tokens, temperature=c.temperature)
+                prompts=prompts, live=live, max_tokens=c.max_response_tokens, temperature=c.temperature
+            )
             return done | {"tokens_per_s": done["tokens"] / done["seconds"]}
         length = name.removeprefix("k=") if name.startswith("k=") else "auto" if name == "eagle3" else "0"
         engine = loads.engine("none" if length == "0" else "eagle3", live, length)
@@ -129,34 +145,63 @@ class GenerationBenchmark(Benchmark):
     def headline(self, samples: Samples) -> dict[str, float]:
         result = {f"tokens_per_s_{live}_live": median(samples, f"{live} k=0", "tokens_per_s") for live in LIVE}
         result |= {f"tokens_per_s_{live}_live_auto": median(samples, f"{live} k=auto", "tokens_per_s") for live in LIVE}
-        result |= {f"memory_floor_share_{live}_live": self.floor_ms / median(samples, f"{live} k=0", "step_ms") for live in LIVE}
+        result |= {
+            f"memory_floor_share_{live}_live": self.floor_ms / median(samples, f"{live} k=0", "step_ms")
+            for live in LIVE
+        }
         for name in self.others:
             for ours in ("none", "eagle3"):
-                result |= {f"{ours}_over_{name.replace(' ', '_')}_{live}_live": ratio(samples, "tokens_per_s", f"{live} {ours}", f"{live} {name}")
-                           for live in COMPARED}
+                result |= {
+                    f"{ours}_over_{name.replace(' ', '_')}_{live}_live": ratio(
+                        samples, "tokens_per_s", f"{live} {ours}", f"{live} {name}"
+                    )
+                    for live in COMPARED
+                }
         return result
 
     def tables(self, samples: Samples) -> list[Table]:
         rates = Table(title="EAGLE-3, tokens/s (over k=0) by live sequences and draft length", title_justify="left")
         parts = Table(title="milliseconds of a step", title_justify="left")
-        accepted = Table(title="share of proposals accepted, by position, given that all before were", title_justify="left")
-        compared = Table(title="the same rollouts, first to last token: tokens/s, and ours over the other", title_justify="left")
-        for table, columns in ((rates, [f"k={k}" for k in LENGTHS]), (parts, ["k", *PARTS, "all"]), (accepted, [str(i) for i in range(1, 8)]),
-                               (compared, ["engine", "tokens/s", "none over it", "eagle3 over it"])):
+        accepted = Table(
+            title="share of proposals accepted, by position, given that all before were", title_justify="left"
+        )
+        compared = Table(
+            title="the same rollouts, first to last token: tokens/s, and ours over the other", title_justify="left"
+        )
+        for table, columns in (
+            (rates, [f"k={k}" for k in LENGTHS]),
+            (parts, ["k", *PARTS, "all"]),
+            (accepted, [str(i) for i in range(1, 8)]),
+            (compared, ["engine", "tokens/s", "none over it", "eagle3 over it"]),
+        ):
             for column in ("live", *columns):
                 table.add_column(column, justify="right")
         for live in LIVE:
-            rates.add_row(str(live), *(f"{median(samples, f'{live} k={k}', 'tokens_per_s'):.0f} "
-                                       f"({ratio(samples, 'tokens_per_s', f'{live} k={k}', f'{live} k=0'):.2f})" for k in LENGTHS))
+            rates.add_row(
+                str(live),
+                *(
+                    f"{median(samples, f'{live} k={k}', 'tokens_per_s'):.0f} "
+                    f"({ratio(samples, 'tokens_per_s', f'{live} k={k}', f'{live} k=0'):.2f})"
+                    for k in LENGTHS
+                ),
+            )
             for k in (0, 3, 7, "auto"):
                 variant = f"{live} k={k}"
-                parts.add_row(str(live), str(k), *(f"{median(samples, variant, f'{part}_ms'):.2f}" for part in PARTS),
-                              f"{median(samples, variant, 'step_ms'):.2f}")
+                parts.add_row(
+                    str(live),
+                    str(k),
+                    *(f"{median(samples, variant, f'{part}_ms'):.2f}" for part in PARTS),
+                    f"{median(samples, variant, 'step_ms'):.2f}",
+                )
             measured = samples[f"{live} k=7"]
-            reached = [[sample[key] for sample in measured if key in sample] for key in (f"acceptance_{i}" for i in range(1, 8))]
+            reached = [
+                [sample[key] for sample in measured if key in sample]
+                for key in (f"acceptance_{i}" for i in range(1, 8))
+            ]
             accepted.add_row(str(live), *(f"{statistics.median(values):.3f}" if values else "" for values in reached))
         for live in COMPARED:
             for name in ("none", "eagle3", *self.others):
+
                 def over(ours: str) -> str:
                     if name not in self.others:
                         return ""
@@ -164,15 +209,32 @@ class GenerationBenchmark(Benchmark):
                     low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs])
                     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-                compared.add_row(str(live), name, f"{median(samples, f'{live} {name}', 'tokens_per_s'):.0f}", over("none"), over("eagle3"))
+                compared.add_row(
+                    str(live),
+                    name,
+                    f"{median(samples, f'{live} {name}', 'tokens_per_s'):.0f}",
+                    over("none"),
+                    over("eagle3"),
+                )
         return [rates, parts, accepted, compared]
 
     def plot(self, axes, samples: Samples) -> None:
         for k in LENGTHS:
-            axes.plot(LIVE, [median(samples, f"{n} k={k}", "tokens_per_s") for n in LIVE], marker="o", label=f"EAGLE-3, k={k}" if k else "no speculation",
-                      linewidth=2.5 if k in (0, "auto") else 1)
+            axes.plot(
+                LIVE,
+                [median(samples, f"{n} k={k}", "tokens_per_s") for n in LIVE],
+                marker="o",
+                label=f"EAGLE-3, k={k}" if k else "no speculation",
+                linewidth=2.5 if k in (0, "auto") else 1,
+            )
         for name in self.others:
-            axes.plot(COMPARED, [median(samples, f"{n} {name}", "tokens_per_s") for n in COMPARED], marker="x", linestyle="--", label=name)
+            axes.plot(
+                COMPARED,
+                [median(samples, f"{n} {name}", "tokens_per_s") for n in COMPARED],
+                marker="x",
+                linestyle="--",
+                label=name,
+            )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(LIVE, [str(n) for n in LIVE])

@@ -1,8 +1,8 @@
 """The form all benchmarks share.
 
-A benchmark names its variants and measures one of them at a time. The harness runs them interleaved (every variant once,
-then every variant again, in reverse), so that what else the machine does falls on all alike; reports medians with their quartiles; and
-writes result.json with every sample, and a plot.
+A benchmark names its variants and measures one of them at a time. The harness runs them interleaved (every variant
+once, then every variant again, in reverse), so that what else the machine does falls on all alike; reports medians with
+their quartiles; and writes result.json with every sample, and a plot.
 """
 
 from __future__ import annotations
@@ -29,9 +29,16 @@ from asyncspec.console import terminal
 from asyncspec.fields import hint
 
 NAMES = {
-    "async": "asyncspec.bench.asynchrony", "engine": "asyncspec.bench.generation", "speculation": "asyncspec.bench.speculation",
-    "drafts": "asyncspec.bench.drafts", "adapter": "asyncspec.bench.adapter", "ranks": "asyncspec.bench.ranks", "attribution": "asyncspec.bench.attribution",
-    "chaos": "asyncspec.bench.chaos", "fuzz": "asyncspec.bench.fuzz", "soak": "asyncspec.bench.soak",
+    "async": "asyncspec.bench.asynchrony",
+    "engine": "asyncspec.bench.generation",
+    "speculation": "asyncspec.bench.speculation",
+    "drafts": "asyncspec.bench.drafts",
+    "adapter": "asyncspec.bench.adapter",
+    "ranks": "asyncspec.bench.ranks",
+    "attribution": "asyncspec.bench.attribution",
+    "chaos": "asyncspec.bench.chaos",
+    "fuzz": "asyncspec.bench.fuzz",
+    "soak": "asyncspec.bench.soak",
     "deployment": "asyncspec.bench.deployment",
 }
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
@@ -52,11 +59,15 @@ class Benchmark(ABC):
         """One measurement of a variant."""
 
     def again(self, samples: Samples) -> tuple[int, Sequence[str]]:
-        """How often, at most, to measure which variants once more when all are measured; kept under the name "again VARIANT"."""
+        """How often, at most, to measure which variants once more when all are measured; kept under the name "again
+        VARIANT".
+        """
         return 0, ()
 
     def settled(self, variant: str, measured: Sequence[dict[str, float]]) -> bool:
-        """Whether a variant has been measured often enough, before all rounds are over. It may look at how sure a result is, not at the result."""
+        """Whether a variant has been measured often enough, before all rounds are over. It may look at how sure a
+        result is, not at the result.
+        """
         return False
 
     @abstractmethod
@@ -94,6 +105,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
     repeats = repeats or benchmark.repeats
     try:
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
                 bar = progress.add_task(prefix + name, total=rounds * len(variants))
                 for repetition in range(rounds):
@@ -105,7 +117,9 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
                         measured = benchmark.measure(variant, first + repetition)
                         samples.setdefault(prefix + variant, []).append(measured)
                         shown = "  ".join(f"{key} {measured[key]:.3f}" for key in benchmark.columns if key in measured)
-                        progress.console.print(f"[{repetition + 1}/{rounds}] {prefix}{variant}: {shown}", soft_wrap=True)
+                        progress.console.print(
+                            f"[{repetition + 1}/{rounds}] {prefix}{variant}: {shown}", soft_wrap=True
+                        )
                         progress.update(bar, advance=1)
 
             measure(repeats, benchmark.variants)
@@ -115,10 +129,23 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
     finally:
         benchmark.close()
     headline = benchmark.headline(samples)
-    (directory / "result.json").write_text(json.dumps({
-        "benchmark": name, "headline": headline, "samples": samples, "machine": machine(), "versions": versions(),
-        "command": shlex.join(["asyncspec", "bench", name, *(["--repeats", str(repeats)] if repeats else []), *overrides]), "date": datetime.datetime.now().isoformat(timespec="seconds"),
-    }, indent=1) + "\n")
+    (directory / "result.json").write_text(
+        json.dumps(
+            {
+                "benchmark": name,
+                "headline": headline,
+                "samples": samples,
+                "machine": machine(),
+                "versions": versions(),
+                "command": shlex.join(
+                    ["asyncspec", "bench", name, *(["--repeats", str(repeats)] if repeats else []), *overrides]
+                ),
+                "date": datetime.datetime.now().isoformat(timespec="seconds"),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
     for table in benchmark.tables(samples):
         console.print(table)
     for key, value in headline.items():
@@ -139,7 +166,9 @@ def ratio(samples: Samples, key: str, above: str, below: str) -> float:
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median, third quartile."""
-    return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (*values, *values, *values)
+    return (
+        tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (*values, *values, *values)
+    )
 
 
 def median_error(values: Sequence[float]) -> float:
@@ -158,12 +187,20 @@ def machine() -> dict[str, str | int]:
     blas = sorted({library["architecture"] for library in threadpool_info() if "architecture" in library})
     torch = sys.modules.get("torch")  # of a benchmark that has no use for it there is nothing to say
     gpu = {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
-    return {"system": platform.system(), "machine": platform.machine(), "processor": model, "cores": os.cpu_count() or 0,
-            "numpy_kernels": ", ".join(blas)} | gpu
+    return {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "processor": model,
+        "cores": os.cpu_count() or 0,
+        "numpy_kernels": ", ".join(blas),
+    } | gpu
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in ("asyncspec", "torch", "torchtitan", "pyzmq")}}
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("asyncspec", "torch", "torchtitan", "pyzmq")},
+    }
 
 
 def _short(value: float) -> str:

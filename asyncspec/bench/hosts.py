@@ -1,4 +1,6 @@
-"""Hosts on one machine: network namespaces with an address each, joined by a bridge over links with a speed and a delay."""
+"""Hosts on one machine: network namespaces with an address each, joined by a bridge over links with a speed and a
+delay.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from asyncspec.config import ConfigError
 
 NETWORK = "10.77.0"
 RATE, DELAY = "10gbit", "100us"
-SHAPERS = {"rate and delay": ("netem", "delay", DELAY, "rate", RATE), "rate": ("tbf", "rate", RATE, "burst", "16mb", "latency", "50ms")}
+SHAPERS = {
+    "rate and delay": ("netem", "delay", DELAY, "rate", RATE),
+    "rate": ("tbf", "rate", RATE, "burst", "16mb", "latency", "50ms"),
+}
 
 
 class Hosts:
@@ -22,11 +27,13 @@ class Hosts:
 
     def __init__(self, count: int, name: str = f"as{os.getpid() % 10000}") -> None:
         """Raises:
-            ConfigError: this account may not make namespaces, or their tools are not installed.
+        ConfigError: this account may not make namespaces, or their tools are not installed.
         """
         self.count, self.name = count, name
         if os.geteuid() or not shutil.which("ip"):
-            raise ConfigError("bench deployment: expected root and the ip command (Debian: iproute2), to make network namespaces")
+            raise ConfigError(
+                "bench deployment: expected root and the ip command (Debian: iproute2), to make network namespaces"
+            )
         try:
             _ip("link", "add", name, "type", "bridge")
             _ip("link", "set", name, "up")
@@ -41,7 +48,9 @@ class Hosts:
             self.shaped = self._shape()
         except subprocess.CalledProcessError as error:
             self.close()
-            raise ConfigError(f"bench deployment: {' '.join(error.cmd)}: {error.stderr.strip() or error.returncode}") from None
+            raise ConfigError(
+                f"bench deployment: {' '.join(error.cmd)}: {error.stderr.strip() or error.returncode}"
+            ) from None
 
     def address(self, i: int) -> str:
         return f"{NETWORK}.{i + 1}"
@@ -50,8 +59,13 @@ class Hosts:
         """A Python process on host i."""
         command = ["ip", "netns", "exec", self._namespace(i), sys.executable, *arguments]
         with open(output, "w") as written:
-            return subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
-                                    env={**os.environ, "OMP_NUM_THREADS": "1"})
+            return subprocess.Popen(
+                command,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     def cut_off(self, i: int, off: bool = True) -> None:
         """Take a host's link down, or up again."""
@@ -59,7 +73,9 @@ class Hosts:
 
     def close(self) -> None:
         for i in range(self.count):
-            left = subprocess.run(["ip", "netns", "pids", self._namespace(i)], capture_output=True, text=True).stdout.split()
+            left = subprocess.run(
+                ["ip", "netns", "pids", self._namespace(i)], capture_output=True, text=True
+            ).stdout.split()
             for pid in left:
                 try:
                     os.kill(int(pid), signal.SIGKILL)
@@ -80,7 +96,19 @@ class Hosts:
         return ""
 
     def _queue(self, i: int, discipline: Sequence[str]) -> bool:
-        command = ["ip", "netns", "exec", self._namespace(i), "tc", "qdisc", "replace", "dev", f"{self.name}i{i}", "root", *discipline]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self._namespace(i),
+            "tc",
+            "qdisc",
+            "replace",
+            "dev",
+            f"{self.name}i{i}",
+            "root",
+            *discipline,
+        ]
         return not subprocess.run(command, capture_output=True).returncode
 
 

@@ -12,8 +12,13 @@ from asyncspec.config import ConfigError
 from asyncspec.timing.exporters import read_rows
 
 
-def run_job(run_dir: Path, *arguments: str, beside: Callable[[subprocess.Popen], None] | None = None,
-            expected: Sequence[int] = (0,), resume: bool = False) -> list[dict]:
+def run_job(
+    run_dir: Path,
+    *arguments: str,
+    beside: Callable[[subprocess.Popen], None] | None = None,
+    expected: Sequence[int] = (0,),
+    resume: bool = False,
+) -> list[dict]:
     """Run `asyncspec train`; returns the rows of its metrics.
 
     Args:
@@ -24,7 +29,12 @@ def run_job(run_dir: Path, *arguments: str, beside: Callable[[subprocess.Popen],
     Raises:
         ConfigError: it did not finish; with its last line.
     """
-    _run(["train", "--resume" if resume else "--run-dir", str(run_dir), *arguments], f"the run {run_dir}", beside, expected)
+    _run(
+        ["train", "--resume" if resume else "--run-dir", str(run_dir), *arguments],
+        f"the run {run_dir}",
+        beside,
+        expected,
+    )
     return read_rows(run_dir / "metrics.jsonl")
 
 
@@ -40,7 +50,10 @@ def train_draft(out: Path, *arguments: str) -> None:
 def _run(arguments: list[str], what: str, beside=None, expected: Sequence[int] = (0,)) -> None:
     command = [sys.executable, "-m", "asyncspec.cli", *arguments]
     # A file, not a pipe: nobody reads while `beside` is at work.
-    with tempfile.TemporaryFile("w+") as written, subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT) as process:
+    with (
+        tempfile.TemporaryFile("w+") as written,
+        subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT) as process,
+    ):
         try:
             if beside is not None:
                 beside(process)

@@ -1,7 +1,8 @@
 """What the generation benchmarks share: the configured policy, engines with any drafter, and loads put on them.
 
-Prompts are those of the default job, its group size too. Engines are made once and kept: calibration and learned acceptance are
-then those of a running job. The past that suffix decoding copies from is that after the warm-up, in every measurement.
+Prompts are those of the default job, its group size too. Engines are made once and kept: calibration and learned
+acceptance are then those of a running job. The past that suffix decoding copies from is that after the warm-up, in
+every measurement.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from asyncspec.speculation.make import drafter_maker
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
 WARM_UP_ROLLOUTS = 24  # for each slot
-# Of engines that are measured side by side. The shorter, the more alike is what else the machine does; but of 64 turns most were single steps, which
-# began with the other engine's weights in the processor's caches: what is paid once a step weighed more than it does where an engine goes on.
+# Of engines that are measured side by side. The shorter, the more alike is what else the machine does; but of 64 turns
+# most were single steps, which
+# began with the other engine's weights in the processor's caches: what is paid once a step weighed more than it does
+# where an engine goes on.
 TURNS = 16
 
 
 def accepted(done: Sequence[Completion]) -> dict[str, float]:
-    """Of finished rollouts: acceptance length, proposals a verification, and acceptance of each position, given that those before were accepted."""
+    """Of finished rollouts: acceptance length, proposals a verification, and acceptance of each position, given that
+    those before were accepted.
+    """
 
     def summed(at: str) -> list[int]:
         return [sum(counts) for counts in zip_longest(*(getattr(c, at) for c in done), fillvalue=0)]
@@ -62,8 +67,8 @@ class Loads:
         """An engine with this drafter ("none": without), set to a draft length, 0 or "auto".
 
         Args:
-            instance: 0 or 1. Two engines for comparing two lengths: where its memory lies makes one a hundredth or two faster than the other,
-                so they should change places. What auto has learned goes with it.
+            instance: 0 or 1. Two engines for comparing two lengths: where its memory lies makes one a hundredth or two
+                faster than the other, so they should change places. What auto has learned goes with it.
         """
         key = (method, slots)
         if key not in self._engines:
@@ -97,16 +102,26 @@ class Loads:
     def _made(self, method: str, slots: int, draft_length: int | str) -> TorchEngine:
         c = self.config
         engine = TorchEngine(
-            self.shape, self._maker(method), slots=slots, max_prompt_tokens=c.engine.max_prompt_tokens,
-            max_response_tokens=c.sampling.max_response_tokens, draft_length=draft_length, temperature=c.sampling.temperature,
-            top_p=c.sampling.top_p, top_k=c.sampling.top_k, compile_layers=c.engine.compile, device=self.device,
-            dtype=getattr(torch, c.model.dtype))
+            self.shape,
+            self._maker(method),
+            slots=slots,
+            max_prompt_tokens=c.engine.max_prompt_tokens,
+            max_response_tokens=c.sampling.max_response_tokens,
+            draft_length=draft_length,
+            temperature=c.sampling.temperature,
+            top_p=c.sampling.top_p,
+            top_k=c.sampling.top_k,
+            compile_layers=c.engine.compile,
+            device=self.device,
+            dtype=getattr(torch, c.model.dtype),
+        )
         engine.load_policy(dict(self.model.named_parameters()), 0)
         return engine
 
     def _maker(self, method: str):
         c = self.config
         if method == "random":
+
             def useless(model, slots, settings):
                 from asyncspec.speculation.eagle3 import eagle3_drafter
 
@@ -114,7 +129,9 @@ class Loads:
                 return eagle3_drafter(eagle3.Eagle3(eagle3.DraftShape.for_policy(self.shape)), model, slots, settings)
 
             return useless
-        spec = configuration.SpeculationConfig(method=method, draft_path=c.speculation.draft_path if method == c.speculation.method else "")
+        spec = configuration.SpeculationConfig(
+            method=method, draft_path=c.speculation.draft_path if method == c.speculation.method else ""
+        )
         directory = configuration.Config(speculation=spec).draft_directory
         return drafter_maker(method, configuration.resolve_path(directory), self.shape)
 
@@ -127,8 +144,8 @@ class Loads:
     def steady(self, repetition: int, rollouts: int, *engines: TorchEngine) -> list[dict[str, float]]:
         """Tokens a second with all slots busy all the time, over groups of the job's size.
 
-        Lengths differ much, so all variants of a repetition get the same prompts. It ends when the last rollout has got a slot;
-        those that are still live are abandoned. Several engines take turns, see `_by_turns`.
+        Lengths differ much, so all variants of a repetition get the same prompts. It ends when the last rollout has got
+        a slot; those that are still live are abandoned. Several engines take turns, see `_by_turns`.
         """
         size = self.config.rl.group_size
         for engine in engines:
@@ -147,10 +164,14 @@ class Loads:
                 self.submit(engine, repetition * prompts + index, samples, repetition)
         return self._by_turns(repetition, engines, lambda engine: engine.waiting + engine.live)
 
-    def _by_turns(self, repetition: int, engines: Sequence[TorchEngine], left: Callable[[TorchEngine], int]) -> list[dict[str, float]]:
-        """Run engines until nothing is left of what was submitted, each a part of the way in turn: what else the machine does slows all alike.
+    def _by_turns(
+        self, repetition: int, engines: Sequence[TorchEngine], left: Callable[[TorchEngine], int]
+    ) -> list[dict[str, float]]:
+        """Run engines until nothing is left of what was submitted, each a part of the way in turn: what else the
+        machine does slows all alike.
 
-        The order is there and back, since who goes on after its own turn has warmer caches, and the other way round the next repetition.
+        The order is there and back, since who goes on after its own turn has warmer caches, and the other way round the
+        next repetition.
         """
         turns, all_ = TURNS if len(engines) > 1 else 1, [left(engine) for engine in engines]
         tokens, steps, seconds = ([0] * len(engines) for _ in range(3))
@@ -166,6 +187,11 @@ class Loads:
         results = []
         for i, engine in enumerate(engines):
             tokens[i] = engine.begun_tokens + sum(len(c.tokens) for c in done[i])
-            result = {"tokens": tokens[i], "seconds": seconds[i], "tokens_per_s": tokens[i] / seconds[i], "step_ms": 1e3 * seconds[i] / steps[i]}
+            result = {
+                "tokens": tokens[i],
+                "seconds": seconds[i],
+                "tokens_per_s": tokens[i] / seconds[i],
+                "step_ms": 1e3 * seconds[i] / steps[i],
+            }
             results.append(result | (accepted(done[i]) if engine.drafter is not None else {}))
         return results

@@ -1,7 +1,9 @@
-"""bench ranks: trainers of 1, 2 and 4 ranks, and one that divides its matrices, learn alike. The first half of the default job with each.
+"""bench ranks: trainers of 1, 2 and 4 ranks, and one that divides its matrices, learn alike. The first half of the
+default job with each.
 
-Accuracy is that of the held-out prompts before the first and after the last step; runs of one and the same configuration differ by two to three points.
-On one machine ranks share its cores: their steps are slower, and what they are for, models that one device cannot hold, does not show here.
+Accuracy is that of the held-out prompts before the first and after the last step; runs of one and the same
+configuration differ by two to three points. On one machine ranks share its cores: their steps are slower, and what they
+are for, models that one device cannot hold, does not show here.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job
 
 STEPS = 60
-SETTINGS = {"1": (), "2": ("trainer.ranks=2",), "4": ("trainer.ranks=4",), "2, tensor parallel": ("trainer.ranks=2", "trainer.tensor_parallel=2")}
+SETTINGS = {
+    "1": (),
+    "2": ("trainer.ranks=2",),
+    "4": ("trainer.ranks=4",),
+    "2, tensor parallel": ("trainer.ranks=2", "trainer.tensor_parallel=2"),
+}
 
 
 class RanksBenchmark(Benchmark):
@@ -27,17 +34,32 @@ class RanksBenchmark(Benchmark):
         self.overrides, self.out = list(overrides), out
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        rows = run_job(self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}", f"steps={STEPS}", f"seed={repetition}",
-                       *SETTINGS[variant], *self.overrides)
+        rows = run_job(
+            self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}",
+            f"steps={STEPS}",
+            f"seed={repetition}",
+            *SETTINGS[variant],
+            *self.overrides,
+        )
         accuracy = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
-        return {"accuracy_start": accuracy[0], "accuracy_end": accuracy[-1], "step_s": statistics.median(row["time/step"] for row in rows),
-                "train_s": statistics.median(row["time/train"] for row in rows), "lag_max": max(row["lag/max"] for row in rows),
-                "prepare_share": sum(row["time/prepare"] for row in rows) / sum(row["time/step"] for row in rows)}
+        return {
+            "accuracy_start": accuracy[0],
+            "accuracy_end": accuracy[-1],
+            "step_s": statistics.median(row["time/step"] for row in rows),
+            "train_s": statistics.median(row["time/train"] for row in rows),
+            "lag_max": max(row["lag/max"] for row in rows),
+            "prepare_share": sum(row["time/prepare"] for row in rows) / sum(row["time/step"] for row in rows),
+        }
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        gains = {variant: statistics.fmean(s["accuracy_end"] - s["accuracy_start"] for s in samples[variant]) for variant in self.variants}
-        return {**{f"gain_{variant.replace(', ', '_').replace(' ', '_')}": gain for variant, gain in gains.items()},
-                "gain_spread": max(gains.values()) - min(gains.values())}
+        gains = {
+            variant: statistics.fmean(s["accuracy_end"] - s["accuracy_start"] for s in samples[variant])
+            for variant in self.variants
+        }
+        return {
+            **{f"gain_{variant.replace(', ', '_').replace(' ', '_')}": gain for variant, gain in gains.items()},
+            "gain_spread": max(gains.values()) - min(gains.values()),
+        }
 
     def plot(self, axes, samples: Samples) -> None:
         for place, variant in enumerate(self.variants):

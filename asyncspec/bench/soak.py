@@ -1,7 +1,7 @@
 """bench soak: half an hour of a small job, thousands of steps. What each process holds of the machine must not grow.
 
-Growth is that from the second quarter of the time to the last, in medians: what fills once (caches, the allocator's pools) has filled by
-then.
+Growth is that from the second quarter of the time to the last, in medians: what fills once (caches, the allocator's
+pools) has filled by then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job
 
 MINUTES = 30.0
-JOB = ("steps=1000000", "rl.groups_per_step=4", "rl.group_size=4", "data.eval_prompts=16", "eval.every=100", "sampling.max_response_tokens=64",
-       "engine.slots=16", "trainer.optimizer.lr=1e-6")
+JOB = (
+    "steps=1000000",
+    "rl.groups_per_step=4",
+    "rl.group_size=4",
+    "data.eval_prompts=16",
+    "eval.every=100",
+    "sampling.max_response_tokens=64",
+    "engine.slots=16",
+    "trainer.optimizer.lr=1e-6",
+)
 WHAT = ("mb", "files", "threads")
 
 
@@ -35,12 +43,18 @@ class SoakBenchmark(Benchmark):
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         started = time.monotonic()
-        rows = run_job(self.out / f"soak-{repetition}", *JOB, *self.overrides, beside=_interrupt_in_time, expected=(130,))
+        rows = run_job(
+            self.out / f"soak-{repetition}", *JOB, *self.overrides, beside=_interrupt_in_time, expected=(130,)
+        )
         self.series = {key: [row[key] for row in rows if key in row] for key in rows[-1] if key.startswith("process/")}
         growth = {key: grown(values) for key, values in self.series.items()}
         worst = {what: max(value for key, value in growth.items() if key.endswith(f"_{what}")) for what in WHAT}
-        return {"steps": len(rows), "minutes": (time.monotonic() - started) / 60, **{f"growth_{what}": value for what, value in worst.items()},
-                **{re.sub("^process/", "growth ", key): value for key, value in growth.items()}}
+        return {
+            "steps": len(rows),
+            "minutes": (time.monotonic() - started) / 60,
+            **{f"growth_{what}": value for what, value in worst.items()},
+            **{re.sub("^process/", "growth ", key): value for key, value in growth.items()},
+        }
 
     def headline(self, samples: Samples) -> dict[str, float]:
         return {key: max(sample[key] for sample in samples["soak"]) for key in self.columns}

@@ -1,9 +1,10 @@
 """bench speculation: what speculation gains, and that it never loses, on the shipped policy.
 
-Two loads. The job: 64 rollouts of the default job through 16 slots, its own length distribution, with its long tail, five times. And a fixed
-number of sequences kept live, from 1 to 64, for each drafter, an untrained one included: without speculation, with fixed draft
-lengths, and with the length chosen for each step. That last is then measured again, by turns with the best of the others, each pair until its
-median is known well enough: the headline rests on these. Beside them two engines without speculation take turns: a smaller difference than theirs says nothing.
+Two loads. The job: 64 rollouts of the default job through 16 slots, its own length distribution, with its long tail,
+five times. And a fixed number of sequences kept live, from 1 to 64, for each drafter, an untrained one included:
+without speculation, with fixed draft lengths, and with the length chosen for each step. That last is then measured
+again, by turns with the best of the others, each pair until its median is known well enough: the headline rests on
+these. Beside them two engines without speculation take turns: a smaller difference than theirs says nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from asyncspec.bench.harness import Benchmark, Samples, median, median_error, ra
 from asyncspec.bench.loads import METHODS, Loads
 from asyncspec.speculation.draft_length import LONGEST
 
-JOB_ROLLOUTS, JOB_SLOTS, JOBS = 64, 16, 5  # the last: one after the other in a measurement, since a job takes but a sixth of a second
+# the last: one after the other in a measurement, since a job takes but a sixth of a second
+JOB_ROLLOUTS, JOB_SLOTS, JOBS = 64, 16, 5
 JOB_LENGTHS = (*range(1, 8), LONGEST, "auto")
 LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
 FIXED = (1, 2, 3, 5, 7, LONGEST)
-ROLLOUTS, ROLLOUTS_SLOT = 32, 3  # of a measurement, and more for each slot, besides those that are still live when it ends
-PAIRS, MOST_PAIRS, ERROR = 12, 46, 0.004  # of auto beside the best, once it is known which is best: until the median's standard error is so small
+# of a measurement, and more for each slot, besides those that are still live when it ends
+ROLLOUTS, ROLLOUTS_SLOT = 32, 3
+# of auto beside the best, once it is known which is best: until the median's standard error is so small
+PAIRS, MOST_PAIRS, ERROR = 12, 46, 0.004
 NEVER_LOSES = 0.97  # of the best's tokens a second, at least
 _ALIKE = "{} eagle3 none over none"
 
@@ -36,22 +40,33 @@ class SpeculationBenchmark(Benchmark):
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.loads = Loads(overrides)
-        self._captured: set[tuple[str, int]] = set()  # on a GPU: variants, and places of their engines, whose graphs there are
-        # No speculation is measured again for each drafter, next to auto: what else the machine does changes within seconds.
+        # on a GPU: variants, and places of their engines, whose graphs there are
+        self._captured: set[tuple[str, int]] = set()
+        # No speculation is measured again for each drafter, next to auto: what else the machine does changes within
+        # seconds.
         self.variants = [f"job eagle3 {k}" for k in (*JOB_LENGTHS, "none")]
-        self.variants += [f"{live} {method} {k}" for live in LIVE for method in METHODS for k in (*FIXED, "auto", "none")]
+        self.variants += [
+            f"{live} {method} {k}" for live in LIVE for method in METHODS for k in (*FIXED, "auto", "none")
+        ]
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        """A variant is LOAD DRAFTER LENGTH, with "over LENGTH" for two that take turns; the load is "job" or a number of live sequences."""
+        """A variant is LOAD DRAFTER LENGTH, with "over LENGTH" for two that take turns; the load is "job" or a number
+        of live sequences.
+        """
         load, method, *lengths = variant.replace("over ", "").split()
         slots, loads = JOB_SLOTS if load == "job" else int(load), self.loads
 
         def run() -> list[dict[str, float]]:
-            engines = [loads.engine("none" if k == "none" else method, slots, 0 if k == "none" else k, (repetition + i) % 2) for i, k in enumerate(lengths)]
+            engines = [
+                loads.engine("none" if k == "none" else method, slots, 0 if k == "none" else k, (repetition + i) % 2)
+                for i, k in enumerate(lengths)
+            ]
             if load != "job":
                 return loads.steady(repetition, ROLLOUTS + (1 + ROLLOUTS_SLOT) * slots, *engines)
             samples = loads.config.rl.group_size
-            jobs = [loads.batch(JOBS * repetition + job, JOB_ROLLOUTS // samples, samples, *engines) for job in range(JOBS)]
+            jobs = [
+                loads.batch(JOBS * repetition + job, JOB_ROLLOUTS // samples, samples, *engines) for job in range(JOBS)
+            ]
             return [_together(of_engine) for of_engine in zip(*jobs)]
 
         if loads.device != "cpu" and (variant, repetition % 2) not in self._captured:
@@ -77,10 +92,15 @@ class SpeculationBenchmark(Benchmark):
         return {
             "generation_speedup_auto": over("job eagle3 auto over none"),
             "generation_speedup_few": min(over(f"{live} eagle3 auto over none") for live in FEW),
-            "never_loses_min": middle, "never_loses_min_first_quartile": low, "never_loses_min_third_quartile": high,
-            "never_loses_min_error": error, "never_loses_min_live": worst[0], "never_loses_median": statistics.median(cell[2] for cell in cells.values()),
+            "never_loses_min": middle,
+            "never_loses_min_first_quartile": low,
+            "never_loses_min_third_quartile": high,
+            "never_loses_min_error": error,
+            "never_loses_min_live": worst[0],
+            "never_loses_median": statistics.median(cell[2] for cell in cells.values()),
             "never_loses_share": sum(cell[2] >= NEVER_LOSES for cell in cells.values()) / len(cells),
-            "alike_min": min(alike), "alike_max": max(alike),
+            "alike_min": min(alike),
+            "alike_max": max(alike),
             **{f"generation_speedup_k{k}": fixed_over_none("job", k) for k in JOB_LENGTHS if k != "auto"},
             **{f"generation_speedup_{live}_live": over(f"{live} eagle3 auto over none") for live in LIVE},
             **{f"generation_speedup_16_live_k{k}": fixed_over_none("16", k) for k in FIXED},
@@ -90,14 +110,24 @@ class SpeculationBenchmark(Benchmark):
         }
 
     def again(self, samples: Samples) -> tuple[int, list[str]]:
-        """What the headline rests on: auto beside no speculation, and beside the best. Both measured anew: the best of several noisy ones is also the luckiest."""
+        """What the headline rests on: auto beside no speculation, and beside the best. Both measured anew: the best of
+        several noisy ones is also the luckiest.
+        """
         pairs = ["job eagle3 auto over none"]  # in order, each once
         for live in LIVE:
-            pairs += [_ALIKE.format(live), f"{live} eagle3 auto over none", *(f"{live} {method} auto over {self._best(samples, live, method)}" for method in METHODS)]
+            pairs += [
+                _ALIKE.format(live),
+                f"{live} eagle3 auto over none",
+                *(f"{live} {method} auto over {self._best(samples, live, method)}" for method in METHODS),
+            ]
         return MOST_PAIRS, list(dict.fromkeys(pairs))
 
     def settled(self, variant: str, measured: Sequence[dict[str, float]]) -> bool:
-        return variant.startswith("again ") and len(measured) >= PAIRS and median_error([sample["over"] for sample in measured]) <= ERROR
+        return (
+            variant.startswith("again ")
+            and len(measured) >= PAIRS
+            and median_error([sample["over"] for sample in measured]) <= ERROR
+        )
 
     def _best(self, samples: Samples, live: int, method: str) -> str:
         """The better of no speculation and the best fixed k."""
@@ -113,31 +143,66 @@ class SpeculationBenchmark(Benchmark):
         for column in ("draft length", "tokens/s", "over none", "acceptance length", "acceptance by position"):
             job.add_column(column, justify="right")
         for variant in (f"job eagle3 {k}" for k in ("none", *JOB_LENGTHS)):
-            low, middle, high = spread([a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples["job eagle3 none"])])
-            by_position = [f"{median(samples, variant, f'acceptance_{i}'):.2f}" for i in range(1, LONGEST + 1)
-                           if all(f"acceptance_{i}" in s for s in samples[variant])]
+            low, middle, high = spread(
+                [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(samples[variant], samples["job eagle3 none"])]
+            )
+            by_position = [
+                f"{median(samples, variant, f'acceptance_{i}'):.2f}"
+                for i in range(1, LONGEST + 1)
+                if all(f"acceptance_{i}" in s for s in samples[variant])
+            ]
             length = f"{median(samples, variant, 'acceptance_length'):.2f}" if by_position else ""
-            job.add_row(variant.split()[2], f"{median(samples, variant, 'tokens_per_s'):.0f}", f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                        length, " ".join(by_position))
-        cells = Table(title="sequences kept live: tokens/s, and auto over the better of no speculation and the best fixed k", title_justify="left")
-        for column in ("live", "drafter", "none", *(f"k={k}" for k in FIXED), "auto", "proposals", "best", "auto over best", "auto over none"):
+            job.add_row(
+                variant.split()[2],
+                f"{median(samples, variant, 'tokens_per_s'):.0f}",
+                f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                length,
+                " ".join(by_position),
+            )
+        cells = Table(
+            title="sequences kept live: tokens/s, and auto over the better of no speculation and the best fixed k",
+            title_justify="left",
+        )
+        for column in (
+            "live",
+            "drafter",
+            "none",
+            *(f"k={k}" for k in FIXED),
+            "auto",
+            "proposals",
+            "best",
+            "auto over best",
+            "auto over none",
+        ):
             cells.add_column(column, justify="right")
         for live in LIVE:
             for method in METHODS:
                 auto = f"{live} {method} auto"
                 best, low, middle, high = self._against_best(samples, live, method)
                 cells.add_row(
-                    str(live), method, *(f"{median(samples, v, 'tokens_per_s'):.0f}" for v in (
-                        *(f"{live} {method} {k}" for k in ("none", *FIXED)), auto)),
-                    f"{median(samples, auto, 'proposals'):.1f}", best, f"{middle:.3f} ({low:.3f} to {high:.3f})",
-                    f"{ratio(samples, 'tokens_per_s', auto, f'{live} {method} none'):.2f}")
+                    str(live),
+                    method,
+                    *(
+                        f"{median(samples, v, 'tokens_per_s'):.0f}"
+                        for v in (*(f"{live} {method} {k}" for k in ("none", *FIXED)), auto)
+                    ),
+                    f"{median(samples, auto, 'proposals'):.1f}",
+                    best,
+                    f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                    f"{ratio(samples, 'tokens_per_s', auto, f'{live} {method} none'):.2f}",
+                )
             low, middle, high = spread([sample["over"] for sample in samples[f"again {_ALIKE.format(live)}"]])
             cells.add_row(str(live), "none, twice", *[""] * 8, "none", f"{middle:.3f} ({low:.3f} to {high:.3f})", "")
         return [job, cells]
 
     def plot(self, axes, samples: Samples) -> None:
         for method in METHODS:
-            axes.plot(LIVE, [ratio(samples, "tokens_per_s", f"{n} {method} auto", f"{n} {method} none") for n in LIVE], marker="o", label=method)
+            axes.plot(
+                LIVE,
+                [ratio(samples, "tokens_per_s", f"{n} {method} auto", f"{n} {method} none") for n in LIVE],
+                marker="o",
+                label=method,
+            )
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(LIVE, [str(n) for n in LIVE])
@@ -148,7 +213,10 @@ class SpeculationBenchmark(Benchmark):
 
 def _together(measured: Sequence[dict[str, float]]) -> dict[str, float]:
     """Several loads, one after the other, as one: means, and tokens by seconds."""
-    result = {key: statistics.fmean(m[key] for m in measured if key in m) for key in dict.fromkeys(key for m in measured for key in m)}
+    result = {
+        key: statistics.fmean(m[key] for m in measured if key in m)
+        for key in dict.fromkeys(key for m in measured for key in m)
+    }
     return result | {"tokens_per_s": result["tokens"] / result["seconds"]}
 
 

@@ -89,7 +89,9 @@ def load(method: str, directory: Path, shape: PolicyShape, model=None) -> Draft:
         return Draft(method, mtp.load(directory, shape, model.lm_head.weight), shape)
     module, own = policy.load(directory)
     if own.vocab_size != shape.vocab_size:
-        raise CheckpointError(f"{directory}/config.json: vocab_size={own.vocab_size}: the policy has {shape.vocab_size}")
+        raise CheckpointError(
+            f"{directory}/config.json: vocab_size={own.vocab_size}: the policy has {shape.vocab_size}"
+        )
     return Draft(method, module, own)
 
 

@@ -1,7 +1,7 @@
 """`asyncspec draft train`: make a draft for a policy, from prompts or from rollouts.
 
-With prompts the policy samples its own rollouts, fresh ones all the time, and the draft learns the policy's distributions on
-them. What comes of it is measured by really drafting on prompts that were held out.
+With prompts the policy samples its own rollouts, fresh ones all the time, and the draft learns the policy's
+distributions on them. What comes of it is measured by really drafting on prompts that were held out.
 """
 
 from __future__ import annotations
@@ -45,13 +45,23 @@ class Rollout:
 class Sampler:
     """A policy that answers prompts, with a draft or without."""
 
-    def __init__(self, model, shape: policy.PolicyShape, settings: Training, draft: Draft | None = None, draft_length: int = 0) -> None:
+    def __init__(
+        self, model, shape: policy.PolicyShape, settings: Training, draft: Draft | None = None, draft_length: int = 0
+    ) -> None:
         # The engine takes a draft for its own; this one may be training.
-        maker = None if draft is None else drafter_for(drafts.Draft(draft.method, copy.deepcopy(draft.module), draft.shape))
+        maker = (
+            None if draft is None else drafter_for(drafts.Draft(draft.method, copy.deepcopy(draft.module), draft.shape))
+        )
         self.limit = settings.max_response_tokens
         self.engine = TorchEngine(
-            shape, maker, slots=64, max_prompt_tokens=settings.max_prompt_tokens, max_response_tokens=self.limit,
-            draft_length=draft_length, temperature=settings.temperature)
+            shape,
+            maker,
+            slots=64,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_response_tokens=self.limit,
+            draft_length=draft_length,
+            temperature=settings.temperature,
+        )
         self.engine.load_policy(dict(model.named_parameters()), 0)
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int, samples: int = 1) -> list[tuple[int, Completion]]:
@@ -69,17 +79,27 @@ def acceptance_length(done: Sequence[tuple[int, Completion]]) -> float:
     return sum(len(c.tokens) - 1 for _, c in done) / max(1, sum(c.verifications for _, c in done))
 
 
-def batches(rollouts: Sequence[Rollout], size: int, rng: np.random.Generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    rollouts: Sequence[Rollout], size: int, rng: np.random.Generator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(tokens_BL, mask_BL of response tokens), rows of like length together, each rollout once."""
     order = rng.permutation(len(rollouts))
     for start in range(0, len(order), size * POOL):
-        pool = sorted((rollouts[i] for i in order[start : start + size * POOL]), key=lambda r: len(r.prompt) + len(r.response))
+        pool = sorted(
+            (rollouts[i] for i in order[start : start + size * POOL]), key=lambda r: len(r.prompt) + len(r.response)
+        )
         parts = [pool[i : i + size] for i in range(0, len(pool), size)]
         for i in rng.permutation(len(parts)):
             longest = max(len(r.prompt) + len(r.response) for r in parts[i])
-            tokens_BL = torch.tensor([[*r.prompt, *r.response, *[0] * (longest - len(r.prompt) - len(r.response))] for r in parts[i]])
-            yield tokens_BL, torch.tensor(
-                [[len(r.prompt) <= p < len(r.prompt) + len(r.response) for p in range(longest)] for r in parts[i]])
+            tokens_BL = torch.tensor(
+                [[*r.prompt, *r.response, *[0] * (longest - len(r.prompt) - len(r.response))] for r in parts[i]]
+            )
+            yield (
+                tokens_BL,
+                torch.tensor(
+                    [[len(r.prompt) <= p < len(r.prompt) + len(r.response) for p in range(longest)] for r in parts[i]]
+                ),
+            )
 
 
 def sampled(model, shape, prompts: Sequence[Sequence[int]], settings: Training) -> Iterator[list[Rollout]]:
@@ -96,7 +116,8 @@ def train_draft(draft: Draft, model, rounds: Iterator[list[Rollout]], settings: 
 
     Args:
         rounds: rollouts to learn from.
-        shown: callable(trainer, progress from 0 to 1, loss, expected acceptance rate of each position), after each step.
+        shown: callable(trainer, progress from 0 to 1, loss, expected acceptance rate of each position), after each
+            step.
     """
     lr = settings.lr or 2e-3 * (64 / policy_width(model)) ** 0.5
     trainer = DraftTrainer(draft.module, draft.loss(settings.unroll, settings.temperature), lr)
@@ -104,11 +125,15 @@ def train_draft(draft: Draft, model, rounds: Iterator[list[Rollout]], settings: 
     try:
         for rollouts in rounds:
             for part in range(0, len(rollouts), ROUND):
-                made = [supervise(model, draft.aux_layers, *batch, settings.temperature)
-                        for batch in batches(rollouts[part : part + ROUND], settings.batch, rng)]
+                made = [
+                    supervise(model, draft.aux_layers, *batch, settings.temperature)
+                    for batch in batches(rollouts[part : part + ROUND], settings.batch, rng)
+                ]
                 for index in (i for _ in range(SEEN) for i in rng.permutation(len(made))):
-                    progress = max(trainer.steps / settings.steps if settings.steps else 0.0,
-                                   (time.monotonic() - began) / (60 * settings.minutes) if settings.minutes else 0.0)
+                    progress = max(
+                        trainer.steps / settings.steps if settings.steps else 0.0,
+                        (time.monotonic() - began) / (60 * settings.minutes) if settings.minutes else 0.0,
+                    )
                     if progress >= 1:
                         return trainer
                     trainer.anneal(progress)
@@ -136,16 +161,24 @@ def run(settings: Training) -> int:
         tokenizer = tokenizers.load(path)
         prompts, held_out, rollouts = _data(settings, tokenizer, shape)
         tokens = _draft_vocabulary(settings, model, shape, prompts, rollouts)
-        draft = (drafts.load(settings.method, resolve_path(settings.init), shape, model) if settings.init
-                 else drafts.new(settings.method, shape, model, tokens))
+        draft = (
+            drafts.load(settings.method, resolve_path(settings.init), shape, model)
+            if settings.init
+            else drafts.new(settings.method, shape, model, tokens)
+        )
     except (CheckpointError, ValueError) as error:
         raise ConfigError(f"draft train: {error}") from None
     parameters = sum(p.numel() for p in draft.module.parameters())
-    console.print(f"{settings.method}: {parameters:,} parameters for a policy of {sum(p.numel() for p in model.parameters()):,}; "
-                  f"{len(held_out)} prompts held out", soft_wrap=True)
+    console.print(
+        f"{settings.method}: {parameters:,} parameters for a policy of {sum(p.numel() for p in model.parameters()):,}; "
+        f"{len(held_out)} prompts held out",
+        soft_wrap=True,
+    )
 
     def measured() -> float:
-        return acceptance_length(Sampler(model, shape, settings, draft, settings.draft_length)(held_out, 10**6 * (settings.seed + 1)))
+        return acceptance_length(
+            Sampler(model, shape, settings, draft, settings.draft_length)(held_out, 10**6 * (settings.seed + 1))
+        )
 
     if settings.init:
         console.print(f"acceptance length before: {measured():.3f} at k={settings.draft_length}")
@@ -154,19 +187,32 @@ def run(settings: Training) -> int:
         writer = SummaryWriter(str(out / "tensorboard"))
     except OSError as error:
         raise ConfigError(f"draft train: --out {out}: {error.strerror}; expected a directory to write to") from None
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as bars:
         bar = bars.add_task(settings.method, total=1.0)
 
         def shown(trainer: DraftTrainer, progress: float, loss: float, rates: list[float]) -> None:
             by_position = " ".join(f"{rate:.2f}" for rate in rates)
-            bars.update(bar, completed=progress, description=f"step {trainer.steps}, loss {loss:.3f}, acceptance by position {by_position}")
+            bars.update(
+                bar,
+                completed=progress,
+                description=f"step {trainer.steps}, loss {loss:.3f}, acceptance by position {by_position}",
+            )
             writer.add_scalar("draft/loss", loss, trainer.steps)
             for position, rate in enumerate(rates, 1):
                 writer.add_scalar(f"draft/expected_acceptance_{position}", rate, trainer.steps)
             if not console.is_terminal and time.monotonic() - lines[-1] > LINE_EVERY_S:
                 lines.append(time.monotonic())
-                console.print(f"step {trainer.steps} ({progress:.0%}): loss {loss:.3f}, acceptance by position {by_position}", soft_wrap=True)
+                console.print(
+                    f"step {trainer.steps} ({progress:.0%}): loss {loss:.3f}, acceptance by position {by_position}",
+                    soft_wrap=True,
+                )
 
         rounds = iter([rollouts] * 10**6) if rollouts else sampled(model, shape, prompts, settings)
         trainer = train_draft(draft, model, rounds, settings, shown)
@@ -175,9 +221,14 @@ def run(settings: Training) -> int:
     length = measured()
     writer.add_scalar("draft/acceptance_length", length, trainer.steps)
     writer.close()
-    console.print(f"{trainer.steps} steps; acceptance length {length:.3f} at k={settings.draft_length} on held-out prompts, "
-                  f"temperature {settings.temperature:g}", soft_wrap=True)
-    console.print(f"written: {out}; use it with speculation.method={settings.method} speculation.draft_path={out}", soft_wrap=True)
+    console.print(
+        f"{trainer.steps} steps; acceptance length {length:.3f} at k={settings.draft_length} on held-out prompts, "
+        f"temperature {settings.temperature:g}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"written: {out}; use it with speculation.method={settings.method} speculation.draft_path={out}", soft_wrap=True
+    )
     return 0
 
 
@@ -190,17 +241,31 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     rollouts: list[Rollout] = []
     rng = np.random.default_rng([settings.seed, 3])
     if settings.rollouts:
-        texts = [(item["prompt"], item["response"]) for item in tasks.read_jsonl(settings.rollouts, settings.rollouts, ("prompt", "response"))]
-        rollouts = [Rollout(tuple(tokenizer.encode(p).ids), (*tokenizer.encode(r).ids, shape.eos_token_id)) for p, r in texts]
+        texts = [
+            (item["prompt"], item["response"])
+            for item in tasks.read_jsonl(settings.rollouts, settings.rollouts, ("prompt", "response"))
+        ]
+        rollouts = [
+            Rollout(tuple(tokenizer.encode(p).ids), (*tokenizer.encode(r).ids, shape.eos_token_id)) for p, r in texts
+        ]
         prompts = list(dict.fromkeys(r.prompt for r in rollouts))
     elif settings.prompts:
-        prompts = list(dict.fromkeys(tuple(tokenizer.encode(item["prompt"]).ids) for item in tasks.read_jsonl(settings.prompts, settings.prompts, ("prompt",))))
+        prompts = list(
+            dict.fromkeys(
+                tuple(tokenizer.encode(item["prompt"]).ids)
+                for item in tasks.read_jsonl(settings.prompts, settings.prompts, ("prompt",))
+            )
+        )
     else:
-        prompts = list(dict.fromkeys(tuple(tokenizer.encode(p.prompt).ids) for p in tasks.sums(settings.seed + 1000, 16384)))
+        prompts = list(
+            dict.fromkeys(tuple(tokenizer.encode(p.prompt).ids) for p in tasks.sums(settings.seed + 1000, 16384))
+        )
     fitting = [p for p in prompts if 0 < len(p) <= settings.max_prompt_tokens]
     if len(fitting) < 2:
-        raise ValueError(f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are no longer than "
-                         "that; expected at least 2")
+        raise ValueError(
+            f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are no longer than "
+            "that; expected at least 2"
+        )
     held = set(rng.permutation(len(fitting))[: min(settings.held_out, max(1, len(fitting) // 10))].tolist())
     held_out = [p for i, p in enumerate(fitting) if i in held]
     prompts = [p for i, p in enumerate(fitting) if i not in held]
@@ -208,8 +273,10 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     longest = settings.max_prompt_tokens + settings.max_response_tokens
     usable = [r for r in rollouts if r.prompt in kept and len(r.prompt) + len(r.response) <= longest]
     if rollouts and not usable:
-        raise ValueError(f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into {longest} tokens, prompt "
-                         f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}")
+        raise ValueError(
+            f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into {longest} tokens, prompt "
+            f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}"
+        )
     return prompts, held_out, usable
 
 

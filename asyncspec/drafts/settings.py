@@ -1,4 +1,6 @@
-"""The settings of `asyncspec draft train`: its flags, with their defaults, their help and what they may be. Imports no torch."""
+"""The settings of `asyncspec draft train`: its flags, with their defaults, their help and what they may be. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ def check(settings: Training) -> None:
     need(1 <= settings.draft_length <= 16, "draft_length", "1 to 16")
     need(settings.temperature >= 1e-3, "temperature", "at least 0.001")
     need(settings.minutes > 0 or settings.steps > 0, "minutes", "more than 0, or --steps")
-    need(not settings.draft_vocab or settings.method == "eagle3", "draft_vocab", "0 with --method mtp and draft_model, which use the policy's")
+    need(
+        not settings.draft_vocab or settings.method == "eagle3",
+        "draft_vocab",
+        "0 with --method mtp and draft_model, which use the policy's",
+    )
     need(not (settings.draft_vocab and settings.init), "draft_vocab", "0 with --init, whose draft has its vocabulary")
     need(not (settings.prompts and settings.rollouts), "rollouts", "either --prompts or --rollouts")
     for name in ("policy", "init"):

@@ -1,10 +1,10 @@
 """What a draft learns from, made by one pass of the policy: its hidden states, and the distributions it samples from.
 
-Nothing here can reach the policy: all tensors are detached where they are made. `pack` and `unpack` turn supervision into the
-arrays that travel to the draft adapter and back; `size` says how much that is.
+Nothing here can reach the policy: all tensors are detached where they are made. `pack` and `unpack` turn supervision
+into the arrays that travel to the draft adapter and back; `size` says how much that is.
 
-Shape suffixes: B rows, L positions, E auxiliary features, D model dimension, V vocabulary, M tokens kept of a distribution, N
-positions of all rows, T positions of all rows that predict a response token, U distinct tokens.
+Shape suffixes: B rows, L positions, E auxiliary features, D model dimension, V vocabulary, M tokens kept of a
+distribution, N positions of all rows, T positions of all rows that predict a response token, U distinct tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LEAST_REST = 1e-6  # mass that a draft is taken to leave outside the tokens kept
 
 
 class Target(NamedTuple):
-    """Distributions of the next token at each position: over the whole vocabulary, or of the most probable tokens alone.
+    """Distributions of the next token at each position: over the whole vocabulary, or of the most probable tokens
+    alone.
 
     logprob_BLM: float, log-probabilities of the tokens kept.
     token_BLM: int64, which they are; None: all, in order.
@@ -50,15 +51,18 @@ class Target(NamedTuple):
         return Target(self.logprob_BLM.masked_fill(token_BLM < 0, float("-inf")), token_BLM.clamp(min=0), rest_BL)
 
     def compared(self, logq_BLV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy against a draft's log-distributions, and the share of its proposals that would be accepted, both [B, L].
+        """Cross-entropy against a draft's log-distributions, and the share of its proposals that would be accepted,
+        both [B, L].
 
-        The latter is sum over outcomes of min(p, q), a bound from above if not all tokens were kept. Both have gradients.
+        The latter is sum over outcomes of min(p, q), a bound from above if not all tokens were kept. Both have
+        gradients.
         """
         p_BLM = self.logprob_BLM.exp()
         if self.token_BLM is None:
             return -(p_BLM * logq_BLV).sum(-1), torch.minimum(p_BLM, logq_BLV.exp()).sum(-1)
         logq_BLM = logq_BLV.gather(-1, self.token_BLM)
-        q_BLM = logq_BLM.exp() * (self.logprob_BLM > float("-inf"))  # a token the draft has not got has none of its mass
+        # a token the draft has not got has none of its mass
+        q_BLM = logq_BLM.exp() * (self.logprob_BLM > float("-inf"))
         rest_BL = (1 - p_BLM.sum(-1)).clamp(min=0) if self.rest_BL is None else self.rest_BL
         q_rest_BL = (1 - q_BLM.sum(-1)).clamp(min=LEAST_REST)
         entropy_BL = -(p_BLM * logq_BLM).sum(-1) - rest_BL * q_rest_BL.log()
@@ -68,9 +72,9 @@ class Target(NamedTuple):
 class Supervision(NamedTuple):
     """What drafts of every kind learn from; each takes what it reads.
 
-    tokens_BL: int64. mask_BL: bool, True at response tokens. target: of the token after each position.
-    features_BLE, embeds_BLD: the policy's auxiliary hidden states and its embeddings of the tokens; None for a draft that reads tokens only.
-    start_B: int64, the position of each row's first token; None: all start at 0.
+    tokens_BL: int64. mask_BL: bool, True at response tokens. target: of the token after each position. features_BLE,
+    embeds_BLD: the policy's auxiliary hidden states and its embeddings of the tokens; None for a draft that reads
+    tokens only. start_B: int64, the position of each row's first token; None: all start at 0.
     """
 
     tokens_BL: torch.Tensor
@@ -96,7 +100,9 @@ def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supe
 def from_pass(tokens_BL, mask_BL, logits_BLV, features_BLE, embeds_BLD, temperature: float) -> Supervision:
     """The same from a pass that was made anyhow; of what `models.policy.forward` returns."""
     target = Target((logits_BLV.detach() / temperature).log_softmax(-1))
-    features_BLE, embeds_BLD = (None if tensor is None else tensor.detach().float() for tensor in (features_BLE, embeds_BLD))
+    features_BLE, embeds_BLD = (
+        None if tensor is None else tensor.detach().float() for tensor in (features_BLE, embeds_BLD)
+    )
     return Supervision(tokens_BL, mask_BL, target, features_BLE, embeds_BLD)
 
 
@@ -108,9 +114,10 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
         window: positions kept of each row, a stretch chosen at random among those that hold response tokens; 0: all.
 
     Returns:
-        tokens int32 [N]; start, length, response int32 [B]: each row's first position, its positions, and which of them holds
-        the first response token; target_logprobs float16 [T, M]; target_tokens int32 [T, M] unless all are kept; and for drafts
-        that read them features float16 [N, E], embeds float16 [U, D] and embedded int32 [U], the tokens they belong to.
+        tokens int32 [N]; start, length, response int32 [B]: each row's first position, its positions, and which of them
+        holds the first response token; target_logprobs float16 [T, M]; target_tokens int32 [T, M] unless all are kept;
+        and for drafts that read them features float16 [N, E], embeds float16 [U, D] and embedded int32 [U], the tokens
+        they belong to.
     """
     tokens_BL, mask_BL, target, features_BLE, embeds_BLD, _ = supervision
     B, L = tokens_BL.shape
@@ -129,8 +136,11 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
     predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:] & kept_BL[:, 1:], (0, 1)) & kept_BL
     logprob_TM = target.logprob_BLM[predicts_BL]
     arrays = {
-        "tokens": tokens_BL[kept_BL].to(torch.int32), "start": start_B.to(torch.int32),
-        "length": (end_B - start_B).to(torch.int32), "response": (first_B - start_B).clamp(min=0).to(torch.int32)}
+        "tokens": tokens_BL[kept_BL].to(torch.int32),
+        "start": start_B.to(torch.int32),
+        "length": (end_B - start_B).to(torch.int32),
+        "response": (first_B - start_B).clamp(min=0).to(torch.int32),
+    }
     if 0 < top < logprob_TM.shape[-1]:
         logprob_TM, token_TM = logprob_TM.topk(top)
         arrays["target_tokens"] = token_TM.to(torch.int32)
@@ -140,7 +150,11 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
         embeds_ND = embeds_BLD[kept_BL]
         embeds_UD = embeds_ND.new_zeros(len(embedded), embeds_ND.shape[-1])
         embeds_UD[inverse] = embeds_ND  # equal where tokens are
-        arrays |= {"features": _half(features_BLE[kept_BL]), "embedded": embedded.to(torch.int32), "embeds": _half(embeds_UD)}
+        arrays |= {
+            "features": _half(features_BLE[kept_BL]),
+            "embedded": embedded.to(torch.int32),
+            "embeds": _half(embeds_UD),
+        }
     return {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
 
 
@@ -150,6 +164,7 @@ def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
     Raises:
         KeyError, ValueError, RuntimeError, IndexError: the arrays do not fit together.
     """
+
     def tensor(name: str) -> torch.Tensor:
         array = arrays[name]
         return torch.from_numpy(array.astype(np.float32 if array.dtype == np.float16 else np.int64)).to(device)
@@ -168,8 +183,10 @@ def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
         return out
 
     tokens_N = tensor("tokens")
-    target = Target(spread(tensor("target_logprobs"), predicts_BL),
-                    spread(tensor("target_tokens"), predicts_BL) if "target_tokens" in arrays else None)
+    target = Target(
+        spread(tensor("target_logprobs"), predicts_BL),
+        spread(tensor("target_tokens"), predicts_BL) if "target_tokens" in arrays else None,
+    )
     features_BLE = embeds_BLD = None
     if "features" in arrays:
         features_BLE = spread(tensor("features"), kept_BL)

@@ -1,7 +1,7 @@
 """Training a draft: the losses of each kind of draft, and the steps on them.
 
-Shape suffixes: B batch, L positions, T = L - 2 positions a draft over hidden states learns at, D model dimension, V vocabulary, N heads,
-H head size.
+Shape suffixes: B batch, L positions, T = L - 2 positions a draft over hidden states learns at, D model dimension, V
+vocabulary, N heads, H head size.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ LEAST_OVERLAP = 1e-6  # so that its logarithm is finite
 
 
 def imitation(entropy_BL: torch.Tensor, overlap_BL: torch.Tensor) -> torch.Tensor:
-    """What a draft minimises at each position: cross-entropy while its proposals are seldom accepted there, minus the logarithm of how often they are
-    accepted once they mostly are.
+    """What a draft minimises at each position: cross-entropy while its proposals are seldom accepted there, minus the
+    logarithm of how often they are accepted once they mostly are.
 
-    A draft too small to be the policy gets more accepted by the latter, but learns it slowly from far away. After LK losses (arXiv 2602.23881), which
-    have the logarithm, and a mixture (of KL and total variation) that moves with acceptance; this one moves with each position's own, squared.
+    A draft too small to be the policy gets more accepted by the latter, but learns it slowly from far away. After LK
+    losses (arXiv 2602.23881), which have the logarithm, and a mixture (of KL and total variation) that moves with
+    acceptance; this one moves with each position's own, squared.
 
     Args:
         entropy_BL, overlap_BL: float, of `Target.compared`.
@@ -47,29 +48,36 @@ def distillation_loss(draft, supervision: Supervision, temperature: float) -> tu
         The mean loss, and the expected acceptance rate in a list of one.
     """
     tokens_BL, mask_BL, target, _, _, start_B = supervision
-    position_BL = None if start_B is None else start_B.unsqueeze(1) + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    position_BL = (
+        None if start_B is None else start_B.unsqueeze(1) + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    )
     hidden_BLD = hidden_states(draft, tokens_BL, position_BL)
     logq_BLV = (draft.lm_head(hidden_BLD) / temperature).log_softmax(-1)[:, :-1]
     mask_BL = mask_BL[:, 1:].to(logq_BLV.dtype)
     count = mask_BL.sum().clamp(min=1)
     entropy_BL, overlap_BL = target.between(0, logq_BLV.shape[1]).compared(logq_BLV)
-    return (imitation(entropy_BL, overlap_BL) * mask_BL).sum() / count, [float((overlap_BL.detach() * mask_BL).sum() / count)]
+    return (imitation(entropy_BL, overlap_BL) * mask_BL).sum() / count, [
+        float((overlap_BL.detach() * mask_BL).sum() / count)
+    ]
 
 
-def unrolled_loss(draft, supervision: Supervision, unroll: int, temperature: float = 1.0) -> tuple[torch.Tensor, list[float]]:
+def unrolled_loss(
+    draft, supervision: Supervision, unroll: int, temperature: float = 1.0
+) -> tuple[torch.Tensor, list[float]]:
     """`imitation` of a draft over hidden states (`Eagle3`, `MTP`), unrolled over the positions it will really draft.
 
-    This is EAGLE-3's training-time test (arXiv 2503.01840). Pass 0 reads the target's features everywhere; pass j reads at position t
-    the output of pass j-1 at t-1, as it does when drafting its (j+1)-th token. In pass j, position t attends to pass-0 keys up to
-    t-j and to the key of pass i at t-(j-i), for i = 1..j: just what the KV cache holds then.
+    This is EAGLE-3's training-time test (arXiv 2503.01840). Pass 0 reads the target's features everywhere; pass j reads
+    at position t the output of pass j-1 at t-1, as it does when drafting its (j+1)-th token. In pass j, position t
+    attends to pass-0 keys up to t-j and to the key of pass i at t-(j-i), for i = 1..j: just what the KV cache holds
+    then.
 
     Args:
         unroll: number of passes.
         temperature: of the sampling, which the target's distributions are at and the draft's will be.
 
     Returns:
-        The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q). Of sequences
-        shorter than three tokens there is nothing to learn: the loss is a constant.
+        The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q). Of
+        sequences shorter than three tokens there is nothing to learn: the loss is a constant.
     """
     features_BLE, embeds_BLD, start_B = supervision.features_BLE, supervision.embeds_BLD, supervision.start_B
     B, L, _ = features_BLE.shape
@@ -154,8 +162,8 @@ class DraftTrainer:
     def step(self, supervision: Supervision) -> tuple[float, list[float]]:
         """One optimizer step; returns the loss and the expected acceptance rate of each position.
 
-        A batch that nothing can be learned from is passed over, and so is one whose gradient is not finite (`skipped` counts
-        them): a draft must never become worse than useless.
+        A batch that nothing can be learned from is passed over, and so is one whose gradient is not finite (`skipped`
+        counts them): a draft must never become worse than useless.
         """
         loss, rates = self.loss(self.draft, supervision)
         self.optimizer.zero_grad()

@@ -47,8 +47,10 @@ class Completion:
     proposed: int
     accepted: int
     started_at: float  # timing.clock.now() when the sample got its slot
-    # By position, the first proposal's first; of engines that do not say, empty. What lies past the response's end does not count.
-    reached_at: Sequence[int] = ()  # verifications that came to this proposal: there was one, and all before it were accepted
+    # By position, the first proposal's first; of engines that do not say, empty. What lies past the response's end does
+    # not count.
+    # verifications that came to this proposal: there was one, and all before it were accepted
+    reached_at: Sequence[int] = ()
     accepted_at: Sequence[int] = ()  # and those that accepted it
 
 
@@ -65,7 +67,9 @@ class Engine(Protocol):
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None: ...
 
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
-        """Names and shapes of what `load_policy` (kind "policy") or `load_draft` ("draft") takes; the values may be on the meta device."""
+        """Names and shapes of what `load_policy` (kind "policy") or `load_draft` ("draft") takes; the values may be on
+        the meta device.
+        """
         ...
 
     @property
@@ -83,7 +87,10 @@ class QueueingEngine:
 
     def __init__(self, config: Config, shape: PolicyShape) -> None:
         self.shape, self.slots = shape, config.engine.slots
-        self.max_prompt_tokens, self.max_response_tokens = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
+        self.max_prompt_tokens, self.max_response_tokens = (
+            config.engine.max_prompt_tokens,
+            config.sampling.max_response_tokens,
+        )
         self._queue: deque[tuple[Request, int]] = deque()
         self._live: dict = {}  # samples that have a slot, by what they are called there
 
@@ -106,7 +113,9 @@ class QueueingEngine:
 
 
 def at_least(counts_J: np.ndarray) -> list[int]:
-    """From how many verifications had j of something, j from 0, int [J], to how many had at least j of it, j from 1, without zeros at the end."""
+    """From how many verifications had j of something, j from 0, int [J], to how many had at least j of it, j from 1,
+    without zeros at the end.
+    """
     counts = counts_J[::-1].cumsum()[::-1][1:]
     return counts[: np.count_nonzero(counts)].tolist()
 
@@ -115,15 +124,24 @@ def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max
     """Refuse what would break a step.
 
     Raises:
-        ValueError: the prompt is empty, longer than max_prompt_tokens or holds what is no token; the response may be empty
-            or longer than the engine was made for; a seed takes more than 64 bits.
+        ValueError: the prompt is empty, longer than max_prompt_tokens or holds what is no token; the response may be
+            empty or longer than the engine was made for; a seed takes more than 64 bits.
     """
+
     def need(held: bool, what: str) -> None:
         if not held:
             raise ValueError(f"request {request.request_id}: {what}")
 
-    need(0 < len(request.prompt) <= max_prompt_tokens, f"prompt of {len(request.prompt)} tokens: expected 1 to {max_prompt_tokens}")
-    need(0 <= min(request.prompt) and max(request.prompt) < vocab_size, f"prompt: expected tokens from 0 to {vocab_size - 1}")
-    need(0 < request.max_response_tokens <= max_response_tokens,
-         f"max_response_tokens={request.max_response_tokens}: expected 1 to {max_response_tokens}")
+    need(
+        0 < len(request.prompt) <= max_prompt_tokens,
+        f"prompt of {len(request.prompt)} tokens: expected 1 to {max_prompt_tokens}",
+    )
+    need(
+        0 <= min(request.prompt) and max(request.prompt) < vocab_size,
+        f"prompt: expected tokens from 0 to {vocab_size - 1}",
+    )
+    need(
+        0 < request.max_response_tokens <= max_response_tokens,
+        f"max_response_tokens={request.max_response_tokens}: expected 1 to {max_response_tokens}",
+    )
     need(all(-(2**63) <= seed < 2**63 for seed in request.seeds), "seeds: expected integers of 64 bits")

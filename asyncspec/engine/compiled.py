@@ -1,8 +1,10 @@
-"""The engine's forward pass as torch.compile takes it: a few layers as one graph, which all of the policy's layers pass through.
+"""The engine's forward pass as torch.compile takes it: a few layers as one graph, which all of the policy's layers pass
+through.
 
-With few live sequences a step costs what launching its operations costs; compiled, most of them are fused. A graph of a few
-layers is compiled once and called for each such block, so compiling takes no longer for a deeper policy. Shapes are dynamic: one
-graph for one row, one for several, each for one token and for more. Kernels are kept in torch's cache on disk, so a second start is quick.
+With few live sequences a step costs what launching its operations costs; compiled, most of them are fused. A graph of a
+few layers is compiled once and called for each such block, so compiling takes no longer for a deeper policy. Shapes are
+dynamic: one graph for one row, one for several, each for one token and for more. Kernels are kept in torch's cache on
+disk, so a second start is quick.
 
 Shape suffixes as in decode.py.
 """
@@ -25,7 +27,8 @@ class LayerWeights(NamedTuple):
     """What a layer multiplies by, as `decode.DecodeLayer` derives it; matrices transposed: [in, out]."""
 
     wqkv: torch.Tensor
-    inverse_RH: torch.Tensor | None  # of what queries and keys are scaled by in it, squared; Llama 3 does not normalize heads
+    # of what queries and keys are scaled by in it, squared; Llama 3 does not normalize heads
+    inverse_RH: torch.Tensor | None
     wo: torch.Tensor
     inward: torch.Tensor
     outward: torch.Tensor
@@ -44,7 +47,9 @@ class CompiledLayers:
         self.block = max(n for n in range(1, LONGEST_BLOCK + 1) if shape.n_layers % n == 0)
         self._pass = _compiled_block(shape, positions, device)
 
-    def __call__(self, x_TD, weights: Sequence[LayerWeights], caches: Sequence[torch.Tensor], index, mask, rotation) -> list[torch.Tensor]:
+    def __call__(
+        self, x_TD, weights: Sequence[LayerWeights], caches: Sequence[torch.Tensor], index, mask, rotation
+    ) -> list[torch.Tensor]:
         """
         Args:
             weights, caches: of all layers; a cache is [slots * G * P, 2H], see `KVCache`.
@@ -57,7 +62,9 @@ class CompiledLayers:
         outputs: list[torch.Tensor] = []
         for start in range(0, len(weights), self.block):
             layers = slice(start, start + self.block)
-            outputs += self._pass(outputs[-1] if outputs else x_TD, weights[layers], caches[layers], index, mask, rotation)
+            outputs += self._pass(
+                outputs[-1] if outputs else x_TD, weights[layers], caches[layers], index, mask, rotation
+            )
         return outputs
 
     @torch.inference_mode()  # as the engine's steps; what is compiled is compiled for the mode, too
@@ -96,7 +103,11 @@ def _compiled_block(shape: PolicyShape, positions: int, device: str):
                 wide = qk.float()
                 qk = (wide * torch.rsqrt((wide * wide * w.inverse_RH).sum(-1, keepdim=True) + H * eps)).to(x_TD.dtype)
             real, imaginary = qk.unflatten(-1, (-1, 2)).unbind(-1)
-            qk = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1).flatten(-2).to(x_TD.dtype)
+            qk = (
+                torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], -1)
+                .flatten(-2)
+                .to(x_TD.dtype)
+            )
             cache.index_copy_(0, index, torch.cat([qk[:, :, R], qkv_TGRH[:, :, R + 1]], -1).view(-1, 2 * H))
             seen = cache.view(-1, positions, 2 * H)[:rows, :span]
             q = qk[:, :, :R].view(B, L, G, R, H).transpose(1, 2).reshape(rows, width, H)
@@ -112,6 +123,7 @@ def _compiled_block(shape: PolicyShape, positions: int, device: str):
             outputs.append(x_TD)
         return outputs
 
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # several engines may share a process
+    # several engines may share a process
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     # Calls from C++: with few tokens half of what is left would be Python. A GPU launches graphs instead.
     return torch.compile(block, fullgraph=True, options={"cpp_wrapper": device == "cpu"})

@@ -1,13 +1,15 @@
 """The policy's forward pass as the engine runs it: torchtitan's parameters, few operations, a slot KV cache.
 
-On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does not call
-the model's modules: it reads their parameters and does in 20 operations a layer what they do in 70, in memory of which all views are made
-once (workspace.py). Norms' weights and the scale of attention go into matrices, matrices that read the same input are joined, the norms of
-a token and of all its heads are one product (`HeadNorm`), and the halves of each query and key that Qwen3's RoPE rotates are interleaved, as
-Llama 3's are already, so that rotating is one complex multiplication. `reload` derives all that anew when parameters change;
-tests/test_engine.py holds both forward passes to the same logits.
+On a CPU, and on a GPU with few sequences, an engine step costs what launching its operations costs. So the engine does
+not call the model's modules: it reads their parameters and does in 20 operations a layer what they do in 70, in memory
+of which all views are made once (workspace.py). Norms' weights and the scale of attention go into matrices, matrices
+that read the same input are joined, the norms of a token and of all its heads are one product (`HeadNorm`), and the
+halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so that rotating is
+one complex multiplication. `reload` derives all that anew when parameters change; tests/test_engine.py holds both
+forward passes to the same logits.
 
-Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a token, N = T * K sorted by expert.
+Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a
+token, N = T * K sorted by expert.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class RMSNorm:
 
 
 def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """The two halves of a head along `dim`, interleaved: neighbours are then real and imaginary part of what RoPE rotates."""
+    """The two halves of a head along `dim`, interleaved: neighbours are then real and imaginary part of what RoPE
+    rotates.
+    """
     first, second = weight.chunk(2, dim)
     return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
 
@@ -75,7 +79,10 @@ class RoPE:
         """
         turned_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
         # Values are turned by nothing: a product over whole rows takes a third of the time of one that leaves them out.
-        self._rotation_PR, self.half = torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1), angles_PH.shape[1]
+        self._rotation_PR, self.half = (
+            torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1),
+            angles_PH.shape[1],
+        )
 
     @classmethod
     def of(cls, model) -> "RoPE":
@@ -98,8 +105,9 @@ class RoPE:
 
 
 class HeadNorm:
-    """The RMSNorm of a token and, behind it, those of its queries and keys, all on their products: with x the token's residual stream, q = x @ weight.T of
-    a query or key, v of a value, and s the norms' own scales, which that weight has in it already,
+    """The RMSNorm of a token and, behind it, those of its queries and keys, all on their products: with x the token's
+    residual stream, q = x @ weight.T of a query or key, v of a value, and s the norms' own scales, which that weight
+    has in it already,
 
         q / sqrt(sum(q^2 / s^2) + H * eps * (sum(x^2) + D * eps))      v / sqrt(sum(x^2) + D * eps)
 
@@ -165,8 +173,11 @@ class Mixture:
 
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
-        self.router = Matrix(moe.router.gate.weight.float() * scale(norm), self.arena)  # in float32, as torchtitan's on a GPU
-        self.inward_EDF = self.arena.keep(scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm))).transpose(1, 2)
+        # in float32, as torchtitan's on a GPU
+        self.router = Matrix(moe.router.gate.weight.float() * scale(norm), self.arena)
+        self.inward_EDF = self.arena.keep(
+            scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm))
+        ).transpose(1, 2)
         self.outward_EFD = experts.w2_EDF.transpose(1, 2)
 
     def __call__(self, space: Workspace) -> None:
@@ -178,10 +189,13 @@ class Mixture:
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         end_E = torch.searchsorted(expert_N, self._expert_E, right=True, out_int32=True)
         # One grouped product was faster than a loop over experts, and than gathering the matrices of each token's.
-        gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(2, -1)
+        gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(
+            2, -1
+        )
         out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
         out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
-        x_TD.copy_(torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1))  # in place it is slower: x is strided
+        # in place it is slower: x is strided
+        x_TD.copy_(torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1))
 
 
 class DecodeModel:
@@ -190,19 +204,23 @@ class DecodeModel:
     def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device, compiled: bool = False) -> None:
         """
         Args:
-            model: torchtitan's, see `models.policy.build`; computed in its parameters' dtype, float32 or bfloat16. After they change call
-                `reload`, and before the first pass.
+            model: torchtitan's, see `models.policy.build`; computed in its parameters' dtype, float32 or bfloat16.
+                After they change call `reload`, and before the first pass.
             slots, positions: rows and length of the cache.
             compiled: whether `compile` is to be called.
         """
         layers = layer_shape(shape, next(iter(model.layers.values())).attention.q_norm is not None)
-        self.cache = cache = (KVCache if compiled else make_cache)(shape.n_layers, slots, positions, layers, device, dtype_of(model))
+        self.cache = cache = (KVCache if compiled else make_cache)(
+            shape.n_layers, slots, positions, layers, device, dtype_of(model)
+        )
         self.rope = RoPE.of(model)
         self.embedding, self._head = model.tok_embeddings.weight, model.lm_head
         self.arena = Arena()
         self.spaces = Workspaces(layers, dtype_of(model), device)
         self.norm = RMSNorm(model.norm, self.arena)
-        self.layers = [DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())]
+        self.layers = [
+            DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())
+        ]
         self.compiled: CompiledLayers | None = None
         self.graphs: Graphs | None = None
         # torch's grouped products wait for the host in float32.
@@ -220,7 +238,8 @@ class DecodeModel:
             self._weights = [layer.weights for layer in self.layers]
 
     def compile(self, shape: PolicyShape) -> None:
-        """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is live.
+        """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is
+        live.
 
         Raises:
             ValueError: the policy is a mixture of experts, or the cache is not one that torch attends to.
@@ -229,7 +248,10 @@ class DecodeModel:
             raise ValueError("layers with a mixture of experts are not compiled")
         if not isinstance(self.cache, KVCache):
             raise ValueError("a model that is to be compiled is made with compiled=True")
-        self.compiled, self._weights = CompiledLayers(shape, self.cache.positions, self.cache.kv.device.type), [layer.weights for layer in self.layers]
+        self.compiled, self._weights = (
+            CompiledLayers(shape, self.cache.positions, self.cache.kv.device.type),
+            [layer.weights for layer in self.layers],
+        )
         self.compiled.prepare(self._weights, self.cache.flat)
 
     def launch_by(self, graphs: Graphs | None) -> None:
@@ -238,14 +260,21 @@ class DecodeModel:
 
     def attends_at_once(self, tokens: int) -> bool:
         """Whether a pass over so many tokens attends over all rows as one group, however they are parted."""
-        return self.graphs is not None and tokens <= TOKENS or self.compiled is not None and tokens <= self._compiled_tokens
+        return (
+            self.graphs is not None
+            and tokens <= TOKENS
+            or self.compiled is not None
+            and tokens <= self._compiled_tokens
+        )
 
     @property
     def packs(self) -> bool:
         """Whether a pass may be over some of the tokens of a rectangle."""
         return isinstance(self.cache, NumpyKVCache)
 
-    def hidden_states(self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=(), packed: Packed | None = None):
+    def hidden_states(
+        self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=(), packed: Packed | None = None
+    ):
         """Read tokens into the cache at rows from `first_row`.
 
         Args:
@@ -262,18 +291,31 @@ class DecodeModel:
             hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row)
         else:
             spare = self._rows - first_row if first_row else None
-            hidden_BLD, *kept_BLD = self.graphs(self._pass, (token_BL, position_BL), spans, aux_layers, first_row, most=spare)
+            hidden_BLD, *kept_BLD = self.graphs(
+                self._pass, (token_BL, position_BL), spans, aux_layers, first_row, most=spare
+            )
         return hidden_BLD, kept_BLD
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., V] of [..., D], as `hidden_states` gives them."""
         return self.lm_head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
 
-    def _pass(self, token_BL, position_BL, spans: Spans, aux_layers: tuple[int, ...], first_row: int = 0, packed: Packed | None = None) -> list[torch.Tensor]:
+    def _pass(
+        self,
+        token_BL,
+        position_BL,
+        spans: Spans,
+        aux_layers: tuple[int, ...],
+        first_row: int = 0,
+        packed: Packed | None = None,
+    ) -> list[torch.Tensor]:
         if packed is None:
             where = self.cache.at(first_row, position_BL, spans)
         else:
-            where, at_T1 = self.cache.at(first_row, position_BL, spans, packed), torch.from_numpy(packed.at_T).unsqueeze(1)
+            where, at_T1 = (
+                self.cache.at(first_row, position_BL, spans, packed),
+                torch.from_numpy(packed.at_T).unsqueeze(1),
+            )
             token_BL, position_BL = token_BL.flatten()[at_T1], position_BL.flatten()[at_T1]
         (B, L), rotation, kept = token_BL.shape, self.rope.at(position_BL), []
         space = self.spaces(B, L)
@@ -297,7 +339,9 @@ class DecodeModel:
 
 
 class Block(ABC):
-    """What a layer of the policy and that of a draft have in common: all but how heads come to be. `wo` and `mlp` are theirs to give."""
+    """What a layer of the policy and that of a draft have in common: all but how heads come to be. `wo` and `mlp` are
+    theirs to give.
+    """
 
     wo: Matrix
     mlp: MLP | Mixture
@@ -341,7 +385,8 @@ class DecodeLayer(Block):
         super().__init__(index, cache)
         self.layer, self.shape, self.arena = layer, shape, arena
         attention = layer.attention
-        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, shape, arena)  # Llama 3 has none
+        # Llama 3 has none
+        self.head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, shape, arena)
         if getattr(layer, "moe_enabled", False):
             self.mlp = Mixture(layer.ffn_norm, layer.moe, arena)
         else:
@@ -367,7 +412,9 @@ class DecodeLayer(Block):
     def weights(self) -> LayerWeights:
         """Of a dense layer."""
         inverse_RH = self.head_norm and self.head_norm.inverse_RH
-        return LayerWeights(self.wqkv.weight, inverse_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight)
+        return LayerWeights(
+            self.wqkv.weight, inverse_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight
+        )
 
     def project(self, space: Workspace) -> None:
         if self.head_norm is None:
@@ -383,4 +430,12 @@ class DecodeLayer(Block):
 def layer_shape(shape: PolicyShape | DraftShape, head_norms: bool) -> LayerShape:
     """Of a policy's layers, or of a draft's."""
     hidden_dim = 0 if getattr(shape, "experts", None) is not None else shape.hidden_dim
-    return LayerShape(shape.dim, shape.n_kv_heads, shape.n_heads // shape.n_kv_heads, shape.head_dim, hidden_dim, shape.norm_eps, head_norms)
+    return LayerShape(
+        shape.dim,
+        shape.n_kv_heads,
+        shape.n_heads // shape.n_kv_heads,
+        shape.head_dim,
+        hidden_dim,
+        shape.norm_eps,
+        head_norms,
+    )

@@ -1,8 +1,9 @@
 """Passes over few tokens as CUDA graphs: captured once, then launched as one.
 
-On a GPU a pass over few tokens costs what launching its kernels one by one costs. A graph launches them all at once, on the memory on which it
-was captured. So inputs are copied to where it reads them, rows and attended positions are padded to one of a few numbers, and weights stay
-where they are when new ones come (`memory.Arena`). What comes for the third time is captured, and compared with the pass itself before it is used.
+On a GPU a pass over few tokens costs what launching its kernels one by one costs. A graph launches them all at once, on
+the memory on which it was captured. So inputs are copied to where it reads them, rows and attended positions are padded
+to one of a few numbers, and weights stay where they are when new ones come (`memory.Arena`). What comes for the third
+time is captured, and compared with the pass itself before it is used.
 
 Shape suffixes: B live rows.
 """
@@ -28,7 +29,8 @@ class CudaGraphs:
     """Captures kernels of calls, to be launched by `replay` of what `capture` gives."""
 
     def __init__(self, device) -> None:
-        # One stream for each engine: captures on a shared one share libraries' workspaces, which go with the first graph that does.
+        # One stream for each engine: captures on a shared one share libraries' workspaces, which go with the first
+        # graph that does.
         self._stream = torch.cuda.Stream(device)
         self.forget()
 
@@ -56,21 +58,31 @@ class Graphs:
         self.slots, self._backend, self._on = slots, backend, True
         self.came_early = 0  # calls that will be graphs once they have come often enough, and took as long as ten
         self._times: Counter[tuple] = Counter()
-        self._captured: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.CUDAGraph]] = {}  # where inputs and results lie
-        self._results: dict[tuple, torch.Tensor] = {}  # memory for those of all graphs, by number and dtype: distributions are large
+        # where inputs and results lie
+        self._captured: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.CUDAGraph]] = {}
+        # memory for those of all graphs, by number and dtype: distributions are large
+        self._results: dict[tuple, torch.Tensor] = {}
 
     @classmethod
     def of(cls, slots: int, device) -> "Graphs | None":
         """None where the device has none."""
         return cls(slots, CudaGraphs(device)) if torch.device(device).type == "cuda" else None
 
-    def __call__(self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], spans: Spans, *settings,
-                 most: int | None = None) -> Sequence[torch.Tensor]:
+    def __call__(
+        self,
+        function: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        spans: Spans,
+        *settings,
+        most: int | None = None,
+    ) -> Sequence[torch.Tensor]:
         """function(*inputs, spans, *settings), by a graph where it is worth it.
 
         Args:
-            function: a bound method that waits for nothing and keeps nothing. Besides its inputs it may read and write what never moves, in their rows.
-            inputs: [B, ...], of rows from the first; rows beyond them hold zeros where they are floats, ones where they are integers, or what was there before.
+            function: a bound method that waits for nothing and keeps nothing. Besides its inputs it may read and write
+                what never moves, in their rows.
+            inputs: [B, ...], of rows from the first; rows beyond them hold zeros where they are floats, ones where they
+                are integers, or what was there before.
             spans: see `KVCache.at`.
             most: rows that there are, if they are not the slots.
 
@@ -78,7 +90,10 @@ class Graphs:
             What it returns, [B, ...] each, the first of floats.
         """
         B = len(inputs[0])
-        rows, span = min(padded(B), most or self.slots), SPAN_STEP * padded(-(-max(LEAST_SPAN, *(span for _, span in spans)) // SPAN_STEP))
+        rows, span = (
+            min(padded(B), most or self.slots),
+            SPAN_STEP * padded(-(-max(LEAST_SPAN, *(span for _, span in spans)) // SPAN_STEP)),
+        )
         sizes = tuple(tuple(tensor.shape[1:]) for tensor in inputs)
         small = rows * max(size[0] for size in sizes if size) <= TOKENS
         # Outside the engine's steps (a cache that is filled anew) tensors of the steps must not be written to.
@@ -96,7 +111,13 @@ class Graphs:
                 return [result[:B].clone() for result in results]
         return function(*inputs, spans, *settings)
 
-    def _add(self, key: tuple, call: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], rows: int) -> None:
+    def _add(
+        self,
+        key: tuple,
+        call: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        rows: int,
+    ) -> None:
         """Capture it; no more graphs, if that fails or it then gives something else."""
         if len(self._captured) == MOST:
             self._forget()

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from asyncspec.engine import memory
 from asyncspec.engine.workspace import LayerShape, Workspace
 
-Spans = list[tuple[int, int]]  # consecutive groups of rows: the row after the group's last, and a bound above its positions
+# consecutive groups of rows: the row after the group's last, and a bound above its positions
+Spans = list[tuple[int, int]]
 
 # Attention over rows of very different length reads mostly padding, so rows may be attended to in groups. What one more
 # group costs is repaid by about so many row positions less to read.
@@ -96,8 +97,8 @@ class KVCache:
         """Rows from `first_row`, `position_BL` within them.
 
         Args:
-            spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater than
-                every position in it; empty for who only writes.
+            spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater
+                than every position in it; empty for who only writes.
         """
         (B, L), G = position_BL.shape, self.groups
         index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()

@@ -1,6 +1,7 @@
 """A matrix of the engine's, multiplied by whichever library does that fastest where it lies.
 
-torch's own products use half of an AMD processor with AVX-512: there small matrices go to numpy's BLAS and large ones to oneDNN.
+torch's own products use half of an AMD processor with AVX-512: there small matrices go to numpy's BLAS and large ones
+to oneDNN.
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -19,7 +20,9 @@ from asyncspec.engine.workspace import Buffer, Workspace
 
 PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
 LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
-UNPACKED = 1_000_000  # multiply-adds of a product, up to which OpenBLAS reads its operands where they lie; larger ones take 5 to 9 us more to pack them
+# multiply-adds of a product, up to which OpenBLAS reads its operands where they lie; larger ones take 5 to 9 us more to
+# pack them
+UNPACKED = 1_000_000
 LEAST_PIECE = 32  # tokens, from which on a product in such pieces is faster: each is a call more
 AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
 
@@ -91,8 +94,14 @@ class Matrix:
 
 @lru_cache
 def slowed_by_mkl(device: str) -> bool:
-    """Whether torch's own products use half of the processor: on AMD's with AVX-512. oneDNN and numpy then have better ones."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Whether torch's own products use half of the processor: on AMD's with AVX-512. oneDNN and numpy then have better
+    ones.
+    """
+    if (
+        device != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    ):
         return False
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
@@ -102,5 +111,11 @@ def slowed_by_mkl(device: str) -> bool:
 
 @lru_cache
 def numpy_uses_avx512() -> bool:
-    """Whether numpy's BLAS does; which kernels it takes is settled when it is loaded, and OPENBLAS_CORETYPE can settle it otherwise."""
-    return any(library.get("architecture") in AVX512_KERNELS for library in threadpool_info() if library["internal_api"] == "openblas")
+    """Whether numpy's BLAS does; which kernels it takes is settled when it is loaded, and OPENBLAS_CORETYPE can settle
+    it otherwise.
+    """
+    return any(
+        library.get("architecture") in AVX512_KERNELS
+        for library in threadpool_info()
+        if library["internal_api"] == "openblas"
+    )

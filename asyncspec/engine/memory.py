@@ -1,7 +1,8 @@
 """Memory in huge pages, for what each engine step reads: weights and KV cache.
 
-A step over a few tokens reads all weights and a piece of each row of the cache, in every layer. In pages of 4 KiB these are more than
-a processor keeps the addresses of (its TLB), and where such pages lie makes one engine slower than the next.
+A step over a few tokens reads all weights and a piece of each row of the cache, in every layer. In pages of 4 KiB these
+are more than a processor keeps the addresses of (its TLB), and where such pages lie makes one engine slower than the
+next.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def zeros(*size: int, dtype: torch.dtype, device) -> torch.Tensor:
 
 
 class Arena:
-    """Tensors one after the other, on a CPU in such memory: what is derived from new weights goes where that from the old ones was."""
+    """Tensors one after the other, on a CPU in such memory: what is derived from new weights goes where that from the
+    old ones was.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
@@ -46,7 +49,9 @@ class Arena:
         self._chunk = self._used = self._next = 0
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On a CPU a contiguous copy in here; elsewhere the tensor itself, made contiguous, or one that was kept in its place before and is now like it."""
+        """On a CPU a contiguous copy in here; elsewhere the tensor itself, made contiguous, or one that was kept in its
+        place before and is now like it.
+        """
         if tensor.device.type != "cpu":
             return self._keep_elsewhere(tensor.contiguous())
         count = tensor.numel() * tensor.dtype.itemsize

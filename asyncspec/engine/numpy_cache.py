@@ -1,9 +1,10 @@
 """The slot KV cache where numpy attends: in float32 on one thread of a CPU.
 
-A call of numpy's costs a third of one of torch's, and its products of small matrices are faster on processors that MKL slows. Keys lie position
-by position, as a product with queries reads them.
+A call of numpy's costs a third of one of torch's, and its products of small matrices are faster on processors that MKL
+slows. Keys lie position by position, as a product with queries reads them.
 
-Shape suffixes: those of kv_cache.py; Q queries of a group, C = Q * L that attend to the same keys; T tokens of a pass, N = B * L.
+Shape suffixes: those of kv_cache.py; Q queries of a group, C = Q * L that attend to the same keys; T tokens of a pass,
+N = B * L.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class NumpyGroup(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Some of B * L tokens, T of them: a pass computes them alone, in a workspace of (T, 1), and lays them out for attention."""
+    """Some of B * L tokens, T of them: a pass computes them alone, in a workspace of (T, 1), and lays them out for
+    attention.
+    """
 
     at_T: np.ndarray  # int64, where each is among B * L
     of_N: np.ndarray  # int64 [B * L], which of them each is; one that is left out is another of its row
@@ -50,8 +53,9 @@ def packing(count_B: np.ndarray, J: int) -> tuple[int, Packed | None, np.ndarray
         count_B: int64, 1 to J.
 
     Returns:
-        L, the width of a rectangle that holds them; those of B * L to compute, None: all; and for each of B * J tokens which of those that are
-        computed it is, int64 [B, J], one behind its row's count the row's last. None: all are computed.
+        L, the width of a rectangle that holds them; those of B * L to compute, None: all; and for each of B * J tokens
+        which of those that are computed it is, int64 [B, J], one behind its row's count the row's last. None: all are
+        computed.
     """
     L, total, index_J = int(count_B.max()), int(count_B.sum()), np.arange(J)
     if len(count_B) * L - total < LEFT_OUT:
@@ -67,17 +71,25 @@ class NumpyPlace(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    index: np.ndarray  # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or what is packed of it
+    # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or what is packed of it
+    index: np.ndarray
     key_index: np.ndarray  # int64 [T * G * H], the same of each number of a key
     groups: tuple[NumpyGroup, ...]
     layout: "_Layout | None" = None  # None: L is 1, where a row's queries lie together as they are
 
     def each(self) -> Iterator["NumpyPlace"]:
         """The L positions one by one, for L passes of one position each."""
-        own = [_weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups]
-        steps = (np.ascontiguousarray(index.reshape(*self.shape, -1).swapaxes(0, 1)).reshape(self.shape[1], -1) for index in (self.index, self.key_index))
+        own = [
+            _weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups
+        ]
+        steps = (
+            np.ascontiguousarray(index.reshape(*self.shape, -1).swapaxes(0, 1)).reshape(self.shape[1], -1)
+            for index in (self.index, self.key_index)
+        )
         for step, (index, key_index) in enumerate(zip(*steps)):
-            groups = tuple(NumpyGroup(*g[:3], g.mask_BLP[:, step : step + 1], *weights) for g, weights in zip(self.groups, own))
+            groups = tuple(
+                NumpyGroup(*g[:3], g.mask_BLP[:, step : step + 1], *weights) for g, weights in zip(self.groups, own)
+            )
             yield NumpyPlace((self.shape[0], 1), index, key_index, groups)
 
 
@@ -91,7 +103,8 @@ class NumpyKVCache:
         self.keys = memory.zeros(layers, slots, G, H, stride, dtype=torch.float32, device="cpu")
         self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
         self._flat_keys = list(self.keys.numpy().reshape(layers, -1))
-        self._flat_values = [items(values, H) for values in self.values.numpy()]  # written in half the time of rows of numbers
+        # written in half the time of rows of numbers
+        self._flat_values = [items(values, H) for values in self.values.numpy()]
         self._start_SG = np.arange(slots * G).reshape(slots, 1, G) * positions
         self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * stride
         # A window of it is the mask of a position.
@@ -110,18 +123,29 @@ class NumpyKVCache:
             span = whole_span(span, self.positions)
             keys, values, window = self._views(first_row + start, first_row + end, span)
             mask_BLP = window[self.positions - 1 - position_BL[start:end]]
-            groups.append(NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)))
+            groups.append(
+                NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span))
+            )
             start = end
-        index_BLG, index_BLGH = self._start_SG[rows] + position_BL[..., None], self._start_SGH[rows] + position_BL[..., None, None]
+        index_BLG, index_BLGH = (
+            self._start_SG[rows] + position_BL[..., None],
+            self._start_SGH[rows] + position_BL[..., None, None],
+        )
         layout = None if L == 1 else _Layout(B, L, self.shape, packed)
         if packed is not None:
             index_BLG, index_BLGH = (index.reshape(B * L, -1)[packed.at_T] for index in (index_BLG, index_BLGH))
         return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups), layout)
 
-    def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
+    def _make_views(
+        self, start: int, end: int, span: int
+    ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
         """Keys and values of all layers, and all masks there are."""
         keys, values = (tensor[:, start:end].flatten(1, 2).numpy() for tensor in (self.keys, self.values))
-        return tuple(keys[..., :span]), tuple(values[:, :, :span]), np.lib.stride_tricks.sliding_window_view(self._seen, span)
+        return (
+            tuple(keys[..., :span]),
+            tuple(values[:, :, :span]),
+            np.lib.stride_tricks.sliding_window_view(self._seen, span),
+        )
 
     def write(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
         """See `KVCache.write`."""
@@ -151,8 +175,10 @@ class NumpyKVCache:
 
 
 class _Layout:
-    """Memory where a pass's queries lie row by row, those that attend to the same keys as one matrix, in the order B, G, Q, L; and what they attend to in
-    their place. A head is one item: a copy of them takes a third of the time of one of their numbers."""
+    """Memory where a pass's queries lie row by row, those that attend to the same keys as one matrix, in the order B,
+    G, Q, L; and what they attend to in their place. A head is one item: a copy of them takes a third of the time of one
+    of their numbers.
+    """
 
     def __init__(self, B: int, L: int, shape: LayerShape, packed: Packed | None) -> None:
         _, G, Q, H, *_ = shape
@@ -179,7 +205,9 @@ def numpy_attends(device, dtype: torch.dtype) -> bool:
     return torch.device(device).type == "cpu" and dtype is torch.float32 and torch.get_num_threads() == 1
 
 
-def make_cache(layers: int, slots: int, positions: int, shape: LayerShape, device, dtype: torch.dtype) -> KVCache | NumpyKVCache:
+def make_cache(
+    layers: int, slots: int, positions: int, shape: LayerShape, device, dtype: torch.dtype
+) -> KVCache | NumpyKVCache:
     if numpy_attends(device, dtype):
         return NumpyKVCache(layers, slots, positions, shape)
     return KVCache(layers, slots, positions, shape, device, dtype)

@@ -101,7 +101,9 @@ class PromptReader:
         return logits_UV
 
     def fill(self, first_row: int, token_UL, length_U, wanted: bool = False) -> torch.Tensor | None:
-        """Fill the cache from position 0, in chunks; if wanted, the logits after the last of so many tokens of each row."""
+        """Fill the cache from position 0, in chunks; if wanted, the logits after the last of so many tokens of each
+        row.
+        """
         hidden_UD = None
         for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
             chunk_UL = token_UL[:, start : start + PREFILL_CHUNK]
@@ -113,18 +115,23 @@ class PromptReader:
                 _, packed, of_UL = packing(last_U.numpy() + 1, L)
                 if packed is not None:
                     index_U = torch.from_numpy(of_UL[np.arange(U), last_U])
-            hidden_ULD, features_ULD = self.decode.hidden_states(first_row, chunk_UL, position_UL, [(U, start + L)], self.aux_layers, packed)
+            hidden_ULD, features_ULD = self.decode.hidden_states(
+                first_row, chunk_UL, position_UL, [(U, start + L)], self.aux_layers, packed
+            )
             if self.drafter is not None:
                 self.drafter.observe(first_row, features_ULD, position_UL, packed)
             if wanted:
                 here_UD = hidden_ULD.flatten(0, 1)[index_U]
-                hidden_UD = here_UD if hidden_UD is None else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
+                hidden_UD = (
+                    here_UD if hidden_UD is None else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
+                )
         return self.decode.logits(hidden_UD) if wanted else None
 
 
 def passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
-    """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where a pass `packs`, against the cost of
-    another pass, in tokens."""
+    """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where
+    a pass `packs`, against the cost of another pass, in tokens.
+    """
     least, last, read = [0.0], [0], np.cumsum([0, *lengths])
     for end in range(1, len(lengths) + 1):
         costs = []

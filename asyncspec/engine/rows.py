@@ -1,7 +1,8 @@
-"""The rows of an engine's batch: what belongs to a sequence while it generates, and how sequences come, grow, move and go.
+"""The rows of an engine's batch: what belongs to a sequence while it generates, and how sequences come, grow, move and
+go.
 
-In a step live sequences occupy rows 0..live-1: a row that has become free goes to a sequence that waits, or else to the last one. All per-token
-state lies in tensors; Python touches a sequence only when it enters and when it leaves.
+In a step live sequences occupy rows 0..live-1: a row that has become free goes to a sequence that waits, or else to the
+last one. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves.
 
 Shape suffixes: S rows, P positions, B live rows, J positions of a verification, R streams of random numbers.
 """
@@ -29,7 +30,14 @@ class Sample:
 
 
 class Rows:
-    def __init__(self, shape: PolicyShape, slots: int, tokens: Slots, longest: int, copy: Callable[[Sequence[int], Sequence[int], int], None]) -> None:
+    def __init__(
+        self,
+        shape: PolicyShape,
+        slots: int,
+        tokens: Slots,
+        longest: int,
+        copy: Callable[[Sequence[int], Sequence[int], int], None],
+    ) -> None:
         """
         Args:
             tokens: of more rows than slots: one for exchanging two, behind it those for prompts.
@@ -118,10 +126,13 @@ class Rows:
         """Hand out what finished in these rows; they are free."""
         held, at = (self.tokens.token_SP, self.logprob_SP, self.version_SP), rows
         if rows and self.tokens.device.type != "cpu":
-            held, at = [tensor[rows].cpu() for tensor in held], range(len(rows))  # the host waits once, not once for each
+            # the host waits once, not once for each
+            held, at = [tensor[rows].cpu() for tensor in held], range(len(rows))
         return [self._completion(row, *(tensor[i] for tensor in held)) for row, i in zip(rows, at)]
 
-    def _completion(self, row: int, token_P: torch.Tensor, logprob_P: torch.Tensor, version_P: torch.Tensor) -> Completion:
+    def _completion(
+        self, row: int, token_P: torch.Tensor, logprob_P: torch.Tensor, version_P: torch.Tensor
+    ) -> Completion:
         sample = self.samples[row]
         start, end = len(sample.request.prompt), int(self.tokens.length[row])
         verifications, proposed, accepted = self.counter_S3[row].tolist()
@@ -129,9 +140,19 @@ class Rows:
         self.samples[row] = None
         self._free.append(row)
         return Completion(
-            sample.request.request_id, sample.number, response, logprob_P[start:end].clone(), version_P[start:end].clone(),
-            int(response[-1]) not in self.eos_token_ids, verifications, proposed, accepted, sample.started_at,
-            at_least(self.reached_SJ[row]), at_least(self.accepted_SJ[row]))
+            sample.request.request_id,
+            sample.number,
+            response,
+            logprob_P[start:end].clone(),
+            version_P[start:end].clone(),
+            int(response[-1]) not in self.eos_token_ids,
+            verifications,
+            proposed,
+            accepted,
+            sample.started_at,
+            at_least(self.reached_SJ[row]),
+            at_least(self.accepted_SJ[row]),
+        )
 
     def close(self) -> None:
         """Move the last sequences into rows that nobody waits for."""
@@ -146,12 +167,27 @@ class Rows:
         """Copy a row, with all that belongs to it but its name in `samples`."""
         tokens = self.tokens
         self._copy([source], [target], int(tokens.length[source]))
-        for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length, self.limit_S, self.uniform_SPR,
-                       self.logprob_SP, self.version_SP, self.counter_S3, self.reached_SJ, self.accepted_SJ, self.missed_S, self.run_S):
+        for tensor in (
+            tokens.token_SP,
+            tokens.length_S,
+            tokens.prompt_S,
+            tokens.length,
+            self.limit_S,
+            self.uniform_SPR,
+            self.logprob_SP,
+            self.version_SP,
+            self.counter_S3,
+            self.reached_SJ,
+            self.accepted_SJ,
+            self.missed_S,
+            self.run_S,
+        ):
             tensor[target] = tensor[source]
 
     def part(self, B: int) -> None:
-        """Part the first rows into groups of like length, to be attended to together; where that would save much, exchange rows for it first."""
+        """Part the first rows into groups of like length, to be attended to together; where that would save much,
+        exchange rows for it first.
+        """
         tokens, spare = self.tokens, self.slots
         length_B = tokens.length[:B].copy()
         tokens.ends, now = kv_cache.split(length_B)
@@ -164,7 +200,10 @@ class Rows:
         group_B = np.empty(B, dtype=np.int64)  # that each row belongs to, by its length
         group_B[order_B] = np.searchsorted(ends, np.arange(B), side="right")
         for group, (start, end) in enumerate(zip([0, *ends], ends)):
-            wrong, missing = start + (group_B[start:end] != group).nonzero()[0], end + (group_B[end:] == group).nonzero()[0]
+            wrong, missing = (
+                start + (group_B[start:end] != group).nonzero()[0],
+                end + (group_B[end:] == group).nonzero()[0],
+            )
             for front, back in zip(wrong.tolist(), missing.tolist()):
                 for source, target in ((front, spare), (back, front), (spare, back)):
                     self.move(source, target)

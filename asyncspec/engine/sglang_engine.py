@@ -1,17 +1,21 @@
-"""An SGLang server behind the Engine protocol, by its HTTP interface (SGLang 0.5.23); whoever runs the job has started it.
+"""An SGLang server behind the Engine protocol, by its HTTP interface (SGLang 0.5.23); whoever runs the job has started
+it.
 
-A sample is one POST to /generate, in a thread that waits for the whole answer. At most `slots` are under way; batching is the server's.
+A sample is one POST to /generate, in a thread that waits for the whole answer. At most `slots` are under way; batching
+is the server's.
 
-Each token's version is the server's own word, meta_info.weight_versions: for stretches of the response, the `weight_version` that was in force when
-they were sampled. It writes it down for each request when that changes, as so many tokens as it has of the request by then. A swap is therefore
+Each token's version is the server's own word, meta_info.weight_versions: for stretches of the response, the
+`weight_version` that was in force when they were sampled. It writes it down for each request when that changes, as so
+many tokens as it has of the request by then. A swap is therefore
 
-    write the files     (the server goes on sampling under v)
-    /pause_generation, mode retract     (a step under way ends, and its tokens are counted under v; all requests go back to its queue)
-    /update_weights_from_disk, weight_version v+1, flush_cache     (no request has a KV cache; none of v stays for later ones)
-    /continue_generation     (all is computed again, then sampled under v+1)
+    write the files     (the server goes on sampling under v) /pause_generation, mode retract     (a step under way
+    ends, and its tokens are counted under v; all requests go back to its queue) /update_weights_from_disk,
+    weight_version v+1, flush_cache     (no request has a KV cache; none of v stays for later ones) /continue_generation
+    (all is computed again, then sampled under v+1)
 
-With mode in_place the KV cache would stay, but so would the step under way, not counted yet: its tokens, sampled under v, would be said to be of v+1.
-With mode abort partial responses would end. So there is one way, which is what engine.kv_at_swap=recompute says.
+With mode in_place the KV cache would stay, but so would the step under way, not counted yet: its tokens, sampled under
+v, would be said to be of v+1. With mode abort partial responses would end. So there is one way, which is what
+engine.kv_at_swap=recompute says.
 """
 
 from __future__ import annotations
@@ -107,8 +111,10 @@ class SglangEngine(QueueingEngine):
             policy.write_checkpoint(folder, self.shape.to_hf(), policy.to_hf(self.policy, tensors))
             self._swap(folder, version)
         except (OSError, SafetensorError) as error:
-            raise ServerError(f"weights of version {version} not written to {folder}: {first_line(error)}; "
-                              "expected an engine.weights_dir with room for them") from None
+            raise ServerError(
+                f"weights of version {version} not written to {folder}: {first_line(error)}; "
+                "expected an engine.weights_dir with room for them"
+            ) from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # the server has read them; in /dev/shm they would be memory
 
@@ -123,19 +129,33 @@ class SglangEngine(QueueingEngine):
     def _swap(self, folder: Path, version: int) -> None:
         """Have the server go on under the weights of a folder."""
         self._server.ask("/pause_generation", {"mode": "retract"})
-        body = {"model_path": str(folder), "load_format": "safetensors", "weight_version": str(version), "flush_cache": True}
+        body = {
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
         updated = self._server.ask("/update_weights_from_disk", body, Updated, SERVER_WEIGHTS_S)
         if not updated.success:
-            raise ServerError(f"SGLang at {self._server.url} has not loaded version {version}: {' '.join(updated.message.split())}")
+            raise ServerError(
+                f"SGLang at {self._server.url} has not loaded version {version}: {' '.join(updated.message.split())}"
+            )
         self.version = version
         self._server.ask("/continue_generation", {})
 
     def _send(self, request: Request, index: int) -> None:
         body = {
-            "input_ids": list(request.prompt), "return_logprob": True, "stream": False,
+            "input_ids": list(request.prompt),
+            "return_logprob": True,
+            "stream": False,
             # A server without --enable-deterministic-inference takes no notice of the seed.
-            "sampling_params": {"temperature": self._temperature, "max_new_tokens": request.max_response_tokens,
-                                "stop_token_ids": [*self.shape.eos_token_ids], "sampling_seed": request.seeds[index]}}
+            "sampling_params": {
+                "temperature": self._temperature,
+                "max_new_tokens": request.max_response_tokens,
+                "stop_token_ids": [*self.shape.eos_token_ids],
+                "sampling_seed": request.seeds[index],
+            },
+        }
         self._sent += 1
         self._live[self._sent] = _Sample(request, index, clock.now(), self.version)
         # A daemon, so that no process waits at its end for a sample that nobody wants any more.
@@ -147,29 +167,50 @@ class SglangEngine(QueueingEngine):
 
         def need(held: bool, what: str) -> None:
             if not held:
-                raise ServerError(f"SGLang at {self._server.url}: request {sample.request.request_id}, sample {sample.sample}: {what}")
+                raise ServerError(
+                    f"SGLang at {self._server.url}: request {sample.request.request_id}, sample {sample.sample}: {what}"
+                )
 
         need(reason.type in ("stop", "length"), f"ended with {reason.type}: {' '.join((reason.message or '').split())}")
-        need(0 < len(tokens) == meta.completion_tokens <= limit, f"{len(tokens)} logprobs for {meta.completion_tokens} tokens; expected 1 to {limit}, as many")
-        need(reason.type == "stop" or len(tokens) == limit,
-             f"cut off after {len(tokens)} of {limit} tokens; expected a server with a --context-length for prompt and response")
+        need(
+            0 < len(tokens) == meta.completion_tokens <= limit,
+            f"{len(tokens)} logprobs for {meta.completion_tokens} tokens; expected 1 to {limit}, as many",
+        )
+        need(
+            reason.type == "stop" or len(tokens) == limit,
+            f"cut off after {len(tokens)} of {limit} tokens; expected a server with a --context-length for prompt and response",
+        )
         versions: list[int] = []
         for span in meta.weight_versions:
-            need(span.start == len(versions) and span.version.isdecimal(), f"weight_versions {span}; expected a version's number from {len(versions)} on")
+            need(
+                span.start == len(versions) and span.version.isdecimal(),
+                f"weight_versions {span}; expected a version's number from {len(versions)} on",
+            )
             versions += [int(span.version)] * (span.end - span.start)
         need(len(versions) == len(tokens), f"weight_versions of {len(versions)} tokens; expected {len(tokens)}")
-        need(sample.version <= versions[0] and versions[-1] <= self.version and versions == sorted(versions),
-             f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: nobody else may change its weights")
+        need(
+            sample.version <= versions[0] and versions[-1] <= self.version and versions == sorted(versions),
+            f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: nobody else may change its weights",
+        )
         return Completion(
-            sample.request.request_id, sample.sample, torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]), torch.tensor(versions, dtype=torch.int32),
+            sample.request.request_id,
+            sample.sample,
+            torch.tensor(tokens, dtype=torch.int32),
+            torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]),
+            torch.tensor(versions, dtype=torch.int32),
             # It may stop at tokens of its own too, those of the model's generation_config.json.
             reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
-            meta.spec_verify_ct if self._drafting else len(tokens) - 1, meta.spec_num_proposed_drafts, meta.spec_num_correct_drafts, sample.started_at)
+            meta.spec_verify_ct if self._drafting else len(tokens) - 1,
+            meta.spec_num_proposed_drafts,
+            meta.spec_num_correct_drafts,
+            sample.started_at,
+        )
 
 
 def weights_folder(config: Config) -> Path:
-    """Where this run's versions lie while a server loads them: engine.weights_dir, or memory, under the name of the run's directory."""
+    """Where this run's versions lie while a server loads them: engine.weights_dir, or memory, under the name of the
+    run's directory.
+    """
     if config.engine.weights_dir:
         return Path(config.engine.weights_dir).expanduser().resolve()
     return Path(f"/dev/shm/asyncspec-{os.getuid()}", *Path(config.run_dir).resolve().parts[1:])

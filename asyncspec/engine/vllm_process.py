@@ -6,10 +6,16 @@ import os
 
 
 def prepare(threads: int) -> None:
-    """Call before vLLM is imported for the first time: it runs in this process, on so many threads, and reports to nobody."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-                   # The n-gram proposer's Numba sets the OpenMP threads of all.
-                   "NUMBA_NUM_THREADS": str(threads)}
+    """Call before vLLM is imported for the first time: it runs in this process, on so many threads, and reports to
+    nobody.
+    """
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The n-gram proposer's Numba sets the OpenMP threads of all.
+        "NUMBA_NUM_THREADS": str(threads),
+    }
 
 
 def head_factor(head_dim: int) -> int:
@@ -23,8 +29,9 @@ def head_factor(head_dim: int) -> int:
 def repair_rejection_sampler() -> None:
     """Replace two functions of vLLM 0.32 that its rejection sampler calls on CPUs.
 
-    The kernel that spreads each request's temperature, top-p and top-k over its proposals writes into a copy where its input is not int64:
-    temperatures come out as whatever memory held. And top-k fails in a step in which no request has a proposal left.
+    The kernel that spreads each request's temperature, top-p and top-k over its proposals writes into a copy where its
+    input is not int64: temperatures come out as whatever memory held. And top-k fails in a step in which no request has
+    a proposal left.
     """
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -34,11 +41,15 @@ def repair_rejection_sampler() -> None:
         return repeated.masked_fill(repeated == replace_from, replace_to) if replace_from != replace_to else repeated
 
     rejection_sampler.expand_batch_to_tokens = expand
-    rejection_sampler.apply_top_k_top_p = lambda logits, k, p: apply_top_k_top_p(logits, k, p) if len(logits) else logits
+    rejection_sampler.apply_top_k_top_p = lambda logits, k, p: (
+        apply_top_k_top_p(logits, k, p) if len(logits) else logits
+    )
 
 
 def keep_kernels() -> None:
-    """Let vLLM register no kernels a second time: it has them, and its search for their users fails once Numba is loaded (vLLM 0.32, CPUs)."""
+    """Let vLLM register no kernels a second time: it has them, and its search for their users fails once Numba is
+    loaded (vLLM 0.32, CPUs).
+    """
     from vllm.platforms import current_platform
 
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

@@ -1,11 +1,13 @@
 """The memory that the layers of a pass compute in, one after the other, with every view of it made once.
 
-With few tokens a pass costs what launching its operations and making their views costs. So a layer allocates little and views nothing
-anew. What is never in use at once shares memory, so that it stays in a processor's caches. Behind each token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D), which goes
-into the matrices behind it (`decode.scale`).
+With few tokens a pass costs what launching its operations and making their views costs. So a layer allocates little and
+views nothing anew. What is never in use at once shares memory, so that it stays in a processor's caches. Behind each
+token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D),
+which goes into the matrices behind it (`decode.scale`).
 
-Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value groups, R = queries of a
-group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries of a group, A = G * Q * H, S = E + W; F hidden dimension.
+Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value
+groups, R = queries of a group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries
+of a group, A = G * Q * H, S = E + W; F hidden dimension.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ class Workspace:
         row_TIE[..., D:].zero_()
         row_TIE[..., D].fill_((D * eps) ** 0.5)
         self._row_TE = row_TIE[:, -1]
-        self.x, self._long_T, self._length_T1 = Buffer.of(self._row_TE[:, :D]), self._row_TE[:, : D + 1], space(T, 1, dtype=float32)
+        self.x, self._long_T, self._length_T1 = (
+            Buffer.of(self._row_TE[:, :D]),
+            self._row_TE[:, : D + 1],
+            space(T, 1, dtype=float32),
+        )
         unit_TD, attended_TA = shared((D, dtype), (G * Q * H, dtype))
         self.unit, self.attended = Buffer.of(unit_TD), Buffer.of(attended_TA)
         if inputs > 1:
@@ -80,7 +86,10 @@ class Workspace:
         self.heads = Buffer.of(space(T, W))
         self._wide_TW = space(T, W, dtype=float32) if narrow else self.heads.tensor
         self._narrow_TW = self.heads.tensor if narrow else None
-        self.heads_TNH, self._complex = self._wide_TW.view(T, G * R, H), torch.view_as_complex(self._wide_TW.view(T, G, R * H // 2, 2))
+        self.heads_TNH, self._complex = (
+            self._wide_TW.view(T, G * R, H),
+            torch.view_as_complex(self._wide_TW.view(T, G, R * H // 2, 2)),
+        )
         if head_norms:
             self.squares, self.factors = Buffer.of(square_TS), Buffer.of(space(T, G * R, dtype=float32))
             self._square_TE, self._square_TW = square_TS.split([D + PAD, W], 1)
@@ -89,14 +98,18 @@ class Workspace:
         self.kv = joined[:, Q * H :]  # [T * G, 2H]
         if self.heads.array is not None:  # for `NumpyKVCache`
             self.head_items, self.attended_items = items(self.heads.array, H), items(self.attended.array, H)
-            self.keys_TGH, self.values = joined.numpy().reshape(T, G, R, H)[:, :, Q], self.head_items[Q + 1 :: R]  # [T * G]
+            # [T * G]
+            self.keys_TGH, self.values = joined.numpy().reshape(T, G, R, H)[:, :, Q], self.head_items[Q + 1 :: R]
             if L == 1:
                 self.queries = joined.numpy().reshape(B * G, R, H)[:, :Q]
                 self.attended_matrices = self.attended.array.reshape(B * G, Q, H)
         if L == 1:
             self._q, self._attended = joined[:, : Q * H].unflatten(1, (Q, H)), attended_TA.view(B * G, Q, H)
         else:
-            self._q, self._attended = joined.view(B, L, G, R, H)[:, :, :, :Q].transpose(1, 2), attended_TA.view(B, L, G, Q, H).transpose(1, 2)
+            self._q, self._attended = (
+                joined.view(B, L, G, R, H)[:, :, :, :Q].transpose(1, 2),
+                attended_TA.view(B, L, G, Q, H).transpose(1, 2),
+            )
         if F:
             self.inward = Buffer.of(inward_TF)
             gate_TF, self.up_TF = inward_TF.chunk(2, -1)
@@ -106,7 +119,9 @@ class Workspace:
     @property
     def q(self) -> torch.Tensor:
         """[B * G, L * Q, H]"""
-        return self._q if self.rows[1] == 1 else self._q.reshape(-1, self._q.shape[2] * self._q.shape[3], self._q.shape[4])
+        return (
+            self._q if self.rows[1] == 1 else self._q.reshape(-1, self._q.shape[2] * self._q.shape[3], self._q.shape[4])
+        )
 
     def put_attended(self, rows: slice, out: torch.Tensor) -> None:
         """What some rows, of B * G, have attended to: [rows, L * Q, H]."""
@@ -151,13 +166,18 @@ class Workspaces:
 
     def __init__(self, shape: LayerShape, dtype: torch.dtype, device, inputs: int = 1) -> None:
         self._made, self._on_cpu = (shape, dtype, device, inputs), torch.device(device).type == "cpu"
-        shape_floats = shape.dim * (4 + 2 * inputs) + shape.groups * (shape.queries + 2) * (3 * shape.head_dim + 1) + 2 * shape.hidden_dim
+        shape_floats = (
+            shape.dim * (4 + 2 * inputs)
+            + shape.groups * (shape.queries + 2) * (3 * shape.head_dim + 1)
+            + 2 * shape.hidden_dim
+        )
         self._most_tokens = KEPT_BYTES // (4 * shape_floats)
         self._kept = lru_cache(maxsize=KEPT)(lambda B, L, mode: self._make(B, L))
 
     def __call__(self, B: int, L: int) -> Workspace:
         """What is in it is anybody's; it is the caller's until the next call with the same size."""
-        # Where passes are captured as CUDA graphs, memory made in one is not there for others. And what was made in inference mode is used in it only.
+        # Where passes are captured as CUDA graphs, memory made in one is not there for others. And what was made in
+        # inference mode is used in it only.
         small = self._on_cpu and B * L <= self._most_tokens
         return self._kept(B, L, torch.is_inference_mode_enabled()) if small else self._make(B, L)
 

@@ -1,7 +1,7 @@
 """A run under a launcher that starts all its actors: from one start of all of them to the next, until it has ended.
 
-What starts the processes and carries their results is a `Pool`: Monarch's is in monarch.py, Ray's in ray.py. A process whose actor has ended in
-order can play another of the same kind.
+What starts the processes and carries their results is a `Pool`: Monarch's is in monarch.py, Ray's in ray.py. A process
+whose actor has ended in order can play another of the same kind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Process(ABC):
 
     @abstractmethod
     def prepared(self) -> str | Exception | None:
-        """Once the actor is made: the controller's address if it is the controller, else "". None before, an exception if that failed."""
+        """Once the actor is made: the controller's address if it is the controller, else "". None before, an exception
+        if that failed.
+        """
 
     @abstractmethod
     def result(self) -> int | Exception | None:
@@ -125,7 +127,8 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
                 break
             version = roles.prepare_resume(config)
         if code not in (0, 130):
-            if interrupt.count:  # and the controller, which would have said so, did not come to it: it was still starting, say
+            # and the controller, which would have said so, did not come to it: it was still starting, say
+            if interrupt.count:
                 print("stopped early: interrupted", flush=True)
             code = 130 if interrupt.count else 1
     except KeyboardInterrupt:
@@ -159,8 +162,11 @@ class _Attempt:
         self.playing[spec.name], self.started = process, time.monotonic()
 
     def _keep_spares(self) -> None:
-        if time.monotonic() - self.started > STANDBY_AFTER_S and not self.interrupt.count and all(
-                process.prepared() is not None for process in self.playing.values()):
+        if (
+            time.monotonic() - self.started > STANDBY_AFTER_S
+            and not self.interrupt.count
+            and all(process.prepared() is not None for process in self.playing.values())
+        ):
             self.pool.keep_spares(list(self.playing), min(self.config.deployment.standby, self.supervisor.replacements))
 
     def watch(self) -> int:
@@ -173,7 +179,8 @@ class _Attempt:
         for spec, process in others:
             self._play(msgspec.structs.replace(spec, control_address=address), process)
         self.supervisor = Supervisor(
-            self.config, "launcher", address, self.specs, self.interrupt, self.restarts_left > 0, self._kill)
+            self.config, "launcher", address, self.specs, self.interrupt, self.restarts_left > 0, self._kill
+        )
         code = None
         while code is None:
             self.pool.wait(POLL_S)
@@ -201,7 +208,9 @@ class _Attempt:
         return code
 
     def _result(self, name: str, process: Process) -> int | Exception | None:
-        """That of the process. Who has lost the controller, or its host's Ray, is dead to the run; but maybe the controller has just ended."""
+        """That of the process. Who has lost the controller, or its host's Ray, is dead to the run; but maybe the
+        controller has just ended.
+        """
         since = self.left_behind.get(name)
         if since is None and (value := process.result()) != LEFT_BEHIND:
             return value
@@ -243,12 +252,20 @@ class _Attempt:
                 break
             time.sleep(POLL_S)
         if (outcome is None or isinstance(outcome, Ended)) and self.restarts_left:
-            how = "its process ended while starting" if outcome is not None else f"frozen: no sign of life for {limit:.1f} s"
+            how = (
+                "its process ended while starting"
+                if outcome is not None
+                else f"frozen: no sign of life for {limit:.1f} s"
+            )
             print(f"controller died: {how}; all is started again from the last checkpoint", flush=True)
             self.resuming = True
             return ""
         if outcome is None:
-            raise NotStarted(f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s")
+            raise NotStarted(
+                f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s"
+            )
         if isinstance(outcome, Exception):
-            raise NotStarted(f"the controller did not start: {type(outcome).__name__}: {(str(outcome).strip() or '?').splitlines()[-1]}")
+            raise NotStarted(
+                f"the controller did not start: {type(outcome).__name__}: {(str(outcome).strip() or '?').splitlines()[-1]}"
+            )
         return outcome

@@ -1,7 +1,7 @@
 """Ending a process by force, so that it tells what it was at.
 
-It writes where each of its threads is to its log, also if one of them holds the interpreter. Going through threads that run may crash a process, so
-only one that is to end anyway does it.
+It writes where each of its threads is to its log, also if one of them holds the interpreter. Going through threads that
+run may crash a process, so only one that is to end anyway does it.
 """
 
 from __future__ import annotations

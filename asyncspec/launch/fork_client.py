@@ -1,4 +1,5 @@
-"""Stands for a process that a fork server forks, see forkserver.py. Run by its path, with nothing loaded but a few modules of Python's own.
+"""Stands for a process that a fork server forks, see forkserver.py. Run by its path, with nothing loaded but a few
+modules of Python's own.
 
     python -I -S fork_client.py DESCRIPTOR PARENT KEEP MODULE ARGUMENT...
 """
@@ -13,12 +14,19 @@ import sys
 
 def _ask(server: int, keep: list, module: str, args: list) -> socket.socket | None:
     """Have a module run; returns the connection on which its end will be told. None if nobody has answered."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # where a stream is closed, nothing else must get its number
+    # where a stream is closed, nothing else must get its number
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)
     kept = [0, 1, 2, *keep]
     try:
-        asked = {"module": module, "args": args, "descriptors": kept, "directory": os.getcwd(), "environment": dict(os.environ)}
+        asked = {
+            "module": module,
+            "args": args,
+            "descriptors": kept,
+            "directory": os.getcwd(),
+            "environment": dict(os.environ),
+        }
         mine, theirs = socket.socketpair()
         with socket.socket(fileno=server) as requests, open(os.memfd_create("request"), "w") as file:
             file.write(json.dumps(asked))

@@ -1,14 +1,16 @@
 """Processes that need not load their libraries: a server has loaded them once, and forks.
 
-Loading takes seconds of a processor for each process; a fork takes milliseconds, so a run starts sooner, and what replaces the dead is there at
-once. multiprocessing's own fork server forks only for the process that has begun it; here whoever can run a command may ask, Monarch's
-hosts among them, and the process that asked (fork_client.py) stands for the forked one: it ends as that does, and that ends when it does.
+Loading takes seconds of a processor for each process; a fork takes milliseconds, so a run starts sooner, and what
+replaces the dead is there at once. multiprocessing's own fork server forks only for the process that has begun it; here
+whoever can run a command may ask, Monarch's hosts among them, and the process that asked (fork_client.py) stands for
+the forked one: it ends as that does, and that ends when it does.
 
-    server = ForkServer(["torch"])
-    subprocess.Popen(server.command("package.module", "argument"), pass_fds=[server.descriptor])    # python -m package.module argument
+    server = ForkServer(["torch"]) subprocess.Popen(server.command("package.module", "argument"),
+    pass_fds=[server.descriptor])    # python -m package.module argument
 
-The server has one thread and touches no GPU. When whoever began it ends, so do the server and all it forked. Where there is none, or it cannot fork, the
-client runs the module as Python would, and that too ends with who began it. What is forked looks for modules where the server does, and hashes strings alike.
+The server has one thread and touches no GPU. When whoever began it ends, so do the server and all it forked. Where
+there is none, or it cannot fork, the client runs the module as Python would, and that too ends with who began it. What
+is forked looks for modules where the server does, and hashes strings alike.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _MOST = 16  # of them, with those to be kept
 
 
 class ForkServer:
-    """The server, as seen by the process that begins it, which should do so in its main thread: with the thread ends the server."""
+    """The server, as seen by the process that begins it, which should do so in its main thread: with the thread ends
+    the server.
+    """
 
     def __init__(self, modules: Sequence[str]) -> None:
         """
@@ -51,7 +55,8 @@ class ForkServer:
         """
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # which libraries read as they are loaded
         self._modules = list(modules)
-        self.descriptor = os.open(os.devnull, os.O_RDONLY)  # which a process that runs `command` must inherit; it keeps its number
+        # which a process that runs `command` must inherit; it keeps its number
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)
         self._begin()
 
     def _begin(self) -> None:
@@ -60,11 +65,14 @@ class ForkServer:
         requests.close()
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *self._modules]
         # A session of its own: an interrupt from the terminal is for the launcher.
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+        )
         theirs.close()
 
     def command(self, module: str, *args: str, keep: Sequence[int] = ()) -> list[str]:
-        """A command, for a child of this process, that does what `python -m module args...` does; begins another server if this one has died.
+        """A command, for a child of this process, that does what `python -m module args...` does; begins another server
+        if this one has died.
 
         Args:
             keep: further descriptors that the module inherits, few.
@@ -141,7 +149,9 @@ def _serve(requests: socket.socket) -> dict:
 
 
 def _fork() -> tuple[int, int]:
-    """A new process's id and a descriptor of it; its id is 0 in itself, and negative where there is no room for another."""
+    """A new process's id and a descriptor of it; its id is 0 in itself, and negative where there is no room for
+    another.
+    """
     try:
         number = os.open(os.devnull, os.O_RDONLY)  # for the descriptor
         pid = os.fork()
@@ -153,7 +163,9 @@ def _fork() -> tuple[int, int]:
 
 
 def _next(requests: socket.socket) -> tuple[dict, socket.socket, list[int]] | None:
-    """(what is asked for, the connection to who asks, the descriptors that came with it); None if they have not all come."""
+    """(what is asked for, the connection to who asks, the descriptors that came with it); None if they have not all
+    come.
+    """
     try:
         message, descriptors, flags, _ = socket.recv_fds(requests, 1, _MOST)
     except OSError:  # no number is left for any
@@ -182,7 +194,9 @@ def _tell(client: socket.socket, what: bytes) -> None:
 
 
 def _become(asked: dict, given: Sequence[int]) -> None:
-    """What a process inherits when it is begun: descriptors by their numbers, a directory, an environment; and a session of its own."""
+    """What a process inherits when it is begun: descriptors by their numbers, a directory, an environment; and a
+    session of its own.
+    """
     os.setsid()
     free = max(asked["descriptors"]) + 1
     out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in given]
@@ -196,7 +210,8 @@ def _become(asked: dict, given: Sequence[int]) -> None:
 
 
 def _end(code: object) -> None:
-    """Of a process that was forked, as Python ends one, but without taking apart all that is loaded: that takes as long as loading it.
+    """Of a process that was forked, as Python ends one, but without taking apart all that is loaded: that takes as long
+    as loading it.
 
     Args:
         code: what SystemExit was given.

@@ -3,7 +3,8 @@
     asyncspec host                                  on each of them, once: launchers may start processes there
     asyncspec train --hosts HOST1,HOST2 ...         on the first node: plays that, and has the others played there
 
-The launcher keeps a thread for each node. Where a host is lost, its node moves to one that is named and plays none, or waits for one.
+The launcher keeps a thread for each node. Where a host is lost, its node moves to one that is named and plays none, or
+waits for one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Address:
 
     def ip(self) -> str:
         """Raises:
-            OSError, ValueError: nobody knows it.
+        OSError, ValueError: nobody knows it.
         """
         return socket.gethostbyname(self.host)
 
@@ -92,15 +93,20 @@ def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]
     found, field = [Address.parse(text, "--hosts:") for text in texts], f"--hosts {','.join(texts)}"
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
     if not 0 < nodes - 1 <= len(found):
-        raise ConfigError(f"{field}: {len(found)} beside this one, which plays the first node; expected one for each further node of "
-                          f"deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}" + ("" if nodes > 1 else " node in it"))
+        raise ConfigError(
+            f"{field}: {len(found)} beside this one, which plays the first node; expected one for each further node of "
+            f"deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}"
+            + ("" if nodes > 1 else " node in it")
+        )
     if twice := [str(address) for i, address in enumerate(found) if str(address) in map(str, found[:i])]:
         raise ConfigError(f"{field}: {twice[0]} is named twice; expected another host for each node")
     for address in found[: nodes - 1]:
         try:
             here = transport.own_address(address.ip(), address.port)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this one reaches") from None
+            raise ConfigError(
+                f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this one reaches"
+            ) from None
     return found, here
 
 
@@ -123,12 +129,17 @@ def serve(text: str) -> int:
             ip = transport.own_address(_ELSEWHERE, address.port)
         socket.create_server((ip, address.port)).close()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"asyncspec host {address}: {os.strerror(error.errno) if getattr(error, 'errno', 0) > 0 else getattr(error, 'strerror', None) or error}; "
-                          "expected an address of this host and a free port") from None
+        raise ConfigError(
+            f"asyncspec host {address}: {os.strerror(error.errno) if getattr(error, 'errno', 0) > 0 else getattr(error, 'strerror', None) or error}; "
+            "expected an address of this host and a free port"
+        ) from None
     interrupt = InterruptFlag()
     served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
     interrupt.arm()
-    print(f"launchers may start processes on this host: --hosts {ip}:{address.port}; so may whoever else reaches that port. Ctrl-C ends it.", flush=True)
+    print(
+        f"launchers may start processes on this host: --hosts {ip}:{address.port}; so may whoever else reaches that port. Ctrl-C ends it.",
+        flush=True,
+    )
     while not interrupt.count:
         try:
             served.get(timeout=0.5)
@@ -157,7 +168,9 @@ class _Node(monarch.Actor):
         if not os.path.isdir(directory):
             return f"{directory}: no such directory there; expected the file system that the nodes share"
         command = [sys.executable, "-m", "asyncspec.launch.join", str(os.getpid()), run_dir, str(node), str(launch)]
-        self._child = subprocess.Popen(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT)
+        self._child = subprocess.Popen(
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
+        )
         return ""
 
     @monarch.endpoint
@@ -183,7 +196,8 @@ class Hosts:
     def __init__(self, config: Config, hosts: Sequence[Address]) -> None:
         """
         Args:
-            hosts: node k, counted from 1, plays at the k-th of them; what stands after those of the nodes takes the place of ones that do not answer.
+            hosts: node k, counted from 1, plays at the k-th of them; what stands after those of the nodes takes the
+                place of ones that do not answer.
         """
         nodes = len(topology.parse(config.deployment.nodes)) - 1
         self._config, self._at, self._free = config, dict(enumerate(hosts[:nodes], 1)), list(hosts[nodes:])
@@ -228,7 +242,10 @@ class Hosts:
             while (address := self._answering(node, unfit)) is None and not self._over.wait(HOST_RETRY_S):
                 tries += 1
                 if tries == HOST_TRIES:
-                    print(f"node {node}: {self._at[node]} does not answer, nor any of --hosts that plays no other node; it is waited for", flush=True)
+                    print(
+                        f"node {node}: {self._at[node]} does not answer, nor any of --hosts that plays no other node; it is waited for",
+                        flush=True,
+                    )
             if self._over.is_set():
                 return
             code, how = self._play(node, address)
@@ -240,12 +257,18 @@ class Hosts:
                 self.wrong = f"node {node} at {address}: {how}"
                 return
             again = self._left[node] >= 0
-            print(f"node {node} at {address}: {how}; " + ("it is started again" if again else "deployment.replacements of it are used up"), flush=True)
+            print(
+                f"node {node} at {address}: {how}; "
+                + ("it is started again" if again else "deployment.replacements of it are used up"),
+                flush=True,
+            )
             if not again:
                 return
 
     def _answering(self, node: int, elsewhere: bool) -> Address | None:
-        """A host for a node: the one that it had if that answers, or one that plays none; these first if it is to be elsewhere."""
+        """A host for a node: the one that it had if that answers, or one that plays none; these first if it is to be
+        elsewhere.
+        """
         with self._turn:
             for address in [*self._free, self._at[node]] if elsewhere else [self._at[node], *self._free]:
                 if address.answers():
@@ -260,7 +283,9 @@ class Hosts:
         """Have a node played once; returns its exit code and how that came about, in a line."""
         mesh, said, lost = None, "", time.monotonic() + self._config.deployment.start_timeout_s
         try:
-            mesh = monarch.attach_to_workers(ca="trust_all_connections", workers=[address.url()]).spawn_procs(name=f"node{node}")
+            mesh = monarch.attach_to_workers(ca="trust_all_connections", workers=[address.url()]).spawn_procs(
+                name=f"node{node}"
+            )
             self._meshes[node] = mesh
             remote = mesh.spawn("node", _Node)
             asked = remote.play.call_one(self._config.run_dir, node, self._launch, os.getcwd())
@@ -282,7 +307,12 @@ class Hosts:
                             self._played.add(node)
                         print(said if said.startswith(f"node {node} ") else f"node {node}: {said}", flush=True)
                     if code is not None:
-                        return code, f"killed by {signal.Signals(-code).name}" if code < 0 else said or f"ended with exit code {code}"
+                        return (
+                            code,
+                            f"killed by {signal.Signals(-code).name}"
+                            if code < 0
+                            else said or f"ended with exit code {code}",
+                        )
                 time.sleep(HOST_ASKED_S / 10)
                 asked = remote.news.call_one()
             return 1, "the host has not answered for long"

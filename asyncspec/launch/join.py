@@ -1,9 +1,11 @@
-"""A node that starts by itself and joins a run by the controller's address, so that what it plays can be started again alone.
+"""A node that starts by itself and joins a run by the controller's address, so that what it plays can be started again
+alone.
 
     node 0:           asyncspec train --node 0 --config ... deployment.host=ADDRESS     (the controller's node)
     node 3, any time: asyncspec train --join RUN --node 3
 
-RUN/rendezvous.json, on the file system that the nodes share, says where the controller is, and at last that the run has ended.
+RUN/rendezvous.json, on the file system that the nodes share, says where the controller is, and at last that the run has
+ended.
 """
 
 from __future__ import annotations
@@ -56,24 +58,31 @@ class Rendezvous:
 
 def check_first(config: Config, node: int) -> None:
     """Raises:
-        ConfigError: this is not the first node of several, or nobody else could reach it.
+    ConfigError: this is not the first node of several, or nobody else could reach it.
     """
     check_node(config, node)
     if node:
-        raise ConfigError(f"--node {node}: expected --join RUN beside it, the directory of a run that --node 0 has begun")
+        raise ConfigError(
+            f"--node {node}: expected --join RUN beside it, the directory of a run that --node 0 has begun"
+        )
     if config.deployment.host == "auto":
-        raise ConfigError("deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
-                          "nearest valid choice: deployment.host=127.0.0.1, if they are all on this host")
+        raise ConfigError(
+            "deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
+            "nearest valid choice: deployment.host=127.0.0.1, if they are all on this host"
+        )
 
 
 def check_node(config: Config, node: int) -> None:
     """Raises:
-        ConfigError: the topology has no such node.
+    ConfigError: the topology has no such node.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
     if not 0 <= node < nodes:
-        raise ConfigError(f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to {nodes - 1}" if nodes else
-                          f"--node {node}: expected deployment.nodes to say what each node plays, for example deployment.nodes=trainer+logprob,generator")
+        raise ConfigError(
+            f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to {nodes - 1}"
+            if nodes
+            else f"--node {node}: expected deployment.nodes to say what each node plays, for example deployment.nodes=trainer+logprob,generator"
+        )
 
 
 def join(run_dir: str, node: int, launch: int | None = None) -> int:
@@ -87,10 +96,14 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
     """
     path = Path(run_dir).expanduser().absolute()
     if not (path / "config.yaml").is_file():
-        raise ConfigError(f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node 0` has begun")
+        raise ConfigError(
+            f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node 0` has begun"
+        )
     config = configuration.load(str(path / "config.yaml"), [f"run_dir={path}", "deployment.host=auto"])
     if node == 0:
-        raise ConfigError("--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or --resume")
+        raise ConfigError(
+            "--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or --resume"
+        )
     check_node(config, node)
     interrupt, attempt = InterruptFlag(), -1
     deadline = time.monotonic() + config.deployment.start_timeout_s
@@ -105,7 +118,10 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
             _play(config, node, found, interrupt)
             deadline = time.monotonic() + config.deployment.start_timeout_s
         elif time.monotonic() > deadline:
-            print(f"node {node}: the run's first node has neither ended it nor started it again; see {config.run_dir}/logs", flush=True)
+            print(
+                f"node {node}: the run's first node has neither ended it nor started it again; see {config.run_dir}/logs",
+                flush=True,
+            )
             return 1
         time.sleep(POLL_S)
     return 130
@@ -125,12 +141,22 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
     names = _claimed(config, node, found.address, [spec.name for spec in specs], lambda: ended() or interrupt.count > 0)
     if not names:
         return
-    specs = [msgspec.structs.replace(spec, name=name, control_address=found.address) for spec, name in zip(specs, names)]
+    specs = [
+        msgspec.structs.replace(spec, name=name, control_address=found.address) for spec, name in zip(specs, names)
+    ]
     print(f"node {node} plays {', '.join(names)}", flush=True)
     forks = ForkServer(roles.libraries(config, specs))
     children: dict[str, subprocess.Popen] = {spec.name: processes.start(forks, spec) for spec in specs}
-    supervisor = Supervisor(config, f"launcher{node}.{time.time_ns()}", found.address, specs, interrupt, True,
-                            lambda name: processes.kill(children.get(name)), alone=True)
+    supervisor = Supervisor(
+        config,
+        f"launcher{node}.{time.time_ns()}",
+        found.address,
+        specs,
+        interrupt,
+        True,
+        lambda name: processes.kill(children.get(name)),
+        alone=True,
+    )
     try:
         processes.watch(config, forks, children, supervisor, found.address, ended)
     finally:
@@ -139,7 +165,9 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
 
 
 def _claimed(config: Config, node: int, address: str, names: list[str], over: Callable[[], bool]) -> list[str]:
-    """As whom these actors may come; the controller knows who was there before. As nobody if it is `over` before that has answered."""
+    """As whom these actors may come; the controller knows who was there before. As nobody if it is `over` before that
+    has answered.
+    """
     client = transport.ControlClient(address, f"node{node}.{time.time_ns()}")
     try:
         client.send(m.Claim(names))
@@ -155,8 +183,10 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
                 return []
     finally:
         client.close(0)
-    raise ConfigError(f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} s; "
-                      "expected an address that this node reaches: deployment.host of node 0")
+    raise ConfigError(
+        f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} s; "
+        "expected an address that this node reaches: deployment.host of node 0"
+    )
 
 
 def _main() -> int:

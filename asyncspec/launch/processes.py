@@ -1,8 +1,9 @@
 """Actors as plain child processes, for torchrun with several ranks: each rank has its share of the actors forked.
 
-Under torchrun rank r plays what node r of `deployment.nodes` does; without that the roles r, r + W, r + 2W, ... of the list controller,
-trainer, logprob, generators, draft adapter, and with more ranks than roles the further ranks are generators. Each actor is a process of
-its own. Rank 0 passes the controller's address to the others through torchrun's own store.
+Under torchrun rank r plays what node r of `deployment.nodes` does; without that the roles r, r + W, r + 2W, ... of the
+list controller, trainer, logprob, generators, draft adapter, and with more ranks than roles the further ranks are
+generators. Each actor is a process of its own. Rank 0 passes the controller's address to the others through torchrun's
+own store.
 
 A child dies with its parent, also when that is killed, see forkserver.py.
 """
@@ -48,15 +49,21 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
 
     nodes = topology.parse(config.deployment.nodes) if config.deployment.nodes else None
     if nodes is not None and world_size != len(nodes):
-        raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of torchrun's {world_size} ranks; "
-                          f"nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1")
+        raise ConfigError(
+            f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of torchrun's {world_size} ranks; "
+            f"nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1"
+        )
     roles_taken = 1 + len(actor_names(config))
     if nodes is None and world_size > roles_taken:
         config.deployment.generators += world_size - roles_taken
     check_host(config)
     restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                     timeout=timedelta(seconds=config.deployment.start_timeout_s))
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=config.deployment.start_timeout_s),
+    )
     key = f"asyncspec/{restart}/".__add__  # each restart has keys of its own
     if rank == 0:
         version = -1
@@ -72,7 +79,11 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     config.run_dir, version = store.get(key("run_dir")).decode(), int(store.get(key("version")))
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)
     interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
-    host = own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 else "127.0.0.1"
+    host = (
+        own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
+        else "127.0.0.1"
+    )
     mine = roles.specs(config, version, None if nodes is None else rank, host)
     mine = mine[rank::world_size] if nodes is None else mine
     forks, children = ForkServer(roles.libraries(config, mine)), {}
@@ -88,7 +99,9 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
             store.set(key("ended"), "")
         return now or store.check([key("ended")])
 
-    supervisor = Supervisor(config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: kill(children.get(name)))
+    supervisor = Supervisor(
+        config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: kill(children.get(name))
+    )
     try:
         return watch(config, forks, children, supervisor, address, ended)
     finally:
@@ -104,7 +117,9 @@ def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> su
     read, write = os.pipe() if tells_address else (-1, -1)
     keep = [write] if tells_address else []
     command = forks.command(__name__, str(write), msgspec.json.encode(spec).decode(), keep=keep)
-    child = subprocess.Popen(command, env=environment, pass_fds=[forks.descriptor, *keep], start_new_session=True, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, env=environment, pass_fds=[forks.descriptor, *keep], start_new_session=True, stdin=subprocess.DEVNULL
+    )
     if tells_address:
         os.close(write)
         child.address_fd = read
@@ -121,8 +136,14 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
     address = os.read(controller.address_fd, 256).decode() if readable else ""
     if not address:
         controller.kill()
-        what = f"ended with exit code {controller.wait()}" if readable else f"did not start within {config.deployment.start_timeout_s:g} s"
-        raise ConfigError(f"the controller's process {what}; what it printed is above; a slow machine needs another deployment.start_timeout_s")
+        what = (
+            f"ended with exit code {controller.wait()}"
+            if readable
+            else f"did not start within {config.deployment.start_timeout_s:g} s"
+        )
+        raise ConfigError(
+            f"the controller's process {what}; what it printed is above; a slow machine needs another deployment.start_timeout_s"
+        )
     return address
 
 
@@ -131,15 +152,22 @@ def kill(child: subprocess.Popen | None) -> None:
         child.kill()
 
 
-def watch(config: Config, forks: ForkServer, children: dict[str, subprocess.Popen], supervisor: Supervisor, address: str,
-          ended: Callable[[bool], bool]) -> int:
+def watch(
+    config: Config,
+    forks: ForkServer,
+    children: dict[str, subprocess.Popen],
+    supervisor: Supervisor,
+    address: str,
+    ended: Callable[[bool], bool],
+) -> int:
     """Until all children have ended.
 
     Args:
         ended: callable(whether the controller has ended, as far as this rank knows) -> whether it has.
     """
     codes, run_ended, killed = {}, 0.0, set()
-    silent: dict[str, tuple[float, bool]] = {}  # children that have ended by themselves: when, and whether the controller was out of reach then
+    # children that have ended by themselves: when, and whether the controller was out of reach then
+    silent: dict[str, tuple[float, bool]] = {}
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
@@ -153,7 +181,8 @@ def watch(config: Config, forks: ForkServer, children: dict[str, subprocess.Pope
         for name, child in list(children.items()):
             if name in codes or (code := child.poll()) is None:
                 continue
-            # Left behind: the controller has ended, which this rank is about to hear; or the network between the two has failed.
+            # Left behind: the controller has ended, which this rank is about to hear; or the network between the two
+            # has failed.
             # Another code: the actor has failed, which it has told the controller if it could.
             unasked = code > 0 and name != "controller" and not run_ended
             since, deaf = silent.setdefault(name, (time.monotonic(), supervisor.deaf))
@@ -181,7 +210,10 @@ def watch(config: Config, forks: ForkServer, children: dict[str, subprocess.Pope
     if codes.get("controller") == RESTART:  # which an interrupt has overtaken
         return 130
     # The run can do without the draft adapter, and without what was still starting when it ended.
-    return codes.get("controller", max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0))
+    return codes.get(
+        "controller",
+        max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0),
+    )
 
 
 def _main() -> int:

@@ -1,11 +1,12 @@
 """Several hosts or one, started and watched by Ray: one Ray actor, a process of its own, for each actor.
 
-Each node of `deployment.nodes` is one bundle of a placement group, on a host of its own; without nodes all actors are in one bundle. Ray places and
-starts the processes and carries their results, in which a death shows at once. Replacing the dead is asyncspec's own doing: Ray restarts nothing. The
-actors do not know Ray; `_Host` is the only Ray actor and plays whatever role it is given.
+Each node of `deployment.nodes` is one bundle of a placement group, on a host of its own; without nodes all actors are
+in one bundle. Ray places and starts the processes and carries their results, in which a death shows at once. Replacing
+the dead is asyncspec's own doing: Ray restarts nothing. The actors do not know Ray; `_Host` is the only Ray actor and
+plays whatever role it is given.
 
-With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one, such that no two of one
-role have the same while there are enough; Ray shows it no other.
+With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one,
+such that no two of one role have the same while there are enough; Ray shows it no other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from asyncspec.deadlines import ANSWER_S, PLACED_S
 from asyncspec.launch import attempts, ending, roles
 from asyncspec.launch.interrupt import InterruptFlag
 
-# No object of a run is larger than an exit code; Ray would set a third of the memory aside. It reads this when it is imported.
+# No object of a run is larger than an exit code; Ray would set a third of the memory aside. It reads this when it is
+# imported.
 os.environ.setdefault("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(100 << 20))
 
 try:
@@ -78,8 +80,10 @@ def launch(config: Config, resume: bool = False) -> int:
         resume: go on with the run that config.run_dir holds.
     """
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
-        raise ConfigError(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r}: a Ray client cannot reach the actors; expected host:port of the cluster's head, "
-                          "on one of its nodes")
+        raise ConfigError(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r}: a Ray client cannot reach the actors; expected host:port of the cluster's head, "
+            "on one of its nodes"
+        )
     try:
         return attempts.run(config, resume, lambda interrupt: _Pool(config, interrupt), local=False)
     finally:
@@ -100,13 +104,18 @@ class _Pool(attempts.Pool):
         _connect(Path(config.run_dir).name)
         interrupt.arm()  # Ray has taken SIGTERM
         names = {"controller": "controller", **actor_names(config)}
-        placed = topology.place(topology.parse(config.deployment.nodes), names) if config.deployment.nodes else [list(names)]
+        placed = (
+            topology.place(topology.parse(config.deployment.nodes), names) if config.deployment.nodes else [list(names)]
+        )
         self._node = {name: node for node, here in enumerate(placed) for name in here}
         on_devices = [computing(config, {name: names[name] for name in here}) for here in placed]
         bundles = _bundles(config.deployment.device, [len(here) for here in on_devices])
         self._gpus = [bundle.get("GPU", 0) for bundle in bundles]
-        self._share = {name: share for here, gpus in zip(on_devices, self._gpus)
-                       for name, share in zip(here, _shares([names[name] for name in here], gpus))}
+        self._share = {
+            name: share
+            for here, gpus in zip(on_devices, self._gpus)
+            for name, share in zip(here, _shares([names[name] for name in here], gpus))
+        }
         self._group = _reserve(config, bundles, interrupt)
         self._here = ray.get_runtime_context().get_node_id()
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
@@ -122,7 +131,13 @@ class _Pool(attempts.Pool):
         found = []
         for node, gpus in enumerate(self._gpus):
             device = "cuda:0" if gpus else "cpu"
-            found += roles.specs(config, version, node if config.deployment.nodes else None, self._host, lambda wanted, played: [device] * len(played))
+            found += roles.specs(
+                config,
+                version,
+                node if config.deployment.nodes else None,
+                self._host,
+                lambda wanted, played: [device] * len(played),
+            )
         self._libraries = roles.libraries(config, found)
         return found
 
@@ -147,7 +162,14 @@ class _Pool(attempts.Pool):
         Args:
             name: the first name of the actor it is for; "": of a spare.
         """
-        host = _ask(_Host, self._group, place, self._share.get(name, 0), self._asked.setdefault(place, []), lambda: bool(self._interrupt.count))
+        host = _ask(
+            _Host,
+            self._group,
+            place,
+            self._share.get(name, 0),
+            self._asked.setdefault(place, []),
+            lambda: bool(self._interrupt.count),
+        )
         self._processes.append(_Process(host, self._here))
         return self._processes[-1]
 
@@ -208,7 +230,9 @@ class _Process(attempts.Process):
 
 
 class _Console:
-    """Prints what is written to a file from now on. The controller's process may be on another host, and its output is Ray's."""
+    """Prints what is written to a file from now on. The controller's process may be on another host, and its output is
+    Ray's.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._shown = path, path.stat().st_size if path.exists() else 0
@@ -238,35 +262,50 @@ def _outcome(reference) -> object:
 
 
 def _connect(namespace: str) -> None:
-    """Join the cluster of RAY_ADDRESS or that `ray start` has made on this host; without either start one, as long as this process lives."""
-    # Of each death and each lost node Ray prints a page, log_to_driver or not. They are said in a line here; its own logs have the page.
+    """Join the cluster of RAY_ADDRESS or that `ray start` has made on this host; without either start one, as long as
+    this process lives.
+    """
+    # Of each death and each lost node Ray prints a page, log_to_driver or not. They are said in a line here; its own
+    # logs have the page.
     ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
         ray.init(namespace=namespace, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "")
-        raise ConfigError(f"RAY_ADDRESS={where!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; expected the address of a Ray cluster, "
-                          "or none to start one") from None
+        raise ConfigError(
+            f"RAY_ADDRESS={where!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; expected the address of a Ray cluster, "
+            "or none to start one"
+        ) from None
 
 
 def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
-    """What to ask Ray for on each node, for so many actors that compute there: of those that the cluster has, one each of CPUs and GPUs.
+    """What to ask Ray for on each node, for so many actors that compute there: of those that the cluster has, one each
+    of CPUs and GPUs.
 
     Raises:
         ConfigError: GPUs are wanted and there are none.
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # The nodes that have most of it are taken, and of those the one that has least counts.
-    most = {what: int(sorted((node.get(what, 0) for node in alive), reverse=True)[: len(counts)][-1]) for what in ("CPU", "GPU")}
+    most = {
+        what: int(sorted((node.get(what, 0) for node in alive), reverse=True)[: len(counts)][-1])
+        for what in ("CPU", "GPU")
+    }
     if device == "cuda" and not most["GPU"]:
-        raise ConfigError(f"deployment.device='cuda': expected GPUs, {_has()}; nearest valid choice: deployment.device=cpu")
+        raise ConfigError(
+            f"deployment.device='cuda': expected GPUs, {_has()}; nearest valid choice: deployment.device=cpu"
+        )
     gpus = 0 if device == "cpu" else most["GPU"]
-    return [{"CPU": max(1, min(count, most["CPU"]))} | ({"GPU": min(count, gpus)} if min(count, gpus) else {}) for count in counts]
+    return [
+        {"CPU": max(1, min(count, most["CPU"]))} | ({"GPU": min(count, gpus)} if min(count, gpus) else {})
+        for count in counts
+    ]
 
 
 def _shares(played: Sequence[str], gpus: int) -> list[float]:
-    """What each of these actors asks for of a GPU. Ray puts shares together as long as they fit, in the order in which it is asked; so each but a GPU's last
-    asks for more than half of what is left there: two that were dealt out in the same turn do not fit on one GPU.
+    """What each of these actors asks for of a GPU. Ray puts shares together as long as they fit, in the order in which
+    it is asked; so each but a GPU's last asks for more than half of what is left there: two that were dealt out in the
+    same turn do not fit on one GPU.
 
     Args:
         played: the role of each.
@@ -285,21 +324,30 @@ def _shares(played: Sequence[str], gpus: int) -> list[float]:
 
 
 def _ask(actor: type, group, node: int, share: float, asked: list, stop: Callable[[], bool]):
-    """A new process of a placement group's node; returns its handle. Where it is to share a GPU, all asked for before it there are waited for, and it:
-    Ray serves several requests in any order.
+    """A new process of a placement group's node; returns its handle. Where it is to share a GPU, all asked for before
+    it there are waited for, and it: Ray serves several requests in any order.
 
     Args:
         share: of a GPU.
-        asked: what says of the node's processes that each is there, of those that have not been waited for; the new one's is added.
+        asked: what says of the node's processes that each is there, of those that have not been waited for; the new
+            one's is added.
         stop: whether nobody wants to wait any more.
     """
     shares = 0 < share < 1
     if shares:
         _await(asked, stop)
     # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
-    host = ray.remote(actor).options(
-        num_cpus=0, num_gpus=share, max_restarts=0, max_task_retries=0,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)).remote()
+    host = (
+        ray.remote(actor)
+        .options(
+            num_cpus=0,
+            num_gpus=share,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+        )
+        .remote()
+    )
     asked.append(host.__ray_ready__.remote())
     if shares:
         _await(asked, stop)
@@ -327,9 +375,14 @@ def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: Interrupt
         if interrupt.count:
             raise KeyboardInterrupt
         if time.monotonic() > deadline:
-            asked = ", ".join(f"{bundles.count(bundle)} with {_resources(bundle)}" for bundle in {str(each): each for each in bundles}.values())
-            raise ConfigError(f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within {config.deployment.start_timeout_s:.0f} s "
-                              f"(deployment.start_timeout_s); asked for {len(bundles)} nodes, {asked}; {_has()}")
+            asked = ", ".join(
+                f"{bundles.count(bundle)} with {_resources(bundle)}"
+                for bundle in {str(each): each for each in bundles}.values()
+            )
+            raise ConfigError(
+                f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within {config.deployment.start_timeout_s:.0f} s "
+                f"(deployment.start_timeout_s); asked for {len(bundles)} nodes, {asked}; {_has()}"
+            )
     return group
 
 

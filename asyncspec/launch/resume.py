@@ -11,8 +11,23 @@ from asyncspec.fields import value_of
 from asyncspec.timing.exporters import read_rows
 
 # What a run may be given anew when it goes on. Everything else decides what it has learned and what its records mean.
-CHANGEABLE = ("steps", "model.dtype", "eval.", "engine.", "checkpoint.", "deployment.", "trainer.", "logprob.", "speculation.draft_length", "data.reward_timeout_s",
-              "data.reward_failures", "draft.lr", "draft.groups_per_step", "draft.bytes_per_step", "draft.publish_every")
+CHANGEABLE = (
+    "steps",
+    "model.dtype",
+    "eval.",
+    "engine.",
+    "checkpoint.",
+    "deployment.",
+    "trainer.",
+    "logprob.",
+    "speculation.draft_length",
+    "data.reward_timeout_s",
+    "data.reward_failures",
+    "draft.lr",
+    "draft.groups_per_step",
+    "draft.bytes_per_step",
+    "draft.publish_every",
+)
 
 
 def configure(directory: str, config: str | None, overrides: Sequence[str]) -> Config:
@@ -26,19 +41,29 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
     """
     run_dir = Path(directory).expanduser().absolute()
     if config is not None:
-        raise ConfigError(f"--config {config}: expected none beside --resume; the run has its own, {run_dir}/config.yaml")
+        raise ConfigError(
+            f"--config {config}: expected none beside --resume; the run has its own, {run_dir}/config.yaml"
+        )
     if not (run_dir / "config.yaml").is_file():
         runs = sorted(path.parent.name for path in run_dir.parent.glob("*/config.yaml"))
         nearest = difflib.get_close_matches(run_dir.name, runs, 1, 0.0)
-        raise ConfigError(f"--resume {directory}: no config.yaml in it; expected the directory of a run"
-                          + (f"; nearest: {run_dir.parent / nearest[0]}" if nearest else ""))
+        raise ConfigError(
+            f"--resume {directory}: no config.yaml in it; expected the directory of a run"
+            + (f"; nearest: {run_dir.parent / nearest[0]}" if nearest else "")
+        )
     before = load(str(run_dir / "config.yaml"), [f"run_dir={run_dir}"])
     after = load(str(run_dir / "config.yaml"), [*overrides, f"run_dir={run_dir}"])
     for name in [item.split("=", 1)[0] for item in overrides]:
-        if (not name.startswith(CHANGEABLE) or name.endswith(".kind")) and value_of(before, name) != value_of(after, name):
-            raise ConfigError(f"{name}={value_of(after, name)!r}: the run was begun with {value_of(before, name)!r}, and this may not change; "
-                              f"nearest valid choice: {name}={value_of(before, name)}")
+        if (not name.startswith(CHANGEABLE) or name.endswith(".kind")) and value_of(before, name) != value_of(
+            after, name
+        ):
+            raise ConfigError(
+                f"{name}={value_of(after, name)!r}: the run was begun with {value_of(before, name)!r}, and this may not change; "
+                f"nearest valid choice: {name}={value_of(before, name)}"
+            )
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
     if trained >= after.steps:
-        raise ConfigError(f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for example, would go on")
+        raise ConfigError(
+            f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for example, would go on"
+        )
     return after

@@ -29,12 +29,24 @@ CLASSES = {
     "trainer_rank": ("asyncspec.actors.trainer_rank", "TrainerRank"),
     "draft_adapter": ("asyncspec.actors.draft_adapter", "DraftAdapter"),
 }
-MOCKED = {"trainer": ("asyncspec.mock.actors", "MockTrainer"), "trainer_rank": ("asyncspec.mock.actors", "MockTrainerRank"),
-          "logprob": ("asyncspec.mock.actors", "MockLogprob"), "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank")}
+MOCKED = {
+    "trainer": ("asyncspec.mock.actors", "MockTrainer"),
+    "trainer_rank": ("asyncspec.mock.actors", "MockTrainerRank"),
+    "logprob": ("asyncspec.mock.actors", "MockLogprob"),
+    "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank"),
+}
 # What most of those load that compute.
-_MODELS = ("torch.distributed.checkpoint", "asyncspec.drafts.draft", "asyncspec.drafts.training", "asyncspec.engine.torch_engine",
-           "asyncspec.models.policy", "asyncspec.speculation.make", "asyncspec.weights")
-# What the embedded engine adds: numba, beside whose modules vLLM's engine does not start (it looks at every value in every module).
+_MODELS = (
+    "torch.distributed.checkpoint",
+    "asyncspec.drafts.draft",
+    "asyncspec.drafts.training",
+    "asyncspec.engine.torch_engine",
+    "asyncspec.models.policy",
+    "asyncspec.speculation.make",
+    "asyncspec.weights",
+)
+# What the embedded engine adds: numba, beside whose modules vLLM's engine does not start (it looks at every value in
+# every module).
 _DRAFTING = "asyncspec.speculation.drafting"
 
 
@@ -62,13 +74,19 @@ def devices(wanted: str, played: Sequence[str]) -> list[str]:
 
     gpus = torch.cuda.device_count()
     if wanted == "cuda" and not gpus:
-        raise configuration.ConfigError("deployment.device='cuda': expected a GPU, torch sees none; "
-                                        "nearest valid choice: deployment.device=cpu")
+        raise configuration.ConfigError(
+            "deployment.device='cuda': expected a GPU, torch sees none; nearest valid choice: deployment.device=cpu"
+        )
     return [f"cuda:{gpu}" for gpu in topology.deal(played, gpus)] if gpus else ["cpu"] * len(played)
 
 
-def specs(config: configuration.Config, resume: int = -1, node: int | None = None, host: str = "127.0.0.1",
-          deal: Callable[[str, list[str]], list[str]] = devices) -> list[ActorSpec]:
+def specs(
+    config: configuration.Config,
+    resume: int = -1,
+    node: int | None = None,
+    host: str = "127.0.0.1",
+    deal: Callable[[str, list[str]], list[str]] = devices,
+) -> list[ActorSpec]:
     """The actors of a run, or of one of its nodes, the controller first; all but the controller lack its address still.
 
     Args:
@@ -82,7 +100,9 @@ def specs(config: configuration.Config, resume: int = -1, node: int | None = Non
     text, names = _yaml_at(copy.deepcopy(config), host), {"controller": "controller", **actor_names(config)}
     here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
     on_devices = computing(config, {name: names[name] for name in here})
-    placed = dict.fromkeys(here, "cpu") | dict(zip(on_devices, deal(config.deployment.device, [names[name] for name in on_devices])))
+    placed = dict.fromkeys(here, "cpu") | dict(
+        zip(on_devices, deal(config.deployment.device, [names[name] for name in on_devices]))
+    )
     return [ActorSpec(names[name], name, config.run_dir, text, placed[name], resume=resume) for name in here]
 
 
@@ -105,21 +125,24 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
         local: whether the actors compute on this host.
 
     Raises:
-        ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or GPUs are wanted
-            and there are none.
+        ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or GPUs are
+            wanted and there are none.
     """
     if local:
         devices(config.deployment.device, [])
     check_inputs(config)
     config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
     if (Path(config.run_dir) / "metrics.jsonl").exists():
-        raise configuration.ConfigError(f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
-                                        f"{config.run_dir}")
+        raise configuration.ConfigError(
+            f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
+            f"{config.run_dir}"
+        )
     _write_run_dir(config)
 
 
 def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = print) -> int:
-    """Make a run's directory ready to go on from its newest whole checkpoint that its records reach; returns that version, 0 if there is none.
+    """Make a run's directory ready to go on from its newest whole checkpoint that its records reach; returns that
+    version, 0 if there is none.
 
     Args:
         tell: given a line for each damaged checkpoint that is passed over.
@@ -148,12 +171,16 @@ def hold(run_dir: str) -> int:
     try:
         descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise configuration.ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to") from None
+        raise configuration.ConfigError(
+            f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise configuration.ConfigError(f"run_dir={run_dir!r}: another process is training in it; expected one that has ended") from None
+        raise configuration.ConfigError(
+            f"run_dir={run_dir!r}: another process is training in it; expected one that has ended"
+        ) from None
     return descriptor
 
 
@@ -171,19 +198,34 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
         if config.deployment.encrypt:
             transport.make_keys(run_dir)
         # What the run holds already makes room for what comes.
-        held = sum(file.stat().st_size for name in ("checkpoints", "checkpoint") for file in (run_dir / name).rglob("*") if file.is_file())
+        held = sum(
+            file.stat().st_size
+            for name in ("checkpoints", "checkpoint")
+            for file in (run_dir / name).rglob("*")
+            if file.is_file()
+        )
         free, needed = shutil.disk_usage(run_dir).free + held, room_needed(config)
     except OSError as error:
-        raise configuration.ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
+        raise configuration.ConfigError(
+            f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to"
+        ) from None
     if free < needed:
-        raise configuration.ConfigError(f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} MB for "
-                                        f"checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: another disk")
+        raise configuration.ConfigError(
+            f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} MB for "
+            f"checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: another disk"
+        )
 
 
 def room_needed(config: configuration.Config) -> int:
-    """Bytes that a run's checkpoints take at most: weights and AdamW's two moments in float32, one more of them while it is written."""
-    files = [file for path in (config.model.path, config.draft_directory) if path
-             for file in configuration.resolve_path(path).glob("*.safetensors")]
+    """Bytes that a run's checkpoints take at most: weights and AdamW's two moments in float32, one more of them while
+    it is written.
+    """
+    files = [
+        file
+        for path in (config.model.path, config.draft_directory)
+        if path
+        for file in configuration.resolve_path(path).glob("*.safetensors")
+    ]
     return (3 * (config.checkpoint.keep + 1) + 1) * sum(file.stat().st_size for file in files)
 
 

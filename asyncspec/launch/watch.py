@@ -1,7 +1,8 @@
 """What every launcher does while its actors live, however it starts their processes.
 
-It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the whole run started
-again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, the controller, or one of several ranks.
+It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the
+whole run started again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, the
+controller, or one of several ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ from asyncspec.messages import Beat, Interrupt, Kill, Stop
 
 
 class Supervisor:
-    def __init__(self, config: Config, name: str, address: str, specs: list[ActorSpec], interrupt: InterruptFlag, may_restart: bool,
-                 kill: Callable[[str], None], alone: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        address: str,
+        specs: list[ActorSpec],
+        interrupt: InterruptFlag,
+        may_restart: bool,
+        kill: Callable[[str], None],
+        alone: bool = False,
+    ) -> None:
         """
         Args:
             name: of this launcher.
@@ -33,9 +43,16 @@ class Supervisor:
             specs: the actors it starts.
             may_restart: whether the run may be started again as a whole.
             kill: callable(name of an actor), which ends its process if it is this launcher's.
-            alone: an interrupt here ends what this launcher has, not the run, which takes it for a node that is cut off.
+            alone: an interrupt here ends what this launcher has, not the run, which takes it for a node that is cut
+                off.
         """
-        self.config, self.name, self.interrupt, self.may_restart, self._kill = config, name, interrupt, may_restart, kill
+        self.config, self.name, self.interrupt, self.may_restart, self._kill = (
+            config,
+            name,
+            interrupt,
+            may_restart,
+            kill,
+        )
         self.alone, self.specs = alone, {spec.name: spec for spec in specs}
         self.replacements = config.deployment.replacements
         self.resuming = False  # the run is to be started again once it has ended
@@ -47,7 +64,9 @@ class Supervisor:
         self.deaf = False  # the controller has not been heard of for long
 
     def turn(self) -> None:
-        """Call it often. Beats, carries out what the controller asks, passes an interrupt on, and kills a controller that has frozen."""
+        """Call it often. Beats, carries out what the controller asks, passes an interrupt on, and kills a controller
+        that has frozen.
+        """
         if time.monotonic() - self._beaten > BEAT_EVERY_S:
             self._beaten = time.monotonic()
             self._client.send(Beat(self.name))
@@ -75,7 +94,9 @@ class Supervisor:
     def overdue(self) -> bool:
         """An interrupt has been left unheeded for too long, or was repeated: everything must end now."""
         limit = self.config.deployment.stop_timeout_s + EXIT_GRACE_S
-        return self.interrupt.count > 1 or bool(self.interrupt.count and time.monotonic() - self.interrupt.first > limit)
+        return self.interrupt.count > 1 or bool(
+            self.interrupt.count and time.monotonic() - self.interrupt.first > limit
+        )
 
     def died(self, name: str, how: str) -> ActorSpec | None:
         """An actor's process has ended unasked; returns what is to be started in its place, if anything.
@@ -89,7 +110,11 @@ class Supervisor:
         if name == "controller":
             self._vigil.forget(name)
             self.resuming = going_on and self.may_restart
-            print(f"controller died: {how}" + ("; all is started again from the last checkpoint" if self.resuming else ""), flush=True)
+            print(
+                f"controller died: {how}"
+                + ("; all is started again from the last checkpoint" if self.resuming else ""),
+                flush=True,
+            )
             return None
         new = None
         if spec is not None and spec.role in replaceable(self.config) and going_on and self.replacements:
@@ -97,12 +122,16 @@ class Supervisor:
             number = name.removeprefix(first_name(name)).lstrip(".")
             new = msgspec.structs.replace(spec, name=f"{first_name(name)}.{int(number or 0) + 1}")
             self.specs[new.name] = new
-        self._client.send(Interrupt(f"{name} died: {how}", name, new.name if new else "", going_on and self.may_restart))
+        self._client.send(
+            Interrupt(f"{name} died: {how}", name, new.name if new else "", going_on and self.may_restart)
+        )
         return new
 
     def failed(self, name: str, code: int) -> None:
         """An actor's process has ended by itself; if it has told the controller why, this is no news."""
-        self._client.send(Interrupt(f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log", name))
+        self._client.send(
+            Interrupt(f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log", name)
+        )
 
     def ended(self, code: int) -> None:
         """The controller has ended by itself."""

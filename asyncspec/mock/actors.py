@@ -1,4 +1,6 @@
-"""Trainer and logprob actors whose passes take time and compute nothing; their queues, order, lag and broadcasts are the real ones."""
+"""Trainer and logprob actors whose passes take time and compute nothing; their queues, order, lag and broadcasts are
+the real ones.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ class MockScorer(Scorer):
     def load(self) -> None:
         c = self.config
         self.model = MockModel(c.mock.weights)
-        seconds = c.mock.logprob_s * c.mock.time_scale / c.rl.groups_per_step  # of a group, with all actors and ranks at it
+        # of a group, with all actors and ranks at it
+        seconds = c.mock.logprob_s * c.mock.time_scale / c.rl.groups_per_step
         self.group_s = seconds * c.deployment.logprobs * self.ranks.data_size
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:

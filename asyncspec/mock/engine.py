@@ -1,7 +1,8 @@
 """MockEngine: an engine whose tokens cost time and say nothing.
 
-One engine stands for the GPUs of a node. Each live sequence advances with the wall clock, at the speed its GPU has with as many as it
-holds; so the batch shrinks, and speeds up, as the real one does. Of `mock.token_unit` tokens one is really sent.
+One engine stands for the GPUs of a node. Each live sequence advances with the wall clock, at the speed its GPU has with
+as many as it holds; so the batch shrinks, and speeds up, as the real one does. Of `mock.token_unit` tokens one is
+really sent.
 """
 
 from __future__ import annotations
@@ -108,17 +109,29 @@ class MockEngine:
             for sequence in self._live:
                 counts[sequence.gpu] += 1
             length = response_tokens(self.config, request.seeds[sample])
-            self._live.append(_Sequence(request, sample, length, counts.index(min(counts)), now(), versions=[(self.version, 0.0)]))
+            self._live.append(
+                _Sequence(request, sample, length, counts.index(min(counts)), now(), versions=[(self.version, 0.0)])
+            )
 
     def _completion(self, s: _Sequence) -> Completion:
         unit = self.config.token_unit
         tokens = max(1, round(s.length / unit))
         versions = torch.empty(tokens, dtype=torch.int32)
         for version, done in s.versions:
-            versions[min(tokens - 1, math.floor(done / unit)):] = version
+            versions[min(tokens - 1, math.floor(done / unit)) :] = version
         verifications = max(1, round(tokens / (self.config.acceptance if self.draft_length else 1.0)))
         accepted_at = [round(verifications * self._accepted**j) for j in range(1, self.draft_length + 1)]
         return Completion(
-            s.request.request_id, s.sample, torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens), versions, s.length == self.config.tokens_max,
-            verifications, verifications * self.draft_length, max(0, tokens - verifications) if self.draft_length else 0, s.started_at,
-            [verifications, *accepted_at[:-1]] if self.draft_length else [], accepted_at)
+            s.request.request_id,
+            s.sample,
+            torch.zeros(tokens, dtype=torch.int32),
+            torch.zeros(tokens),
+            versions,
+            s.length == self.config.tokens_max,
+            verifications,
+            verifications * self.draft_length,
+            max(0, tokens - verifications) if self.draft_length else 0,
+            s.started_at,
+            [verifications, *accepted_at[:-1]] if self.draft_length else [],
+            accepted_at,
+        )

@@ -1,7 +1,8 @@
-"""How long things take on the machines that are mocked, in their own seconds, and how long responses are. Imports no torch.
+"""How long things take on the machines that are mocked, in their own seconds, and how long responses are. Imports no
+torch.
 
-A decoding step of one GPU with n live sequences takes token_s + n * row_s: reading the weights once, and what each sequence adds. With
-speculation a step takes (1 + k * draft_share) as long and emits `acceptance` tokens.
+A decoding step of one GPU with n live sequences takes token_s + n * row_s: reading the weights once, and what each
+sequence adds. With speculation a step takes (1 + k * draft_share) as long and emits `acceptance` tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def step_s(config: MockConfig, live: int, draft_length: int) -> float:
 
 
 def acceptance_of_a_position(length: float, k: int) -> float:
-    """The share of proposals accepted at each position that they come to, with which verifications of k proposals emit `length` tokens on average."""
+    """The share of proposals accepted at each position that they come to, with which verifications of k proposals emit
+    `length` tokens on average.
+    """
     low, high = 0.0, 1.0
     for _ in range(50):
         share = (low + high) / 2

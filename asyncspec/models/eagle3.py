@@ -6,9 +6,11 @@ target's. Embeddings are the target's and are not part of the draft.
 
 Parameter names and config.json are those vLLM reads (LlamaForCausalLMEagle3).
 
-The draft may propose fewer tokens than the policy has (`d2t`, `t2d` in its file): a smaller head where the policy's is large.
+The draft may propose fewer tokens than the policy has (`d2t`, `t2d` in its file): a smaller head where the policy's is
+large.
 
-Shape suffixes: B batch, L positions, D model dimension, E = A*D fused features, V vocabulary, U the draft's own, N heads, H head size.
+Shape suffixes: B batch, L positions, D model dimension, E = A*D fused features, V vocabulary, U the draft's own, N
+heads, H head size.
 """
 
 from __future__ import annotations
@@ -43,9 +45,20 @@ class DraftShape:
 
     @classmethod
     def for_policy(cls, policy: PolicyShape, draft_vocab_size: int = 0) -> "DraftShape":
-        return cls(policy.vocab_size, policy.dim, policy.n_heads, policy.n_kv_heads, policy.head_dim,
-                   policy.hidden_dim, policy.rope_theta, policy.norm_eps, policy.aux_layers, policy.max_positions,
-                   draft_vocab_size or policy.vocab_size, policy.rope_scaling)
+        return cls(
+            policy.vocab_size,
+            policy.dim,
+            policy.n_heads,
+            policy.n_kv_heads,
+            policy.head_dim,
+            policy.hidden_dim,
+            policy.rope_theta,
+            policy.norm_eps,
+            policy.aux_layers,
+            policy.max_positions,
+            draft_vocab_size or policy.vocab_size,
+            policy.rope_scaling,
+        )
 
     def angles(self, positions: int) -> torch.Tensor:
         """What RoPE turns by, radians, float32 [positions, H / 2]."""
@@ -92,7 +105,8 @@ class Eagle3(nn.Module):
             attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; owns the keys and values of earlier positions.
 
         Returns:
-            out_BLD, the hidden state to feed back, and logits_BLU for the token after the following one, over the draft's tokens.
+            out_BLD, the hidden state to feed back, and logits_BLU for the token after the following one, over the
+            draft's tokens.
         """
         out_BLD = self.midlayer(hidden_BLD, embeds_BLD, rope, attend)
         return out_BLD, self.lm_head(self.norm(out_BLD))
@@ -158,17 +172,26 @@ def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory}/config.json: {error}") from None
     if cfg.get("architectures") != ["LlamaForCausalLMEagle3"]:
-        raise CheckpointError(f"{directory}/config.json: architectures={cfg.get('architectures')}: "
-                              "expected ['LlamaForCausalLMEagle3']")
+        raise CheckpointError(
+            f"{directory}/config.json: architectures={cfg.get('architectures')}: expected ['LlamaForCausalLMEagle3']"
+        )
     for key, value in (("vocab_size", policy.vocab_size), ("hidden_size", policy.dim)):
         if cfg.get(key) != value:
             raise CheckpointError(f"{directory}/config.json: {key}={cfg.get(key)}: the policy has {value}")
     rope = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
     try:
         return DraftShape(
-            cfg["vocab_size"], cfg["hidden_size"], cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"],
-            cfg["intermediate_size"], float(cfg.get("rope_theta") or rope["rope_theta"]), cfg["rms_norm_eps"],
-            tuple(cfg["eagle_aux_hidden_state_layer_ids"]), policy.max_positions, cfg.get("draft_vocab_size") or cfg["vocab_size"],
+            cfg["vocab_size"],
+            cfg["hidden_size"],
+            cfg["num_attention_heads"],
+            cfg["num_key_value_heads"],
+            cfg["head_dim"],
+            cfg["intermediate_size"],
+            float(cfg.get("rope_theta") or rope["rope_theta"]),
+            cfg["rms_norm_eps"],
+            tuple(cfg["eagle_aux_hidden_state_layer_ids"]),
+            policy.max_positions,
+            cfg.get("draft_vocab_size") or cfg["vocab_size"],
             RopeScaling.from_hf(rope),
         )
     except KeyError as error:
@@ -188,10 +211,16 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
     if shape.draft_vocab_size != shape.vocab_size:
         offsets = tensors.get("d2t")
         if offsets is None or offsets.shape != (shape.draft_vocab_size,):
-            raise CheckpointError(f"{directory}: tensor d2t is missing or has another shape: draft_vocab_size={shape.draft_vocab_size}")
+            raise CheckpointError(
+                f"{directory}: tensor d2t is missing or has another shape: draft_vocab_size={shape.draft_vocab_size}"
+            )
         tokens = offsets.to(torch.int64) + torch.arange(shape.draft_vocab_size)
-        if not (0 <= int(tokens.min()) and int(tokens.max()) < shape.vocab_size and len(tokens.unique()) == len(tokens)):
-            raise CheckpointError(f"{directory}: tensor d2t does not name {len(tokens)} different tokens of the policy's {shape.vocab_size}")
+        if not (
+            0 <= int(tokens.min()) and int(tokens.max()) < shape.vocab_size and len(tokens.unique()) == len(tokens)
+        ):
+            raise CheckpointError(
+                f"{directory}: tensor d2t does not name {len(tokens)} different tokens of the policy's {shape.vocab_size}"
+            )
     draft = Eagle3(shape, tokens)
     for name, tensor in draft.state_dict().items():
         if name not in tensors or tensors[name].shape != tensor.shape or not tensors[name].isfinite().all():
@@ -204,13 +233,32 @@ def save(draft: Eagle3, directory: Path) -> None:
     """Write the draft in the layout vLLM reads."""
     shape, tensors = draft.shape, draft.state_dict()
     if draft.d2t_U is not None:
-        tensors |= {"d2t": draft.d2t_U - torch.arange(len(draft.d2t_U), device=draft.d2t_U.device), "t2d": draft.t2d_V >= 0}
-    write_checkpoint(directory, {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size, "hidden_size": shape.dim, "num_hidden_layers": 1,
-        "num_attention_heads": shape.n_heads, "num_key_value_heads": shape.n_kv_heads, "head_dim": shape.head_dim,
-        "intermediate_size": shape.hidden_dim, "max_position_embeddings": shape.max_positions,
-        "rope_theta": shape.rope_theta, "rms_norm_eps": shape.norm_eps, "hidden_act": "silu", "attention_bias": False,
-        "tie_word_embeddings": False, "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
-        "torch_dtype": "float32", **({} if shape.rope_scaling is None else {"rope_scaling": shape.rope_scaling.to_hf()}),
-    }, tensors)
+        tensors |= {
+            "d2t": draft.d2t_U - torch.arange(len(draft.d2t_U), device=draft.d2t_U.device),
+            "t2d": draft.t2d_V >= 0,
+        }
+    write_checkpoint(
+        directory,
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "vocab_size": shape.vocab_size,
+            "draft_vocab_size": shape.draft_vocab_size,
+            "hidden_size": shape.dim,
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape.n_heads,
+            "num_key_value_heads": shape.n_kv_heads,
+            "head_dim": shape.head_dim,
+            "intermediate_size": shape.hidden_dim,
+            "max_position_embeddings": shape.max_positions,
+            "rope_theta": shape.rope_theta,
+            "rms_norm_eps": shape.norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
+            "torch_dtype": "float32",
+            **({} if shape.rope_scaling is None else {"rope_scaling": shape.rope_scaling.to_hf()}),
+        },
+        tensors,
+    )

@@ -1,8 +1,9 @@
 """The multi-token-prediction module of a policy: one more block, over the trunk's output, applied again and again.
 
-At position t it reads the trunk's output of position t (after the final norm) and the embedding of token t+1, and predicts token
-t+2 with the policy's own head; drafting on, it reads its own output in place of the trunk's (DeepSeek-V3, arXiv 2412.19437,
-section 2.2; one module used recurrently, as in Qwen3-Next). Embedding and head are the policy's and no part of it.
+At position t it reads the trunk's output of position t (after the final norm) and the embedding of token t+1, and
+predicts token t+2 with the policy's own head; drafting on, it reads its own output in place of the trunk's
+(DeepSeek-V3, arXiv 2412.19437, section 2.2; one module used recurrently, as in Qwen3-Next). Embedding and head are the
+policy's and no part of it.
 
 Tensors are named `mtp.*` as in Qwen3-Next's checkpoints; the file may hold the policy's tensors beside them.
 
@@ -74,7 +75,9 @@ class MTP(nn.Module):
         """All tensors under their `mtp.*` names."""
         block = {f"layers.0.{k}": v.detach() for k, v in self.block.state_dict().items()}
         state = {k.replace("model.", "mtp.", 1): v for k, v in adapter(self._config).to_hf(block).items()}
-        return state | {f"mtp.{theirs}.weight": getattr(self, ours).weight.detach() for theirs, ours in _RENAMED.items()}
+        return state | {
+            f"mtp.{theirs}.weight": getattr(self, ours).weight.detach() for theirs, ours in _RENAMED.items()
+        }
 
     def load_hf(self, tensors: dict[str, torch.Tensor], where: str) -> None:
         """Take over tensors under their `mtp.*` names.
@@ -86,7 +89,9 @@ class MTP(nn.Module):
             if name not in tensors or tensors[name].shape != mine.shape or not tensors[name].isfinite().all():
                 raise CheckpointError(f"{where}: tensor {name} is missing, has another shape or is not finite")
         mine = {k: v.float() for k, v in tensors.items() if k.startswith("mtp.")}
-        block = adapter(self._config).from_hf({k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")})
+        block = adapter(self._config).from_hf(
+            {k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")}
+        )
         self.block.load_state_dict({k.removeprefix("layers.0."): v for k, v in block.items()})
         with torch.no_grad():
             for theirs, ours in _RENAMED.items():
@@ -106,5 +111,9 @@ def load(directory: Path, policy: PolicyShape, lm_head: torch.Tensor) -> MTP:
 
 def save(module: MTP, directory: Path) -> None:
     """Write the module alone: config.json and its `mtp.*` tensors."""
-    write_checkpoint(directory, module.shape.to_hf() | {
-        "architectures": [MTP_ARCHITECTURES[module.shape.model_type]], "num_nextn_predict_layers": 1}, module.state_hf())
+    write_checkpoint(
+        directory,
+        module.shape.to_hf()
+        | {"architectures": [MTP_ARCHITECTURES[module.shape.model_type]], "num_nextn_predict_layers": 1},
+        module.state_hf(),
+    )

@@ -1,10 +1,11 @@
-"""The policy: torchtitan's Qwen3 (dense or a mixture of experts) or Llama 3, read from and written to Hugging Face checkpoints.
+"""The policy: torchtitan's Qwen3 (dense or a mixture of experts) or Llama 3, read from and written to Hugging Face
+checkpoints.
 
-One definition serves trainer, logprob and engine. Trainer and logprob run it as it is, over whole (right-padded) sequences; the
-engine runs the same parameters over a slot KV cache (engine/decode.py).
+One definition serves trainer, logprob and engine. Trainer and logprob run it as it is, over whole (right-padded)
+sequences; the engine runs the same parameters over a slot KV cache (engine/decode.py).
 
-Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A the three auxiliary layers; E experts,
-F hidden dimension of one, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
+Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A the three auxiliary
+layers; E experts, F hidden dimension of one, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from asyncspec.models.shape import PolicyShape, RopeScaling
 with compiling_later():
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.attention import GQAttention
-    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
+    from torchtitan.models.common.config_utils import (
+        make_ffn_config,
+        make_gqa_config,
+        make_moe_config,
+        make_router_config,
+    )
     from torchtitan.models.common.decoder import Decoder
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.nn_modules import RMSNorm
@@ -63,14 +69,18 @@ class CausalAttention(Module):
 
 
 class ExactExperts(GroupedExperts):
-    """A mixture's feed-forward networks, computed in the dtype of their parameters; torchtitan's own rounds all to bfloat16."""
+    """A mixture's feed-forward networks, computed in the dtype of their parameters; torchtitan's own rounds all to
+    bfloat16.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        w1_EFD, w2_EDF, w3_EFD = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        w1_EFD, w2_EDF, w3_EFD = (
+            w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        )
         ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def times(x_RI: torch.Tensor, weight_EOI: torch.Tensor) -> torch.Tensor:
@@ -100,13 +110,19 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
     weight = {"weight": _fan_in}
     block_class, model_class, divide = _LLAMA if shape.model_type == "llama" else _QWEN3
     block = block_class.Config(
-        attention_norm=_norm(shape, shape.dim), ffn_norm=_norm(shape, shape.dim),
-        attention=_attention(shape, max_positions or shape.max_positions), **_feed_forward(shape),
+        attention_norm=_norm(shape, shape.dim),
+        ffn_norm=_norm(shape, shape.dim),
+        attention=_attention(shape, max_positions or shape.max_positions),
+        **_feed_forward(shape),
     )
     config = model_class.Config(
-        vocab_size=shape.vocab_size, dim=shape.dim, norm=_norm(shape, shape.dim), enable_weight_tying=shape.tied,
+        vocab_size=shape.vocab_size,
+        dim=shape.dim,
+        norm=_norm(shape, shape.dim),
+        enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=shape.dim,
+            num_embeddings=shape.vocab_size,
+            embedding_dim=shape.dim,
             param_init=weight if not shape.tied else {"weight": lambda t: t},
         ),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=weight),
@@ -125,22 +141,39 @@ def _residual(shape: PolicyShape, t: torch.Tensor) -> None:
 
 
 def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
-    if shape.model_type == "llama":  # torchtitan rotates neighbours; its adapter permutes what rotates halves in Hugging Face's files
+    # torchtitan rotates neighbours; its adapter permutes what rotates halves in Hugging Face's files
+    if shape.model_type == "llama":
         qk_norm, rope = None, llama_rope(shape.head_dim, positions, shape.rope_theta, shape.rope_scaling)
     else:
         qk_norm = _norm(shape, shape.head_dim)
         rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=positions, theta=shape.rope_theta)
     return make_gqa_config(
-        dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, head_dim=shape.head_dim,
-        wqkv_param_init={"weight": _fan_in}, wo_param_init={"weight": partial(_residual, shape)}, fuse_qkv=True, qk_norm=qk_norm,
-        inner_attention=CausalAttention.Config(), rope=rope)
+        dim=shape.dim,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        wqkv_param_init={"weight": _fan_in},
+        wo_param_init={"weight": partial(_residual, shape)},
+        fuse_qkv=True,
+        qk_norm=qk_norm,
+        inner_attention=CausalAttention.Config(),
+        rope=rope,
+    )
 
 
 def llama_rope(head_dim: int, positions: int, theta: float, scaling: RopeScaling | None) -> ComplexRoPE.Config:
     """Llama 3's; what it builds has a table of rotations, complex [positions, head_dim / 2]."""
-    scaled = {} if scaling is None else {
-        "scaling": "llama", "scaling_factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_positions}
+    scaled = (
+        {}
+        if scaling is None
+        else {
+            "scaling": "llama",
+            "scaling_factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    )
     return ComplexRoPE.Config(dim=head_dim, max_seq_len=positions, theta=theta, **scaled)
 
 
@@ -150,16 +183,34 @@ def _feed_forward(shape: PolicyShape) -> dict:
     if experts is None:
         # torchtitan gives w2 (residual output) and w3 one initialiser; their shapes tell them apart.
         w2w3 = {"weight": lambda t: (residual if t.shape[0] == shape.dim else _fan_in)(t)}
-        return {"feed_forward": make_ffn_config(dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=weight, w2w3_param_init=w2w3)}
-    return {"moe": make_moe_config(
-        num_experts=experts.count,
-        load_balance_coeff=None,  # a bias for balance is no part of the policy that others load
-        router=make_router_config(dim=shape.dim, num_experts=experts.count, gate_param_init=weight, top_k=experts.per_token,
-                                  score_func="softmax", route_norm=experts.normed),
-        routed_experts=RoutedExperts.Config(
-            inner_experts=ExactExperts.Config(dim=shape.dim, hidden_dim=experts.hidden_dim, num_experts=experts.count,
-                                              param_init={"w1_EFD": _fan_in, "w2_EDF": residual, "w3_EFD": _fan_in}),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=experts.count, top_k=experts.per_token)))}
+        return {
+            "feed_forward": make_ffn_config(
+                dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=weight, w2w3_param_init=w2w3
+            )
+        }
+    return {
+        "moe": make_moe_config(
+            num_experts=experts.count,
+            load_balance_coeff=None,  # a bias for balance is no part of the policy that others load
+            router=make_router_config(
+                dim=shape.dim,
+                num_experts=experts.count,
+                gate_param_init=weight,
+                top_k=experts.per_token,
+                score_func="softmax",
+                route_norm=experts.normed,
+            ),
+            routed_experts=RoutedExperts.Config(
+                inner_experts=ExactExperts.Config(
+                    dim=shape.dim,
+                    hidden_dim=experts.hidden_dim,
+                    num_experts=experts.count,
+                    param_init={"w1_EFD": _fan_in, "w2_EDF": residual, "w3_EFD": _fan_in},
+                ),
+                token_dispatcher=LocalTokenDispatcher.Config(num_experts=experts.count, top_k=experts.per_token),
+            ),
+        )
+    }
 
 
 def adapter(config: Decoder.Config) -> StateDictAdapter:
@@ -183,22 +234,30 @@ def hidden_states(model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.T
     return model.norm(h_BLD)
 
 
-def forward(model: Decoder, tokens_BL: torch.Tensor, aux_layers=()) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def forward(
+    model: Decoder, tokens_BL: torch.Tensor, aux_layers=()
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """One pass of a policy, whole or divided over several ranks; then collective.
 
     Args:
         tokens_BL: int64 token ids.
-        aux_layers: layers whose inputs are kept; number n_layers, one past the last, stands for the hidden states after the final norm.
+        aux_layers: layers whose inputs are kept; number n_layers, one past the last, stands for the hidden states after
+            the final norm.
 
     Returns:
-        logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D], or None without
-        `aux_layers`.
+        logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D],
+        or None without `aux_layers`.
     """
-    # A divided policy is called as a whole, which is when its ranks gather what a pass needs; what is to be kept passes by on the way.
+    # A divided policy is called as a whole, which is when its ranks gather what a pass needs; what is to be kept passes
+    # by on the way.
     passed: dict[int, torch.Tensor] = {}
     modules = dict(enumerate([*model.layers.values(), model.lm_head]))
-    hooks = [modules[index].register_forward_pre_hook(lambda _, inputs, index=index: passed.update({index: _whole(inputs[0])}))
-             for index in ({0, *aux_layers} if aux_layers else ())]
+    hooks = [
+        modules[index].register_forward_pre_hook(
+            lambda _, inputs, index=index: passed.update({index: _whole(inputs[0])})
+        )
+        for index in ({0, *aux_layers} if aux_layers else ())
+    ]
     try:
         logits_BLV = _whole(model(tokens_BL)).float()
     finally:
@@ -224,8 +283,11 @@ def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
     tensors = {k: v for k, v in read_tensors(directory).items() if not k.startswith("mtp.")}
     try:
         state = adapter(model.config).from_hf(tensors)
-    except (KeyError, RuntimeError, AssertionError) as error:  # a tensor that it does not know, or cannot reshape; no embedding
-        raise CheckpointError(f"{directory}: tensors are not those of a {shape.model_type}: {str(error) or 'one is missing'}") from None
+    # a tensor that it does not know, or cannot reshape; no embedding
+    except (KeyError, RuntimeError, AssertionError) as error:
+        raise CheckpointError(
+            f"{directory}: tensors are not those of a {shape.model_type}: {str(error) or 'one is missing'}"
+        ) from None
     if shape.tied:
         state["tok_embeddings.weight"] = state["lm_head.weight"]
     expected = model.state_dict()
@@ -234,8 +296,10 @@ def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
         raise CheckpointError(f"{directory}: tensor {missing[0]} is missing ({len(missing)} in all)")
     for name, tensor in expected.items():
         if state[name].shape != tensor.shape:
-            raise CheckpointError(f"{directory}: tensor {name} has shape {tuple(state[name].shape)}, "
-                                  f"config.json asks for {tuple(tensor.shape)}")
+            raise CheckpointError(
+                f"{directory}: tensor {name} has shape {tuple(state[name].shape)}, "
+                f"config.json asks for {tuple(tensor.shape)}"
+            )
         if not state[name].isfinite().all():
             raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
     model.load_state_dict({name: state[name].to(torch.float32) for name in expected})
@@ -255,7 +319,9 @@ def dtype_of(model: Decoder) -> torch.dtype:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give a model's parameters another dtype, in place. Its tables for RoPE stay as they are, as in a trainer that computes in `dtype`."""
+    """Give a model's parameters another dtype, in place. Its tables for RoPE stay as they are, as in a trainer that
+    computes in `dtype`.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -325,7 +391,9 @@ def _shards(directory: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index}: expected an object whose weight_map names each tensor's file") from None
     if missing := sorted(name for name in names if not (directory / name).is_file()):
-        raise CheckpointError(f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files in all)")
+        raise CheckpointError(
+            f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files in all)"
+        )
     return sorted(names)
 
 
@@ -333,7 +401,9 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     """config.json and model.safetensors, each replaced as a whole: a reader never sees half a file."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"})
+    save_file(
+        {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"}
+    )
     partial.chmod(0o644)  # safetensors leaves it readable by its owner alone
     partial.replace(directory / "model.safetensors")
     write_json(directory / "config.json", config)

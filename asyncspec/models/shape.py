@@ -1,4 +1,6 @@
-"""The architecture of a policy, field by field what its Hugging Face config.json says. Imports no torch: a configuration is checked with it."""
+"""The architecture of a policy, field by field what its Hugging Face config.json says. Imports no torch: a
+configuration is checked with it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,24 @@ from asyncspec.models import CheckpointError
 
 # The policies there are: config.json's model_type, and its architecture.
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-MTP_ARCHITECTURES = {kind: name.replace("ForCausalLM", "MTP") for kind, name in ARCHITECTURES.items()}  # a policy's MTP module alone
+# a policy's MTP module alone
+MTP_ARCHITECTURES = {kind: name.replace("ForCausalLM", "MTP") for kind, name in ARCHITECTURES.items()}
 # What no policy here has; config.json may leave out or say what is usual.
-_USUAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "decoder_sparse_step": 1,
-          "mlp_only_layers": []}
+_USUAL = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's: long wavelengths are stretched, short ones kept, those between in between (config.json's rope_type "llama3")."""
+    """Llama 3.1's: long wavelengths are stretched, short ones kept, those between in between (config.json's rope_type
+    "llama3").
+    """
 
     factor: float
     low_freq_factor: float
@@ -40,12 +51,21 @@ class RopeScaling:
             return None
         if kind != "llama3":
             raise ValueError(f"rope_type={kind!r}: expected 'default' or, as Llama 3.1 has, 'llama3'")
-        return cls(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
-                   int(rope["original_max_position_embeddings"]))
+        return cls(
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
 
     def to_hf(self) -> dict:
-        return {"rope_type": "llama3", "factor": self.factor, "low_freq_factor": self.low_freq_factor,
-                "high_freq_factor": self.high_freq_factor, "original_max_position_embeddings": self.original_max_positions}
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.original_max_positions,
+        }
 
 
 @dataclass(frozen=True)
@@ -60,14 +80,22 @@ class Experts:
     @classmethod
     def from_hf(cls, cfg: dict) -> "Experts":
         count = cfg["num_experts"] if "num_experts" in cfg else cfg["num_local_experts"]  # transformers reads both
-        experts = cls(count, cfg["num_experts_per_tok"], cfg["moe_intermediate_size"], bool(cfg.get("norm_topk_prob", False)))
+        experts = cls(
+            count, cfg["num_experts_per_tok"], cfg["moe_intermediate_size"], bool(cfg.get("norm_topk_prob", False))
+        )
         if not 1 <= experts.per_token <= count:
             raise ValueError(f"num_experts_per_tok={experts.per_token}: expected 1 to num_experts={count}")
         return experts
 
     def to_hf(self) -> dict:
-        return {"num_experts": self.count, "num_experts_per_tok": self.per_token, "moe_intermediate_size": self.hidden_dim,
-                "norm_topk_prob": self.normed, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return {
+            "num_experts": self.count,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.hidden_dim,
+            "norm_topk_prob": self.normed,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,9 @@ class PolicyShape:
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise CheckpointError(f"{where}: model_type={kind!r}: expected {_choices()}")
         if (found := cfg.get("architectures") or [ARCHITECTURES[kind]]) != [ARCHITECTURES[kind]]:
-            raise CheckpointError(f"{where}: architectures={found}: expected ['{ARCHITECTURES[kind]}']; a policy's model_type is {_choices()}")
+            raise CheckpointError(
+                f"{where}: architectures={found}: expected ['{ARCHITECTURES[kind]}']; a policy's model_type is {_choices()}"
+            )
         try:
             return cls._of(kind, cfg)
         except KeyError as error:
@@ -131,24 +161,45 @@ class PolicyShape:
             raise ValueError(f"eos_token_id={eos!r}: expected a token below vocab_size={cfg['vocab_size']}, or several")
         heads = cfg["num_attention_heads"]
         return cls(
-            vocab_size=cfg["vocab_size"], dim=cfg["hidden_size"], n_layers=cfg["num_hidden_layers"], n_heads=heads,
-            n_kv_heads=cfg.get("num_key_value_heads") or heads, head_dim=cfg.get("head_dim") or cfg["hidden_size"] // heads,
-            hidden_dim=cfg["intermediate_size"], max_positions=cfg["max_position_embeddings"],
+            vocab_size=cfg["vocab_size"],
+            dim=cfg["hidden_size"],
+            n_layers=cfg["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=cfg.get("num_key_value_heads") or heads,
+            head_dim=cfg.get("head_dim") or cfg["hidden_size"] // heads,
+            hidden_dim=cfg["intermediate_size"],
+            max_positions=cfg["max_position_embeddings"],
             rope_theta=float(cfg.get("rope_theta") or rope.get("rope_theta") or (1e4 if kind == "llama" else 1e6)),
-            norm_eps=cfg["rms_norm_eps"], tied=bool(cfg.get("tie_word_embeddings", False)), eos_token_id=first,
-            pad_token_id=cfg.get("pad_token_id") or 0, model_type=kind, other_eos_token_ids=tuple(others), rope_scaling=scaling,
+            norm_eps=cfg["rms_norm_eps"],
+            tied=bool(cfg.get("tie_word_embeddings", False)),
+            eos_token_id=first,
+            pad_token_id=cfg.get("pad_token_id") or 0,
+            model_type=kind,
+            other_eos_token_ids=tuple(others),
+            rope_scaling=scaling,
             experts=Experts.from_hf(cfg) if kind == "qwen3_moe" else None,
         )
 
     def to_hf(self) -> dict:
         cfg = {
-            "architectures": [ARCHITECTURES[self.model_type]], "model_type": self.model_type, "vocab_size": self.vocab_size,
-            "hidden_size": self.dim, "num_hidden_layers": self.n_layers, "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "intermediate_size": self.hidden_dim,
-            "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps, "tie_word_embeddings": self.tied, "hidden_act": "silu",
-            "attention_bias": False, "eos_token_id": [*self.eos_token_ids] if self.other_eos_token_ids else self.eos_token_id,
-            "pad_token_id": self.pad_token_id, "torch_dtype": "float32",
+            "architectures": [ARCHITECTURES[self.model_type]],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.hidden_dim,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "eos_token_id": [*self.eos_token_ids] if self.other_eos_token_ids else self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": "float32",
         }
         if self.rope_scaling is not None:
             cfg["rope_scaling"] = self.rope_scaling.to_hf()
@@ -161,8 +212,9 @@ class PolicyShape:
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840); three different
-        ones also in a shallow policy, which needs three layers for it."""
+        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840); three
+        different ones also in a shallow policy, which needs three layers for it.
+        """
         n = self.n_layers
         return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)
 

@@ -1,9 +1,9 @@
 """An equal policy or EAGLE-3 draft with wider heads, for attention kernels that know no narrow ones.
 
-Each half of a head is padded with zeros to `factor` times its width. RMSNorm then divides by a root mean square smaller by the root of
-the factor, attention by a root of the width greater by it: the norm of keys is scaled back, that of queries needs no change; without
-norms (the draft) the queries are scaled. The RoPE base is raised to the power of the factor, so that the frequencies of the dimensions that
-are not zero stay what they were.
+Each half of a head is padded with zeros to `factor` times its width. RMSNorm then divides by a root mean square smaller
+by the root of the factor, attention by a root of the width greater by it: the norm of keys is scaled back, that of
+queries needs no change; without norms (the draft) the queries are scaled. The RoPE base is raised to the power of the
+factor, so that the frequencies of the dimensions that are not zero stay what they were.
 """
 
 from __future__ import annotations

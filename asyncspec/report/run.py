@@ -16,8 +16,17 @@ from asyncspec.timing.exporters import read_rows
 
 STATES = ("busy", "blocked_input", "blocked_output", "idle")
 COLORS = {  # of the parts of a step, everywhere
-    "data": "#8c8c8c", "transport": "#b5b5b5", "prepare": "#e6a532", "admission": "#f2d37f", "exposed_generation": "#c9362b",
-    "exposed_reward": "#e88fb0", "exposed_logprob": "#7a4fa3", "recovery": "#111111", "train": "#2f6db5", "other": "#dddddd"}
+    "data": "#8c8c8c",
+    "transport": "#b5b5b5",
+    "prepare": "#e6a532",
+    "admission": "#f2d37f",
+    "exposed_generation": "#c9362b",
+    "exposed_reward": "#e88fb0",
+    "exposed_logprob": "#7a4fa3",
+    "recovery": "#111111",
+    "train": "#2f6db5",
+    "other": "#dddddd",
+}
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,13 @@ class Run:
     @classmethod
     def read(cls, directory: Path) -> "Run":
         """Raises:
-            ConfigError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
+        ConfigError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
         """
         for name in ("config.yaml", "metrics.jsonl"):
             if not (directory / name).is_file():
-                raise ConfigError(f"report {directory}: no {name} in it; expected the directory of a run, for example runs/20261121-120000")
+                raise ConfigError(
+                    f"report {directory}: no {name} in it; expected the directory of a run, for example runs/20261121-120000"
+                )
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
             raise ConfigError(f"report {directory}: no step was finished; {directory}/logs says what happened")
@@ -61,9 +72,18 @@ class Run:
 
     def actors(self) -> list[tuple[str, dict[str, float]]]:
         """Share of its time that each actor was busy, blocked on input, blocked on output, idle."""
-        names = sorted({key.removeprefix("actors/").rsplit("_busy")[0] for row in self.rows for key in row
-                        if key.startswith("actors/") and key.endswith("_busy")})
-        return [(name, {state: float(np.nanmean(self.series(f"actors/{name}_{state}"))) for state in STATES}) for name in names]
+        names = sorted(
+            {
+                key.removeprefix("actors/").rsplit("_busy")[0]
+                for row in self.rows
+                for key in row
+                if key.startswith("actors/") and key.endswith("_busy")
+            }
+        )
+        return [
+            (name, {state: float(np.nanmean(self.series(f"actors/{name}_{state}"))) for state in STATES})
+            for name in names
+        ]
 
     def step_seconds(self) -> float:
         return float(self.series("time/step")[self.steady].mean())
@@ -83,13 +103,23 @@ class Run:
         rows = [
             ("steps", f"{len(self.rows)} of {self.config.steps}"),
             ("step", f"{seconds:.3f} s (median {np.median(self.series('time/step')[steady]):.3f} s)"),
-            ("exposed generation", f"{self.parts()['exposed_generation']:.3f} s a step, {self.parts()['exposed_generation'] / seconds:.1%}"),
+            (
+                "exposed generation",
+                f"{self.parts()['exposed_generation']:.3f} s a step, {self.parts()['exposed_generation'] / seconds:.1%}",
+            ),
             ("throughput", f"{np.nanmean(self.series('throughput/tokens_per_s')[steady]):.0f} tokens/s"),
-            ("acceptance length", f"{np.nanmean(self.series('spec/acceptance_length')[steady]):.2f} at a mean draft length of "
-                                  f"{np.nanmean(self.series('spec/draft_length')[steady]):.1f}"),
+            (
+                "acceptance length",
+                f"{np.nanmean(self.series('spec/acceptance_length')[steady]):.2f} at a mean draft length of "
+                f"{np.nanmean(self.series('spec/draft_length')[steady]):.1f}",
+            ),
             ("largest lag", f"{int(np.nanmax(lag))} of {self.config.policy_lag} allowed"),
-            ("reward", f"{np.nanmean(self.series('reward/mean')[:5]):.3f} in the first five steps, "
-                       f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} in the last")]
+            (
+                "reward",
+                f"{np.nanmean(self.series('reward/mean')[:5]):.3f} in the first five steps, "
+                f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} in the last",
+            ),
+        ]
         if len(known):
             rows.append(("held-out accuracy", f"{known[0]:.1%} to {known[-1]:.1%}"))
         return rows + [("dropped tickets", ", ".join(self.failures) or "none")]

@@ -19,9 +19,12 @@ from asyncspec.timing.attribution import PARTS, explain
 
 SLOWEST = 5
 CHANGES = (
-    ("generation twice as fast", whatif.Change(generation=2)), ("logprob twice as fast", whatif.Change(logprob=2)),
-    ("training twice as fast", whatif.Change(train=2)), ("one more generator", whatif.Change(generators=1)),
-    ("policy lag one more", whatif.Change(lag=1)))
+    ("generation twice as fast", whatif.Change(generation=2)),
+    ("logprob twice as fast", whatif.Change(logprob=2)),
+    ("training twice as fast", whatif.Change(train=2)),
+    ("one more generator", whatif.Change(generators=1)),
+    ("policy lag one more", whatif.Change(lag=1)),
+)
 
 
 def slowest(run: Run, count: int = SLOWEST) -> list[str]:
@@ -63,23 +66,53 @@ def html(runs: Sequence[Run]) -> str:
 
     summaries = [run.summary() for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name, _ in summary))
-    parts = [SimpleNamespace(name=part.replace("_", " "), color=COLORS[part],
-                             values=[(run.parts()[part], run.parts()[part] / run.step_seconds()) for run in runs]) for part in PARTS]
+    parts = [
+        SimpleNamespace(
+            name=part.replace("_", " "),
+            color=COLORS[part],
+            values=[(run.parts()[part], run.parts()[part] / run.step_seconds()) for run in runs],
+        )
+        for part in PARTS
+    ]
     pictures = [
-        ("reward and held-out accuracy", figures.lines(runs, {"reward/mean": "reward", "eval/accuracy": "held-out accuracy"}, "")),
-        ("exposed generation", figures.lines(runs, {"time/exposed_generation": "exposed", "time/generation": "hidden or not"}, "seconds a step")),
-        ("acceptance and draft length", figures.lines(
-            runs, {"spec/acceptance_length": "acceptance length", "spec/draft_length": "draft length"}, "tokens")),
+        (
+            "reward and held-out accuracy",
+            figures.lines(runs, {"reward/mean": "reward", "eval/accuracy": "held-out accuracy"}, ""),
+        ),
+        (
+            "exposed generation",
+            figures.lines(
+                runs, {"time/exposed_generation": "exposed", "time/generation": "hidden or not"}, "seconds a step"
+            ),
+        ),
+        (
+            "acceptance and draft length",
+            figures.lines(
+                runs, {"spec/acceptance_length": "acceptance length", "spec/draft_length": "draft length"}, "tokens"
+            ),
+        ),
         ("tokens a second", figures.lines(runs, {"throughput/tokens_per_s": "tokens/s"}, "")),
-        ("lag", figures.lags(runs)), ("response lengths", figures.lengths(runs))]
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+        ("lag", figures.lags(runs)),
+        ("response lengths", figures.lengths(runs)),
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
     return environment.get_template("page.html").render(
-        title=" and ".join(run.name for run in runs), runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
-        states=[state.replace("_", " on ") for state in STATES], actors=[(run, run.actors()) for run in runs],
-        summary=[(name, *(dict(summary).get(name, "") for summary in summaries)) for name in names], parts=parts,
-        breakdown=svg(figures.breakdown(runs)), slowest=[(run, slowest(run)) for run in runs], whatif=what_ifs(runs),
-        gantt=[svg(figures.gantt(run.steps[worst(run) : worst(run) + figures.GANTT_STEPS])) for run in runs if run.steps],
-        pictures=[(caption, svg(figure)) for caption, figure in pictures])
+        title=" and ".join(run.name for run in runs),
+        runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
+        states=[state.replace("_", " on ") for state in STATES],
+        actors=[(run, run.actors()) for run in runs],
+        summary=[(name, *(dict(summary).get(name, "") for summary in summaries)) for name in names],
+        parts=parts,
+        breakdown=svg(figures.breakdown(runs)),
+        slowest=[(run, slowest(run)) for run in runs],
+        whatif=what_ifs(runs),
+        gantt=[
+            svg(figures.gantt(run.steps[worst(run) : worst(run) + figures.GANTT_STEPS])) for run in runs if run.steps
+        ],
+        pictures=[(caption, svg(figure)) for caption, figure in pictures],
+    )
 
 
 def text(runs: Sequence[Run], console: Console) -> None:
@@ -98,18 +131,27 @@ def text(runs: Sequence[Run], console: Console) -> None:
         table.add_column("share", justify="right")
     for part in PARTS:
         cells = [(run.parts()[part], run.parts()[part] / run.step_seconds()) for run in runs]
-        table.add_row(part.replace("_", " "), *(cell for seconds, share in cells for cell in (f"{seconds:.3f}", f"{share:.1%}")))
+        table.add_row(
+            part.replace("_", " "), *(cell for seconds, share in cells for cell in (f"{seconds:.3f}", f"{share:.1%}"))
+        )
     console.print(table)
     for run in runs:
         for name, shares in run.actors():
-            console.print(f"{run.name}, {name}: " + ", ".join(f"{state.replace('_', ' on ')} {share:.0%}" for state, share in shares.items()),
-                          soft_wrap=True)
+            console.print(
+                f"{run.name}, {name}: "
+                + ", ".join(f"{state.replace('_', ' on ')} {share:.0%}" for state, share in shares.items()),
+                soft_wrap=True,
+            )
     for run in runs:
         console.print(f"the slowest steps of {run.name}:")
         for line in slowest(run) or ["no timeline was kept"]:
             console.print(f"  {line}", soft_wrap=True)
     for row in what_ifs(runs):
-        console.print(f"{row.change}: " + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f} times as long" for seconds, ratio in row.values), soft_wrap=True)
+        console.print(
+            f"{row.change}: "
+            + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f} times as long" for seconds, ratio in row.values),
+            soft_wrap=True,
+        )
 
 
 def report(directories: Sequence[str], out: str, as_text: bool) -> int:

@@ -17,10 +17,20 @@ from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
 
 
 class GradientAccumulator:
-    """The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided among calls and ranks."""
+    """The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided
+    among calls and ranks.
+    """
 
-    def __init__(self, model, optimizer_config: OptimizerConfig, rl: RLConfig, temperature: float, ranks: Ranks | None = None,
-                 tokens_per_pass: int = 1 << 30, keep_first: bool = False) -> None:
+    def __init__(
+        self,
+        model,
+        optimizer_config: OptimizerConfig,
+        rl: RLConfig,
+        temperature: float,
+        ranks: Ranks | None = None,
+        tokens_per_pass: int = 1 << 30,
+        keep_first: bool = False,
+    ) -> None:
         """
         Args:
             ranks: those that hold the model; None: this process alone, in float32.
@@ -31,9 +41,11 @@ class GradientAccumulator:
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
         o = optimizer_config
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps)))
+            self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps))
+        )
         self.device = next(model.parameters()).device
         self.keep_first, self._hidden = keep_first, None
         if keep_first:
@@ -45,9 +57,13 @@ class GradientAccumulator:
         return {**checkpoint.learned(self.model, self.optimizer), "updates": self.schedule.last_epoch}
 
     def restore(self, state: dict) -> None:
-        """Take back what `checkpoint.load` has read into `state`. The learning rate is that of the configuration, as far along its schedule."""
+        """Take back what `checkpoint.load` has read into `state`. The learning rate is that of the configuration, as
+        far along its schedule.
+        """
         self.schedule.last_epoch = updates = state["updates"]
-        self.schedule._last_lr = [base * factor(updates) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas)]
+        self.schedule._last_lr = [
+            base * factor(updates) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas)
+        ]
         for group, lr in zip(self.optimizer.param_groups, self.schedule._last_lr):
             group["lr"] = lr
 
@@ -65,11 +81,12 @@ class GradientAccumulator:
         return len(passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass))
 
     def add(self, group: m.Group, arrays: m.Arrays) -> tuple[torch.Tensor, ...] | None:
-        """Forward and backward over one group. Collective if it has a gradient: the other ranks make as many passes, with groups of theirs or
-        by `add_nothing`.
+        """Forward and backward over one group. Collective if it has a gradient: the other ranks make as many passes,
+        with groups of theirs or by `add_nothing`.
 
         Returns:
-            With `keep_first` tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached; None if the group has no gradient.
+            With `keep_first` tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached; None if
+            the group has no gradient.
         """
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
@@ -79,19 +96,31 @@ class GradientAccumulator:
         advantages, seen, first = group_advantages(group.rewards, self.rl.advantage), 0, None
         for part in passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass):
             samples = len(part["lengths"])
-            kept = self._pass(group.ticket.prompt_tokens, part, advantages[seen : seen + samples], self.keep_first and not seen)
+            kept = self._pass(
+                group.ticket.prompt_tokens, part, advantages[seen : seen + samples], self.keep_first and not seen
+            )
             seen, first = seen + samples, first or kept
         return first
 
-    def _pass(self, prompt: list[int], arrays: m.Arrays, advantage_G: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...] | None:
+    def _pass(
+        self, prompt: list[int], arrays: m.Arrays, advantage_G: torch.Tensor, keep: bool
+    ) -> tuple[torch.Tensor, ...] | None:
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
         tokens_GL, mask_GL = padded(prompt, arrays, self.device)
-        proximal_T, behaviour_T = (torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behaviour"))
+        proximal_T, behaviour_T = (
+            torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behaviour")
+        )
         logits_GLV = self._logits(tokens_GL)
         logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
         reference_T = torch.from_numpy(arrays["reference"].copy()).to(self.device) if "reference" in arrays else None
         loss, stats = policy_loss(
-            logprob_T, proximal_T, behaviour_T, advantage_G.repeat_interleave(lengths_G).to(self.device), reference_T, self.rl)
+            logprob_T,
+            proximal_T,
+            behaviour_T,
+            advantage_G.repeat_interleave(lengths_G).to(self.device),
+            reference_T,
+            self.rl,
+        )
         loss.backward()
         for name, value in stats.items():
             self.sums[name] += float(value)
@@ -103,12 +132,17 @@ class GradientAccumulator:
         (0 * self._logits(torch.zeros(1, 2, dtype=torch.int64, device=self.device)).sum()).backward()
 
     def step(self) -> dict[str, float]:
-        """Divide once, clip, update; returns the gradient norm, and means over the tokens of groups with signal. Collective.
+        """Divide once, clip, update; returns the gradient norm, and means over the tokens of groups with signal.
+        Collective.
 
         Raises:
             FloatingPointError: the gradient is not finite; nothing was changed.
         """
-        totals = torch.tensor([self.tokens, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)], dtype=torch.float64, device=self.device)
+        totals = torch.tensor(
+            [self.tokens, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)],
+            dtype=torch.float64,
+            device=self.device,
+        )
         tokens, with_signal, *sums = (totals if self.ranks is None else self.ranks.sum_over_groups(totals)).tolist()
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         for grad in grads:

@@ -24,7 +24,9 @@ def padded(prompt: list[int], arrays: Arrays, device="cpu") -> tuple[torch.Tenso
 
 
 def passes(prompt: list[int], arrays: Arrays, most_tokens: int) -> list[Arrays]:
-    """A group as parts of consecutive samples, none of which takes more than most_tokens when padded, unless it is one sample."""
+    """A group as parts of consecutive samples, none of which takes more than most_tokens when padded, unless it is one
+    sample.
+    """
     lengths = arrays["lengths"]
     parts, first, longest = [], 0, 0
     for index, length in enumerate(lengths):
@@ -33,8 +35,10 @@ def passes(prompt: list[int], arrays: Arrays, most_tokens: int) -> list[Arrays]:
             parts.append((first, index))
             first, longest = index, len(prompt) + int(length)
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    return [{name: array[a:b] if name == "lengths" else array[ends[a] : ends[b]] for name, array in arrays.items()}
-            for a, b in [*parts, (first, len(lengths))]]
+    return [
+        {name: array[a:b] if name == "lengths" else array[ends[a] : ends[b]] for name, array in arrays.items()}
+        for a, b in [*parts, (first, len(lengths))]
+    ]
 
 
 def response_logprobs(logits_GLV: torch.Tensor, tokens_GL, mask_GL, temperature: float) -> torch.Tensor:

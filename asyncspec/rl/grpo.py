@@ -1,12 +1,12 @@
 """GRPO: advantages within a group, and the decoupled PPO loss as a sum over tokens.
 
-Three policies meet in the loss: behaviour (sampled the token, up to `lag` versions old), proximal (the newest the logprob
-actor had), and the one being trained. The importance weight proximal / behaviour corrects for the lag and is truncated;
-the PPO ratio policy / proximal is clipped (Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298). Advantages: GRPO
-(arXiv 2402.03300). KL: the k3 estimator (Schulman 2020, "Approximating KL divergence").
+Three policies meet in the loss: behaviour (sampled the token, up to `lag` versions old), proximal (the newest the
+logprob actor had), and the one being trained. The importance weight proximal / behaviour corrects for the lag and is
+truncated; the PPO ratio policy / proximal is clipped (Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298).
+Advantages: GRPO (arXiv 2402.03300). KL: the k3 estimator (Schulman 2020, "Approximating KL divergence").
 
-Sums, not means: the trainer adds up groups as they arrive and divides once a step by the step's number of tokens, so the
-gradient does not depend on how groups were streamed.
+Sums, not means: the trainer adds up groups as they arrive and divides once a step by the step's number of tokens, so
+the gradient does not depend on how groups were streamed.
 
 Shape suffix: T tokens.
 """
@@ -20,7 +20,14 @@ import torch
 from asyncspec.config import RLConfig
 
 LOG_RATIO_CAP = 20.0
-REPORTED = ("loss/policy", "loss/kl", "ppo/clipped", "correction/weight_mean", "correction/truncated", "correction/kl_behaviour_proximal")
+REPORTED = (
+    "loss/policy",
+    "loss/kl",
+    "ppo/clipped",
+    "correction/weight_mean",
+    "correction/truncated",
+    "correction/kl_behaviour_proximal",
+)
 
 
 def group_advantages(rewards: Sequence[float], kind: str) -> torch.Tensor:
@@ -75,5 +82,7 @@ def policy_loss(
 
 
 def _ratio(above_T: torch.Tensor, below_T: torch.Tensor) -> torch.Tensor:
-    """exp of a difference of logprobs that no single token can drive to infinity, which times a zero advantage is not a number."""
+    """exp of a difference of logprobs that no single token can drive to infinity, which times a zero advantage is not a
+    number.
+    """
     return (above_T - below_T).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()

@@ -1,7 +1,7 @@
 """What each rank of the trainer holds of the policy, and does with it: load, learn, snapshot, checkpoint.
 
-The actors decide when: rank 0 is the trainer (actors/trainer.py), the others do as it says (actors/trainer_rank.py). What is marked as
-collective here must be called in all ranks, in the same order.
+The actors decide when: rank 0 is the trainer (actors/trainer.py), the others do as it says (actors/trainer_rank.py).
+What is marked as collective here must be called in all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Learner:
         from asyncspec.models import policy
 
         # Every rank reads all of it, into host memory, and keeps its share.
-        self.model, self.shape = policy.load(resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device)
+        self.model, self.shape = policy.load(
+            resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device
+        )
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         """Find the other ranks and share the policy with them. Collective."""
@@ -38,8 +40,15 @@ class Learner:
         self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
         self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
         self.model.to(self.device)
-        self.accumulator = GradientAccumulator(self.model, c.trainer.optimizer, c.rl, c.sampling.temperature, self.ranks, c.trainer.tokens_per_pass,
-                                               keep_first=c.draft_trainer == "trainer")
+        self.accumulator = GradientAccumulator(
+            self.model,
+            c.trainer.optimizer,
+            c.rl,
+            c.sampling.temperature,
+            self.ranks,
+            c.trainer.tokens_per_pass,
+            keep_first=c.draft_trainer == "trainer",
+        )
         self._hold()
 
     def _hold(self) -> None:
@@ -78,7 +87,9 @@ class Learner:
         self.checkpoints.save(version, self._state())
 
     def restore(self, version: int) -> dict:
-        """Go on from a checkpoint, which may be of another number of ranks; returns what it holds, `more_state` included."""
+        """Go on from a checkpoint, which may be of another number of ranks; returns what it holds, `more_state`
+        included.
+        """
         state = self._state()
         checkpoint.load(checkpoint.where(self.run_dir, "trainer", version), state)
         self.accumulator.restore(state["trainer"])
@@ -87,7 +98,11 @@ class Learner:
 
     def _state(self) -> dict:
         """What a run goes on from; the order of the data and the samples' seeds are functions of the run's seed."""
-        return {"trainer": self.accumulator.state(), "skipped": [self.skipped, self.skipped_in_a_row], **self.more_state()}
+        return {
+            "trainer": self.accumulator.state(),
+            "skipped": [self.skipped, self.skipped_in_a_row],
+            **self.more_state(),
+        }
 
     def save_policy(self, snapshot: Snapshot, mtp=None) -> Path:
         """Write a snapshot as a Hugging Face directory; in rank 0, whose host holds it whole meanwhile."""

@@ -1,4 +1,6 @@
-"""Rewards by a function of the user's, which may raise, hang or return nonsense: one rollout's trouble stays that rollout's."""
+"""Rewards by a function of the user's, which may raise, hang or return nonsense: one rollout's trouble stays that
+rollout's.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,14 @@ class _Caller:
 
 
 class Rewarder:
-    def __init__(self, reward: Reward, name: str, timeout_s: float, most_failures: float, between: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        reward: Reward,
+        name: str,
+        timeout_s: float,
+        most_failures: float,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             name: how the configuration names the function, for messages.
@@ -50,12 +59,19 @@ class Rewarder:
             most_failures: share of rollouts whose reward may fail.
             between: called before each reward; one may take up to timeout_s.
         """
-        self.reward, self.name, self.timeout_s, self.most_failures, self.between = reward, name, timeout_s, most_failures, between
+        self.reward, self.name, self.timeout_s, self.most_failures, self.between = (
+            reward,
+            name,
+            timeout_s,
+            most_failures,
+            between,
+        )
         self.called = self.failed = 0
         self._caller = _Caller(reward)
 
     def group(self, prompt: str, responses: list[str], answer: str) -> list[float]:
-        """The rewards of a group. A rollout whose reward fails gets the mean of the others, which teaches nothing, or 0 if all failed.
+        """The rewards of a group. A rollout whose reward fails gets the mean of the others, which teaches nothing, or 0
+        if all failed.
 
         Raises:
             RewardError: more than the allowed share failed.
@@ -79,7 +95,9 @@ class Rewarder:
             trouble = f"took more than {self.timeout_s:g} s"
         self.failed += 1
         if self.failed > max(LEAST_FAILURES, self.most_failures * self.called):
-            raise RewardError(f"data.reward={self.name}: failed for {self.failed} of {self.called} rollouts, more than "
-                              f"data.reward_failures={self.most_failures:g} allows; the last {trouble.splitlines()[0]}, response "
-                              f"{response[:40]!r}; expected a finite number")
+            raise RewardError(
+                f"data.reward={self.name}: failed for {self.failed} of {self.called} rollouts, more than "
+                f"data.reward_failures={self.most_failures:g} allows; the last {trouble.splitlines()[0]}, response "
+                f"{response[:40]!r}; expected a finite number"
+            )
         return None

@@ -1,7 +1,7 @@
 """What each rank of a logprob actor holds of the policy, and does with it: load, score, take a new version.
 
-The actors decide when: the leading rank is the logprob actor (actors/logprob.py), the others do as it says (actors/logprob_rank.py). What is
-marked as collective here must be called in all ranks, in the same order.
+The actors decide when: the leading rank is the logprob actor (actors/logprob.py), the others do as it says
+(actors/logprob_rank.py). What is marked as collective here must be called in all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ class Scorer:
 
     @torch.no_grad()
     def add(self, group: m.Group, arrays: m.Arrays) -> Callable | None:
-        """The policy's passes over a group, and the reference's. Collective: the other ranks make as many, with groups of theirs or by `add_nothing`.
+        """The policy's passes over a group, and the reference's. Collective: the other ranks make as many, with groups
+        of theirs or by `add_nothing`.
 
         Returns:
-            If `supervising`, which ends with that: what makes the draft's supervision from the first pass, once there is time for it.
+            If `supervising`, which ends with that: what makes the draft's supervision from the first pass, once there
+            is time for it.
         """
         from asyncspec.drafts.supervision import from_pass
         from asyncspec.models.policy import forward
@@ -98,10 +100,15 @@ class Scorer:
             tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, part, self.device)
             logits_GLV, *hidden = forward(self.model, tokens_GL, self.aux_layers if self.supervising else ())
             if self.supervising:
-                self.supervising, supervision = False, partial(from_pass, tokens_GL, mask_GL, logits_GLV, *hidden, temperature)
+                self.supervising, supervision = (
+                    False,
+                    partial(from_pass, tokens_GL, mask_GL, logits_GLV, *hidden, temperature),
+                )
             self._scored[0].append(response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature))
             if self.reference is not None:
-                self._scored[1].append(response_logprobs(forward(self.reference, tokens_GL)[0], tokens_GL, mask_GL, temperature))
+                self._scored[1].append(
+                    response_logprobs(forward(self.reference, tokens_GL)[0], tokens_GL, mask_GL, temperature)
+                )
         return supervision
 
     @torch.no_grad()
@@ -114,7 +121,8 @@ class Scorer:
             forward(model, nothing_GL)
 
     def collect(self, tokens: int) -> np.ndarray:
-        """What was scored since the last call in every data rank, float32 [data ranks, scores, tokens], zero where there are fewer. Collective.
+        """What was scored since the last call in every data rank, float32 [data ranks, scores, tokens], zero where
+        there are fewer. Collective.
 
         Args:
             tokens: of the group that has most.

@@ -1,8 +1,8 @@
 """Tasks: where prompts come from, what a right answer is, and the demonstrations a policy is warmed up on.
 
-The built-in task "sums" is made from a seed. A prompt is a sum of many small numbers, "8+7+5="; a worked response carries a
-running total, "8+7=15,15+5=20,#20", and what follows '#' is the answer. The number of terms is 2 + a log-normal, so most
-responses are short and some have hundreds of tokens.
+The built-in task "sums" is made from a seed. A prompt is a sum of many small numbers, "8+7+5="; a worked response
+carries a running total, "8+7=15,15+5=20,#20", and what follows '#' is the answer. The number of terms is 2 + a
+log-normal, so most responses are short and some have hundreds of tokens.
 
 `general_prompts` are of other tasks, for drafts that know the policy but not the task.
 
@@ -97,7 +97,8 @@ def load_problems(config: Config, tokenizer) -> tuple[list[Problem], list[Proble
     """The problems to train on and the held-out ones.
 
     Raises:
-        ValueError: there are none, a line of a file is malformed, or a prompt does not fit; one line that names the field.
+        ValueError: there are none, a line of a file is malformed, or a prompt does not fit; one line that names the
+            field.
     """
     data, limit = config.data, config.engine.max_prompt_tokens
     if data.train_file:
@@ -108,11 +109,15 @@ def load_problems(config: Config, tokenizer) -> tuple[list[Problem], list[Proble
         seen = {p.prompt for p in held_out}
         problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
     if not problems:
-        raise ValueError(f"data.train_prompts={data.train_prompts}: no prompt is left that is not held out; expected more")
+        raise ValueError(
+            f"data.train_prompts={data.train_prompts}: no prompt is left that is not held out; expected more"
+        )
     longest = max([*problems, *held_out], key=lambda p: len(tokenizer.encode(p.prompt).ids)).prompt
     if (count := len(tokenizer.encode(longest).ids)) > limit:
-        raise ValueError(f"engine.max_prompt_tokens={limit}: the longest prompt, {longest[:40]!r}, has {count} tokens; "
-                         f"nearest valid choice: engine.max_prompt_tokens={count}")
+        raise ValueError(
+            f"engine.max_prompt_tokens={limit}: the longest prompt, {longest[:40]!r}, has {count} tokens; "
+            f"nearest valid choice: engine.max_prompt_tokens={count}"
+        )
     if empty := [p.prompt for p in [*problems, *held_out] if not tokenizer.encode(p.prompt).ids]:
         raise ValueError(f"prompt {empty[0][:40]!r}: has no token the policy knows; expected at least one")
     return problems, held_out
@@ -133,7 +138,9 @@ def load_jsonl(field: str, path: str) -> list[Problem]:
     Raises:
         ValueError: as there, or there is none.
     """
-    problems = [Problem(item["prompt"], item["answer"]) for item in read_jsonl(f"{field}={path!r}", path, ("prompt", "answer"))]
+    problems = [
+        Problem(item["prompt"], item["answer"]) for item in read_jsonl(f"{field}={path!r}", path, ("prompt", "answer"))
+    ]
     if not problems:
         raise ValueError(f"{field}={path!r}: the file is empty; expected JSONL with prompt and answer on each line")
     return problems
@@ -159,11 +166,15 @@ def read_jsonl(name: str, path: str, fields: Sequence[str]) -> Iterator[dict]:
                     raise TypeError
                 "".join([line, *(item[field] for field in fields)]).encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"{name}: line {number}: expected UTF-8, without half a surrogate pair; got {error.object[error.start]!r}") from None
+                raise ValueError(
+                    f"{name}: line {number}: expected UTF-8, without half a surrogate pair; got {error.object[error.start]!r}"
+                ) from None
             except (ValueError, KeyError, TypeError, RecursionError):
                 plural = "strings" if len(fields) > 1 else "string"
-                raise ValueError(f"{name}: line {number}: expected an object with the {plural} {' and '.join(fields)}, "
-                                 f"got {line.strip()[:60]!r}") from None
+                raise ValueError(
+                    f"{name}: line {number}: expected an object with the {plural} {' and '.join(fields)}, "
+                    f"got {line.strip()[:60]!r}"
+                ) from None
             yield item
 
 
@@ -179,8 +190,10 @@ def load_reward(path: str) -> Reward:
     try:
         reward = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # whatever the user's module raises when it is imported
-        raise ValueError(f"data.reward={path!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected module:function, "
-                         "for example asyncspec.rl.tasks:exact_match") from None
+        raise ValueError(
+            f"data.reward={path!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected module:function, "
+            "for example asyncspec.rl.tasks:exact_match"
+        ) from None
     if not colon or not callable(reward):
         raise ValueError(f"data.reward={path!r}: expected module:function that can be called")
     return reward

@@ -15,8 +15,9 @@ from asyncspec.config import LONGEST_DRAFT as LONGEST
 def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
     """What a step takes, by its draft length, from several rounds that timed some lengths.
 
-    One more proposal takes about as long as the one before: to draft, and to verify. So what was timed is moved toward the straight line through all
-    lengths but 0, by as much of its distance as chance explains (empirical Bayes; Efron and Morris, 1973).
+    One more proposal takes about as long as the one before: to draft, and to verify. So what was timed is moved toward
+    the straight line through all lengths but 0, by as much of its distance as chance explains (empirical Bayes; Efron
+    and Morris, 1973).
 
     Args:
         lengths: that were timed, ascending, 0 the first and LONGEST the last.
@@ -30,20 +31,24 @@ def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
     share_RM = times_RM / of_round_R1
     times_M = np.median(share_RM, axis=0)
     k, timed_K = np.array(lengths[1:], dtype=float), times_M[1 : len(lengths)]
-    deviation_K = 1.86 * np.median(abs(share_RM - times_M), axis=0)[1 : len(lengths)]  # of a median of one, were they normal
+    # of a median of one, were they normal
+    deviation_K = 1.86 * np.median(abs(share_RM - times_M), axis=0)[1 : len(lengths)]
     by_chance = float(deviation_K.max()) ** 2 / len(times_RM)  # of few rounds some deviate too little by chance, too
     line_K = np.polyval(np.polyfit(k, timed_K, 1), k)
     scatter = float(((timed_K - line_K) ** 2).sum()) / (len(k) - 2)
     if scatter > 0:
         moved_K = timed_K + (line_K - timed_K) * min(1.0, by_chance / scatter)
-        times_M[1 : len(lengths)] = np.clip(moved_K, timed_K / 2, timed_K * 2)  # a line through what was disturbed may fall below nothing
+        # a line through what was disturbed may fall below nothing
+        times_M[1 : len(lengths)] = np.clip(moved_K, timed_K / 2, timed_K * 2)
     times_M *= np.median(of_round_R1)
     return np.append(np.interp(range(LONGEST + 1), lengths, times_M[: len(lengths)]), times_M[len(lengths) :])
 
 
 def plausible(seconds: np.ndarray) -> np.ndarray:
-    """What a calibration measured, float [lives, entries], without what cannot be: that a longer draft takes less, or a lookup that finds nothing less
-    than none. Neighbours that say so are replaced by their mean: the nearest rising values by squares (Ayer et al., 1955)."""
+    """What a calibration measured, float [lives, entries], without what cannot be: that a longer draft takes less, or a
+    lookup that finds nothing less than none. Neighbours that say so are replaced by their mean: the nearest rising
+    values by squares (Ayer et al., 1955).
+    """
     result = seconds.copy()
     for row in result:
         means, counts = [], []
@@ -55,5 +60,5 @@ def plausible(seconds: np.ndarray) -> np.ndarray:
                 means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
                 counts[-1] += count
         row[: LONGEST + 1] = np.repeat(means, counts)
-        row[LONGEST + 1:] = np.maximum(row[LONGEST + 1:], row[0])
+        row[LONGEST + 1 :] = np.maximum(row[LONGEST + 1 :], row[0])
     return result

@@ -14,7 +14,8 @@ import numpy as np
 
 DRAFT, ACCEPT, TARGET = 0, 1, 2
 STREAMS = 3
-_GOLDEN, _MIX1, _MIX2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
+# splitmix64
+_GOLDEN, _MIX1, _MIX2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def uniforms(seeds: Sequence[int], positions: int) -> np.ndarray:
@@ -25,12 +26,14 @@ def uniforms(seeds: Sequence[int], positions: int) -> np.ndarray:
 
     Returns:
         float32 [B, P, STREAMS], multiples of 2**-23: times any positive float32 they stay below it, also after
-        rounding. Generator: splitmix64 (Steele, Lea, Flood 2014), applied to the
-        seed and then to its sum with position and stream. By numpy, which has 64 bits without sign: a third of the time.
+        rounding. Generator: splitmix64 (Steele, Lea, Flood 2014), applied to the seed and then to its sum with position
+        and stream. By numpy, which has 64 bits without sign: a third of the time.
     """
     state_B = _splitmix(np.array(seeds, dtype=np.int64).view(np.uint64))
     state_BN = _splitmix(state_B[:, None] + np.arange(STREAMS * positions, dtype=np.uint64))
-    return ((state_BN >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)).reshape(len(seeds), positions, STREAMS)
+    return ((state_BN >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)).reshape(
+        len(seeds), positions, STREAMS
+    )
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:

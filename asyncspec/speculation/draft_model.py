@@ -1,4 +1,6 @@
-"""A separate small policy as the draft, with its own KV cache. It reads tokens only, so it fits any target of the same vocabulary."""
+"""A separate small policy as the draft, with its own KV cache. It reads tokens only, so it fits any target of the same
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class DraftModelDrafter:
         """
         self.draft, self.shape, self.slots, self.settings = model.to(slots.device), shape, slots, settings
         self.decode = DecodeModel(model, shape, *slots.token_SP.shape, slots.device)
-        self.read = np.zeros(len(slots.length), dtype=np.int64)  # positions below are in the KV cache, if still the row's own
+        # positions below are in the KV cache, if still the row's own
+        self.read = np.zeros(len(slots.length), dtype=np.int64)
         self.reload()
 
     def reload(self) -> None:
@@ -62,7 +65,9 @@ class DraftModelDrafter:
         tokens, distributions = [], []
         for step in range(draft_length):
             if step:
-                hidden_B1D, _ = self.decode.hidden_states(0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), self.slots.spans(0, count, step))
+                hidden_B1D, _ = self.decode.hidden_states(
+                    0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), self.slots.spans(0, count, step)
+                )
                 logits_BV = self.decode.logits(hidden_B1D.squeeze(1))
             distributions.append(sampling_distribution(logits_BV, *self.settings))
             tokens.append(sample(distributions[-1], uniform_BK[:, step]))
@@ -82,6 +87,7 @@ class DraftModelDrafter:
         rows, slots = slice(first_row, first_row + count), self.slots
         position_BW = (slots.length_S[rows].unsqueeze(1) - width + slots.index_P[:width]).clamp_(min=0)
         hidden_BWD, _ = self.decode.hidden_states(
-            first_row, slots.token_SP[rows].gather(1, position_BW), position_BW, slots.spans(first_row, count))
+            first_row, slots.token_SP[rows].gather(1, position_BW), position_BW, slots.spans(first_row, count)
+        )
         self.read[rows] = slots.length[rows]
         return self.decode.logits(hidden_BWD[:, -1])

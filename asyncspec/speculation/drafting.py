@@ -1,12 +1,14 @@
-"""Drafting on a CPU as one compiled function: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read before them.
+"""Drafting on a CPU as one compiled function: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read
+before them.
 
-A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is thirty operations that cost
-what launching them costs. So the whole proposal is one function, compiled by numba when it is first called and kept on disk; its products are BLAS's.
-On GPUs graphs do the same (engine/graphs.py). Whatever computes a proposal, it is verified against the very distributions it was drawn from, which come
-with it.
+A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is
+thirty operations that cost what launching them costs. So the whole proposal is one function, compiled by numba when it
+is first called and kept on disk; its products are BLAS's. On GPUs graphs do the same (engine/graphs.py). Whatever
+computes a proposal, it is verified against the very distributions it was drawn from, which come with it.
 
-Shape suffixes: B rows, K draft length, N positions read, D model dimension, E fused features, I = 2D inputs, V vocabulary, U the draft's own; G
-key-value groups, R = queries of a group, then its key, then its value; H head size, W = G * R * H, A attended, F hidden dimension, S slots, P positions.
+Shape suffixes: B rows, K draft length, N positions read, D model dimension, E fused features, I = 2D inputs, V
+vocabulary, U the draft's own; G key-value groups, R = queries of a group, then its key, then its value; H head size, W
+= G * R * H, A attended, F hidden dimension, S slots, P positions.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from asyncspec.speculation.base import Slots
 _FUNCTIONS: list[Callable] = []  # all that numba compiles here
 _ALL = np.empty(0, np.int64)
 _1, _0 = np.float32(1.0), np.float32(0.0)
-# exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its Taylor series to r^7.
+# exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its
+# Taylor series to r^7.
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2^23: what it is added to is rounded to an integer
 _LEAST = np.float32(-87.0)
@@ -35,7 +38,9 @@ _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / math.factorial(n)) for n in range
 
 
 class Weights(NamedTuple):
-    """float32, as (inputs, outputs); what a draft does not have is empty. engine/decode.py says what has gone into them."""
+    """float32, as (inputs, outputs); what a draft does not have is empty. engine/decode.py says what has gone into
+    them.
+    """
 
     embedding_VD: np.ndarray
     wqkv: np.ndarray  # [I, W], or of MTP [D, W]
@@ -65,7 +70,9 @@ class State(NamedTuple):
 class CompiledDraft:
     """The rows of a drafter, and its passes over them."""
 
-    def __init__(self, slots: Slots, read_S: np.ndarray, feature_SPE: torch.Tensor, cache: NumpyKVCache, eps: float) -> None:
+    def __init__(
+        self, slots: Slots, read_S: np.ndarray, feature_SPE: torch.Tensor, cache: NumpyKVCache, eps: float
+    ) -> None:
         """
         Args:
             read_S: int64, positions below are in the cache; whose it is keeps it so.
@@ -75,16 +82,31 @@ class CompiledDraft:
         """
         prepare()
         use_threads(torch.get_num_threads())
-        self._state = State(slots.token_SP.numpy(), slots.length, read_S, feature_SPE.numpy(), cache.keys[0].numpy(), cache.values[0].numpy())
+        self._state = State(
+            slots.token_SP.numpy(),
+            slots.length,
+            read_S,
+            feature_SPE.numpy(),
+            cache.keys[0].numpy(),
+            cache.values[0].numpy(),
+        )
         self._eps = np.float32(eps)
 
     def reload(self, weights: Weights) -> None:
         self._weights = Weights(*(np.ascontiguousarray(array) for array in weights))
 
-    def store(self, features_BLD: Sequence[torch.Tensor], first_row: int, position_BL: torch.Tensor, packed: Packed | None) -> None:
+    def store(
+        self, features_BLD: Sequence[torch.Tensor], first_row: int, position_BL: torch.Tensor, packed: Packed | None
+    ) -> None:
         """Keep the features of these positions; see `Drafter.observe`."""
         parts = tuple(features.numpy().reshape(-1, features.shape[-1]) for features in features_BLD)
-        _store(self._state.feature_SPE, parts, first_row, np.ascontiguousarray(position_BL.numpy()), _ALL if packed is None else packed.at_T)
+        _store(
+            self._state.feature_SPE,
+            parts,
+            first_row,
+            np.ascontiguousarray(position_BL.numpy()),
+            _ALL if packed is None else packed.at_T,
+        )
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Each of these rows becomes a copy of its source."""
@@ -95,8 +117,12 @@ class CompiledDraft:
         _read(self._weights, self._state, first_row, end_B, self._eps)
 
     def propose(self, uniform_BK: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Proposals for rows from 0: token_BK, int64, and q_BKV, float32, the distributions they were drawn from by these numbers in [0, 1)."""
-        token_BK, q_BKV = _draft(self._weights, self._state, np.ascontiguousarray(uniform_BK.numpy()), np.float32(temperature), self._eps)
+        """Proposals for rows from 0: token_BK, int64, and q_BKV, float32, the distributions they were drawn from by
+        these numbers in [0, 1).
+        """
+        token_BK, q_BKV = _draft(
+            self._weights, self._state, np.ascontiguousarray(uniform_BK.numpy()), np.float32(temperature), self._eps
+        )
         return torch.from_numpy(token_BK), torch.from_numpy(q_BKV)
 
 
@@ -171,7 +197,9 @@ def _unit(x, start, out, eps):
 
 @_compiled(fastmath=_FAST)
 def _heads(w, x_ND, token_N, eps):
-    """Of N tokens and the hidden states before them: heads [N, G, R, H] not yet turned; x becomes what comes into the layer."""
+    """Of N tokens and the hidden states before them: heads [N, G, R, H] not yet turned; x becomes what comes into the
+    layer.
+    """
     N, D = x_ND.shape
     units_NI = np.empty((N, 2 * D), np.float32)
     for n in range(N):
@@ -212,7 +240,12 @@ def _place(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
                     heads_W[at + h] *= by
             if r < R - 1:
                 for i in range(H // 2):
-                    real, imaginary, cos, sin = heads_W[at + 2 * i], heads_W[at + 2 * i + 1], turn_H2[i, 0], turn_H2[i, 1]
+                    real, imaginary, cos, sin = (
+                        heads_W[at + 2 * i],
+                        heads_W[at + 2 * i + 1],
+                        turn_H2[i, 0],
+                        turn_H2[i, 1],
+                    )
                     heads_W[at + 2 * i] = real * cos - imaginary * sin
                     heads_W[at + 2 * i + 1] = real * sin + imaginary * cos
         at = (g * R + R - 2) * H
@@ -277,7 +310,9 @@ def _mlp(w, x_ND, eps):
 
 @_compiled(fastmath=_FAST)
 def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
-    """out = the distribution that is sampled from, zero before; returns the token drawn by inverting its cumulative sum."""
+    """out = the distribution that is sampled from, zero before; returns the token drawn by inverting its cumulative
+    sum.
+    """
     U = len(logits_U)
     by, most, total = _1 / temperature, logits_U[0], _0
     for u in range(1, U):

@@ -23,7 +23,9 @@ class DecodeEagle3(Block):
         super().__init__(0, make_cache(1, *slots.token_SP.shape, self.layer_shape, slots.device, dtype))
         self.spaces = Workspaces(self.layer_shape, dtype, slots.device, inputs=2)
         self.rope = RoPE(draft.shape.angles(slots.positions).to(slots.device), self.layer_shape.queries)
-        self.mlp = MLP(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, self.arena)
+        self.mlp = MLP(
+            layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, self.arena
+        )
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
@@ -32,7 +34,10 @@ class DecodeEagle3(Block):
         a = layer.self_attn
         q, k, v = (w.weight.view(G, -1, H, w.weight.shape[-1]) for w in (a.q_proj, a.k_proj, a.v_proj))
         norms = torch.cat([scale(layer.input_layernorm), scale(layer.hidden_norm)])
-        queries, others = scaled(interleaved(q, 2), norms * H**-0.5), scaled(torch.cat([interleaved(k, 2), v], 1), norms)
+        queries, others = (
+            scaled(interleaved(q, 2), norms * H**-0.5),
+            scaled(torch.cat([interleaved(k, 2), v], 1), norms),
+        )
         self.wqkv = Matrix(torch.cat([queries, others], 1).flatten(0, 2), self.arena)
         self.wo, self.fc = Matrix(a.o_proj.weight, self.arena), Matrix(self.draft.fc.weight, self.arena)
         self.lm_head = Matrix(scaled(self.draft.lm_head.weight, scale(self.draft.norm)), self.arena)
@@ -52,8 +57,16 @@ class DecodeEagle3(Block):
     def to_numpy(self, embedding_VD: torch.Tensor) -> Weights:
         some = {} if self.draft.d2t_U is None else {"token_U": self.draft.d2t_U.numpy()}
         return Weights(
-            embedding_VD.detach().numpy(), self.wqkv.to_numpy(), self.wo.to_numpy(), self.mlp.inward.to_numpy(), self.mlp.outward.to_numpy(),
-            self.lm_head.to_numpy(), self.rope.to_numpy(), fuse_ED=self.fc.to_numpy(), **some)
+            embedding_VD.detach().numpy(),
+            self.wqkv.to_numpy(),
+            self.wo.to_numpy(),
+            self.mlp.inward.to_numpy(),
+            self.mlp.outward.to_numpy(),
+            self.lm_head.to_numpy(),
+            self.rope.to_numpy(),
+            fuse_ED=self.fc.to_numpy(),
+            **some,
+        )
 
     def project(self, space: Workspace) -> None:
         space.normalize_inputs()

@@ -1,10 +1,10 @@
 """Drafters that read the target's hidden states: EAGLE-3, and the policy's own multi-token-prediction module.
 
-Position t of such a draft reads the target's features of position t and token t+1, and predicts token t+2; drafting on, it reads
-its own hidden state in place of the target's. Features wait in a buffer until the drafter is asked for proposals; then keys and
-values of all it has missed but the last position are made in one pass, right-aligned over the rows, and it drafts on from there,
-that position first. A draft replaced in between costs acceptance, never exactness: proposals are verified against the very
-distribution they were drawn from.
+Position t of such a draft reads the target's features of position t and token t+1, and predicts token t+2; drafting on,
+it reads its own hidden state in place of the target's. Features wait in a buffer until the drafter is asked for
+proposals; then keys and values of all it has missed but the last position are made in one pass, right-aligned over the
+rows, and it drafts on from there, that position first. A draft replaced in between costs acceptance, never exactness:
+proposals are verified against the very distribution they were drawn from.
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ class FeatureDrafter:
         """
         Args:
             draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
-            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features there as x, `read` puts keys
-                and values of x and an embedding in the cache, calling it besides leaves as x what is to be fed back, `logits` are those for the token after.
-                `to_numpy` gives what drafting.py wants to do the same, or None.
+            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features
+                there as x, `read` puts keys and values of x and an embedding in the cache, calling it besides leaves as
+                x what is to be fed back, `logits` are those for the token after. `to_numpy` gives what drafting.py
+                wants to do the same, or None.
             embedding_VD: the target's.
             settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
         """
-        self.draft, self.decode, self._embedding_VD, self.slots, self.settings = draft, decode, embedding_VD, slots, settings
+        self.draft, self.decode, self._embedding_VD, self.slots, self.settings = (
+            draft,
+            decode,
+            embedding_VD,
+            slots,
+            settings,
+        )
         self.aux_layers = draft.aux_layers
         size = (*slots.token_SP.shape, len(self.aux_layers) * draft.shape.dim)
         self.feature_SPE = memory.zeros(*size, dtype=draft.fc.weight.dtype, device=slots.device)
@@ -56,9 +63,14 @@ class FeatureDrafter:
 
     def reload(self) -> None:
         self.decode.reload()
-        if isinstance(self.decode.cache, NumpyKVCache) and (weights := self.decode.to_numpy(self._embedding_VD)) is not None:
+        if (
+            isinstance(self.decode.cache, NumpyKVCache)
+            and (weights := self.decode.to_numpy(self._embedding_VD)) is not None
+        ):
             if self._compiled is None:
-                self._compiled = CompiledDraft(self.slots, self.read, self.feature_SPE, self.decode.cache, self.draft.shape.norm_eps)
+                self._compiled = CompiledDraft(
+                    self.slots, self.read, self.feature_SPE, self.decode.cache, self.draft.shape.norm_eps
+                )
             self._compiled.reload(weights)
 
     def launch_by(self, graphs: Graphs | None) -> None:
@@ -126,11 +138,16 @@ class FeatureDrafter:
 
     def _launched(self, count: int, draft_length: int, uniform_BK) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and distributions, by passes that are launched one by one, or by a graph of them."""
-        inputs, width, spans = (self.slots.length_S[:count], uniform_BK), self.unread(count), self.slots.spans(0, count, draft_length - 2)
+        inputs, width, spans = (
+            (self.slots.length_S[:count], uniform_BK),
+            self.unread(count),
+            self.slots.spans(0, count, draft_length - 2),
+        )
         if self.graphs is None or width > draft_length + 1:  # which a draft has to read after it has rested
             q_BKV, draft_BK = self._proposal(*inputs, spans, width)
         else:
-            q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, draft_length + 1)  # one graph, whatever was accepted
+            # one graph, whatever was accepted
+            q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, draft_length + 1)
         return draft_BK, q_BKV
 
     def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +157,10 @@ class FeatureDrafter:
             self._read(0, length_B - 2, width - 1)
         space, position_BK = decode.spaces(B, 1), (length_B.unsqueeze(1) + (slots.index_P[:K] - 2)).clamp_(min=0)
         token_B = self._fuse(0, position_BK[:, :1], space).squeeze(1)
-        place, rotations = decode.cache.at(0, position_BK, spans), decode.rope.at(position_BK).unflatten(0, (B, K)).unbind(1)
+        place, rotations = (
+            decode.cache.at(0, position_BK, spans),
+            decode.rope.at(position_BK).unflatten(0, (B, K)).unbind(1),
+        )
         tokens, distributions = [], []
         for uniform_B, step, rotation in zip(uniform_BK.unbind(1), place.each(), rotations):
             torch.index_select(self._embedding_VD, 0, token_B, out=space.embedding_TD)

@@ -1,10 +1,12 @@
-"""Drafters that look proposals up in tokens already seen: n-gram (the sequence's own), suffix (those of earlier rollouts).
+"""Drafters that look proposals up in tokens already seen: n-gram (the sequence's own), suffix (those of earlier
+rollouts).
 
-Both find where the last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a point
-mass, and is verified as one. Where nothing matches a row has no proposal. Some of the finished rollouts are looked back at, to
-tell what would have been proposed in them.
+Both find where the last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a
+point mass, and is verified as one. Where nothing matches a row has no proposal. Some of the finished rollouts are
+looked back at, to tell what would have been proposed in them.
 
-Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths), T tokens of finished rollouts, R those of responses.
+Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths), T tokens of finished rollouts, R
+those of responses.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class _Lookup:
         return self.learn is not None and self._left % self.HINDSIGHT == 1
 
     def _stretch(self, start: int, end: int) -> slice:
-        """The part of a response that is looked back at: all of it, or a stretch somewhere in a long one, lest it outweigh many others."""
+        """The part of a response that is looked back at: all of it, or a stretch somewhere in a long one, lest it
+        outweigh many others.
+        """
         more = max(0, end - start - self.STRETCH)
         start += self._left * 7919 % (more + 1)
         return slice(start, min(end, start + self.STRETCH))
@@ -119,12 +123,13 @@ class NGramDrafter(_Lookup):
 
 
 class SuffixDrafter(_Lookup):
-    """Suffix decoding (after Oliaro et al. 2024, arXiv 2411.04975) over finished rollouts, of this step and of earlier ones.
+    """Suffix decoding (after Oliaro et al. 2024, arXiv 2411.04975) over finished rollouts, of this step and of earlier
+    ones.
 
-    In place of a suffix tree, whose nodes would be Python objects, hash tables over contexts of several lengths: each context
-    of a finished rollout, with its prompt and without, points to the place in a ring of past tokens where it was seen last. Old
-    rollouts are overwritten as the ring turns, so proposals follow the policy as it moves. A context that collides proposes
-    wrong tokens, which costs acceptance, not exactness.
+    In place of a suffix tree, whose nodes would be Python objects, hash tables over contexts of several lengths: each
+    context of a finished rollout, with its prompt and without, points to the place in a ring of past tokens where it
+    was seen last. Old rollouts are overwritten as the ring turns, so proposals follow the policy as it moves. A context
+    that collides proposes wrong tokens, which costs acceptance, not exactness.
     """
 
     remembers = True
@@ -139,7 +144,8 @@ class SuffixDrafter(_Lookup):
         device, longest = slots.device, self.ORDERS[0]
         # A margin behind the ring, so that reading on never leaves it.
         self.ring = torch.zeros(self.RING + slots.positions, dtype=torch.int64, device=device)
-        self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)  # the context's hash, the place after it
+        # the context's hash, the place after it
+        self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)
         self.end = 1  # where the next rollout goes; place 0 means nothing
         power = [1]
         for _ in range(longest - 1):
@@ -149,7 +155,8 @@ class SuffixDrafter(_Lookup):
         self._salt_N = self._order_N * self._SALT
         self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
         self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
-        self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # tokens, the prompt's hash, and how many are its; not remembered yet
+        # tokens, the prompt's hash, and how many are its; not remembered yet
+        self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def past(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """A copy of all it remembers, for `restore`."""
@@ -179,7 +186,9 @@ class SuffixDrafter(_Lookup):
         slots = self.slots
         length = int(slots.length[row])
         # What follows the last token is nothing, -1.
-        self._finished.append((pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row])))
+        self._finished.append(
+            (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row]))
+        )
         if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
             self._remember()
 
@@ -187,7 +196,9 @@ class SuffixDrafter(_Lookup):
         self._remember()
 
     def _remember(self) -> None:
-        """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of an engine step."""
+        """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of
+        an engine step.
+        """
         finished, self._finished = self._finished, []
         for start in range(0, len(finished), self.HINDSIGHT):
             part = finished[start : start + self.HINDSIGHT]

@@ -1,4 +1,5 @@
-"""How far lookups are to speculate: `draft_length.AutoLength` for proposals that may not be found, and that looking back can promise.
+"""How far lookups are to speculate: `draft_length.AutoLength` for proposals that may not be found, and that looking
+back can promise.
 
 Shape suffixes: those of draft_length.py.
 """
@@ -14,29 +15,37 @@ from asyncspec.speculation.draft_length import AutoLength
 
 HINDSIGHT_PRIOR = 32.0  # proposals kept that what looking back promises counts for beside what verifications kept
 HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
-LOOKUP_WINDOW, LOOKUP_STEPS = 1536, 96  # row verifications, or steps, over which acceptance of lookups is remembered: it rises with the past
+# row verifications, or steps, over which acceptance of lookups is remembered: it rises with the past
+LOOKUP_WINDOW, LOOKUP_STEPS = 1536, 96
 
 
 class LookupLength(AutoLength):
     """For lookups, which may have found nothing.
 
-    What a k would bring is known in hindsight, also while nothing is looked up: the drafter tells what it would have proposed in some of the
-    finished rollouts, and from that follows how many verifications each k would have taken. Where lookups are made, what they keep corrects it.
+    What a k would bring is known in hindsight, also while nothing is looked up: the drafter tells what it would have
+    proposed in some of the finished rollouts, and from that follows how many verifications each k would have taken.
+    Where lookups are made, what they keep corrects it.
     """
 
-    def __init__(self, lives: Sequence[int], seconds: np.ndarray, packs: bool, farther: np.ndarray | None = None) -> None:
+    def __init__(
+        self, lives: Sequence[int], seconds: np.ndarray, packs: bool, farther: np.ndarray | None = None
+    ) -> None:
         """
         Args:
-            seconds: float [len(lives), LONGEST + 2], by how many proposals of each row are verified; the last: looked, and found nothing.
+            seconds: float [len(lives), LONGEST + 2], by how many proposals of each row are verified; the last: looked,
+                and found nothing.
             packs: whether of each row no more are read than were found; otherwise as many as were found of any.
             farther: as for `AutoLength`.
         """
         super().__init__(lives, seconds, None, farther)
         self._packs = packs
-        self._entries: dict[int, list[float]] = {}  # what was calibrated, by bucket; the table has by what each k's steps take more, or less
-        self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))  # verifications of each k that would have had so many proposals
+        # what was calibrated, by bucket; the table has by what each k's steps take more, or less
+        self._entries: dict[int, list[float]] = {}
+        # verifications of each k that would have had so many proposals
+        self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))
         self._to_find: dict[int, tuple[np.ndarray, ...]] = {}  # by bucket: what steps of each k find, see `_finds`
-        self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))  # share of verifications of each k that would keep so many proposals or more
+        # share of verifications of each k that would keep so many proposals or more
+        self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))
         self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))  # the same, of those that would keep one fewer
         # Rows that kept so many, and for each k those that kept one fewer and so were asked; forgotten over a window.
         self._kept_J, self._of_KJ = np.zeros(LONGEST), np.zeros((LONGEST + 1, LONGEST))
@@ -59,7 +68,9 @@ class LookupLength(AutoLength):
                 at += jump[at]
             ends.append(len(verified))
         k_V = np.repeat(range(1, LONGEST + 1), np.diff(ends))
-        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget + _at_least(_table(k_V, kept_R[verified]))
+        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget + _at_least(
+            _table(k_V, kept_R[verified])
+        )
         self._found_KM = self._found_KM * forget + _table(k_V, count_R[verified])
         self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
         self._to_find.clear()
@@ -71,9 +82,12 @@ class LookupLength(AutoLength):
         return True  # there are no features
 
     def _emitted(self) -> list[float]:
-        # Looking back compares the lengths over the same text, each from where its own verifications would end: what was kept while one of them was
-        # held tells less of the others. But it promises too much where rollouts copy from others that ended while they ran, most of all of long
-        # copies. So for each position it is corrected by what verifications kept; one that none has come to as the one before it.
+        # Looking back compares the lengths over the same text, each from where its own verifications would end: what
+        # was kept while one of them was
+        # held tells less of the others. But it promises too much where rollouts copy from others that ended while they
+        # ran, most of all of long
+        # copies. So for each position it is corrected by what verifications kept; one that none has come to as the one
+        # before it.
         share, share_J = 1.0, []
         for kept, hoped in zip(self._kept_J.tolist(), (self._of_KJ * self._expected_KJ).sum(0).tolist()):
             share = (HINDSIGHT_PRIOR * share + kept) / (HINDSIGHT_PRIOR + hoped)
@@ -88,8 +102,9 @@ class LookupLength(AutoLength):
         return [s * self._drift[bucket] * more for s, more in zip(seconds, self._table[bucket])]
 
     def _finds(self, bucket: int, live: int) -> tuple[np.ndarray, ...]:
-        """Kinds E of steps of k = 1..LONGEST: what share of them it is, how many proposals of a row are read in it on average, and of the row of which
-        most are; float [E, K]."""
+        """Kinds E of steps of k = 1..LONGEST: what share of them it is, how many proposals of a row are read in it on
+        average, and of the row of which most are; float [E, K].
+        """
         if not self._tokens:
             k_1K = np.arange(1.0, LONGEST + 1)[None]
             return np.ones_like(k_1K), k_1K, k_1K
@@ -100,7 +115,10 @@ class LookupLength(AutoLength):
                 none_K = upto_KM[:, 0]
                 any_K, zeros_K = np.maximum(1 - none_K, 1e-9), np.zeros(LONGEST)
                 read_K, widest_K = found_KM @ np.arange(LONGEST + 1.0), (1 - upto_KM).sum(1)
-                self._to_find[bucket] = tuple(np.stack(pair) for pair in ((none_K, 1 - none_K), (zeros_K, read_K / any_K), (zeros_K, widest_K / any_K)))
+                self._to_find[bucket] = tuple(
+                    np.stack(pair)
+                    for pair in ((none_K, 1 - none_K), (zeros_K, read_K / any_K), (zeros_K, widest_K / any_K))
+                )
             else:  # as many of each row as of the one that has found most
                 most_EK = np.repeat(np.arange(LONGEST + 1.0)[:, None], LONGEST, 1)
                 self._to_find[bucket] = np.diff(upto_KM, axis=1, prepend=0.0).T, most_EK, most_EK
@@ -130,7 +148,8 @@ class LookupLength(AutoLength):
         k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
         window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
         forget = max(0.5, 1 - rows * self._passed / len(seconds) / window)
-        # Of positions that are not tried, too: what they kept when the past was shorter says little of what is promised now.
+        # Of positions that are not tried, too: what they kept when the past was shorter says little of what is promised
+        # now.
         self._kept_J *= forget
         self._of_KJ *= forget
         if k:
@@ -142,14 +161,20 @@ class LookupLength(AutoLength):
         if k:
             widest_N = np.array([found_B.max() for found_B in found_NB])
             read_N = np.array([found_B.sum() / len(found_B) for found_B in found_NB]) if self._packs else widest_N
-        over_N = np.array(seconds) / self._step_s(self._bucket(self._live), read_N, widest_N, None if span[0] is None else np.array(span))
+        over_N = np.array(seconds) / self._step_s(
+            self._bucket(self._live), read_N, widest_N, None if span[0] is None else np.array(span)
+        )
         if any(usual):
             self._took(k, over_N[list(usual)].tolist())
 
 
 def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
     """float [LONGEST + 1, LONGEST + 1]: for each k how often there were so many, k at most."""
-    return np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2).reshape(LONGEST + 1, -1).astype(float)
+    return (
+        np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2)
+        .reshape(LONGEST + 1, -1)
+        .astype(float)
+    )
 
 
 def _at_least(count_M: np.ndarray) -> np.ndarray:

@@ -25,7 +25,9 @@ def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> Callable
         drafter = {"ngram": lookup.NGramDrafter, "suffix": lookup.SuffixDrafter}[method]
         return lambda model, slots, settings: drafter(slots)
     if method == "mtp":  # its head is that of the engine's own policy
-        return lambda model, slots, settings: drafter_for(load(method, directory, policy, model))(model, slots, settings)
+        return lambda model, slots, settings: drafter_for(load(method, directory, policy, model))(
+            model, slots, settings
+        )
     return drafter_for(load(method, directory, policy))
 
 
@@ -42,4 +44,8 @@ def drafter_for(draft: Draft) -> Callable[..., Drafter]:
     from asyncspec.speculation.draft_model import DraftModelDrafter
 
     return lambda model, slots, settings: DraftModelDrafter(
-        policies.cast(policies.lengthened(draft.module, draft.shape, slots.positions), policies.dtype_of(model)), draft.shape, slots, settings)
+        policies.cast(policies.lengthened(draft.module, draft.shape, slots.positions), policies.dtype_of(model)),
+        draft.shape,
+        slots,
+        settings,
+    )

@@ -36,7 +36,10 @@ class DecodeMTP:
         self.arena.clear()
         self.layer.reload()
         self.norm.reload()
-        self.fc = Matrix(scaled(self.draft.fc.weight, torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)])), self.arena)
+        self.fc = Matrix(
+            scaled(self.draft.fc.weight, torch.cat([scale(self.draft.embed_norm), scale(self.draft.hidden_norm)])),
+            self.arena,
+        )
         self.lm_head = Matrix(self.head.weight, self.arena)
 
     def to_numpy(self, embedding_VD: torch.Tensor) -> Weights | None:
@@ -46,8 +49,17 @@ class DecodeMTP:
             return None
         norms = {} if layer.head_norm is None else {"inverse_RH": layer.head_norm.inverse_RH.numpy()}
         return Weights(
-            embedding_VD.detach().numpy(), layer.wqkv.to_numpy(), layer.wo.to_numpy(), layer.mlp.inward.to_numpy(), layer.mlp.outward.to_numpy(),
-            self.lm_head.to_numpy(), self.rope.to_numpy(), join_ID=self.fc.to_numpy(), norm_D=self.norm.weight.numpy(), **norms)
+            embedding_VD.detach().numpy(),
+            layer.wqkv.to_numpy(),
+            layer.wo.to_numpy(),
+            layer.mlp.inward.to_numpy(),
+            layer.mlp.outward.to_numpy(),
+            self.lm_head.to_numpy(),
+            self.rope.to_numpy(),
+            join_ID=self.fc.to_numpy(),
+            norm_D=self.norm.weight.numpy(),
+            **norms,
+        )
 
     def fuse(self, features_TE: torch.Tensor, space: Workspace) -> None:
         space.x.tensor.copy_(features_TE)

@@ -59,7 +59,9 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def sample_in_blocks(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """`sample` where V is large on a GPU, whose long cumulative sums of several rows are slow: first which block of weights, then which of it."""
+    """`sample` where V is large on a GPU, whose long cumulative sums of several rows are slow: first which block of
+    weights, then which of it.
+    """
     parts = weights.unflatten(-1, (-1, _block(weights.shape[-1])))
     cumulative = parts.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold = uniform.unsqueeze(-1) * cumulative[..., -1:]
@@ -85,7 +87,8 @@ def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ, count_B=None) -> tuple[
         q_BKV: the distribution each proposal was drawn from; None if each is a point mass.
         draft_BK: int64, the proposals.
         accept_BK, target_BJ: uniform numbers in [0, 1), independent of each other and of the proposals.
-        count_B: int64, how many of a row's proposals count; None: all. It may depend on the prefix, not on the proposals.
+        count_B: int64, how many of a row's proposals count; None: all. It may depend on the prefix, not on the
+            proposals.
 
     Returns:
         token_BJ (proposals, then the target's own token; entries beyond the count are meaningless) and count_B, the
@@ -96,7 +99,8 @@ def verify(p_BJV, q_BKV, draft_BK, accept_BK, target_BJ, count_B=None) -> tuple[
     p_BK = p_BJV[:, :K].gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
     if q_BKV is not None:
         accept_BK = accept_BK * q_BKV.gather(-1, draft_BK.unsqueeze(-1)).squeeze(-1)
-    kept_B = torch.where(accept_BK < p_BK, K, torch.arange(K, device=draft_BK.device)).amin(-1)  # up to the first that is rejected
+    # up to the first that is rejected
+    kept_B = torch.where(accept_BK < p_BK, K, torch.arange(K, device=draft_BK.device)).amin(-1)
     if count_B is not None:
         kept_B = torch.minimum(kept_B, count_B)
     last_B1 = kept_B.unsqueeze(1)

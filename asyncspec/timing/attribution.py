@@ -1,16 +1,16 @@
 """Where a step's time went: pure functions over the trainer's waits and the histories of the groups it waited for.
 
-Each group carries its phases (what it was doing, from when to when). The trainer notes each wait: for which ticket, from
-when to when. Every instant of a wait is charged to the phase its group was in at that instant; an instant between two
-phases to transport, one before the first phase to admission, since a ticket is issued as soon as the policy lag admits it. The
-charges sum to the wait.
+Each group carries its phases (what it was doing, from when to when). The trainer notes each wait: for which ticket,
+from when to when. Every instant of a wait is charged to the phase its group was in at that instant; an instant between
+two phases to transport, one before the first phase to admission, since a ticket is issued as soon as the policy lag
+admits it. The charges sum to the wait.
 
     group   |queued |weights|queued|   generate    |reward|~~~|logprob_queue|logprob|~~~|
     wait                                 |--------------------------------------------------|
     charged                              generation reward transp.  logprob       transport
 
-What the trainer did, and for its waits what the awaited groups did, one after the other, is the critical path of the step: had a
-piece of it been shorter, the step would have been.
+What the trainer did, and for its waits what the awaited groups did, one after the other, is the critical path of the
+step: had a piece of it been shorter, the step would have been.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ PARTS = ("data", *WAITED, "train", "other")
 
 
 class Segment(NamedTuple):
-    """A stretch of a critical path: what went on, for which ticket (-1: the trainer's own work), and the part it is charged to."""
+    """A stretch of a critical path: what went on, for which ticket (-1: the trainer's own work), and the part it is
+    charged to.
+    """
 
     start: float
     end: float
@@ -104,12 +106,26 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
             key = (segment.ticket_id, segment.what)
             seconds[key] = seconds.get(key, 0.0) + segment.seconds
     found = sorted(seconds.items(), key=lambda item: -item[1])[:longest]
-    return [f"step {step.step}: {value:.2f} s of {total:.2f} s waited for ticket {ticket}, {_doing(what, groups.get(ticket))}"
-            for (ticket, what), value in found if value > 0.01 * total] or [f"step {step.step}: {total:.2f} s, all of it training"]
+    return [
+        f"step {step.step}: {value:.2f} s of {total:.2f} s waited for ticket {ticket}, {_doing(what, groups.get(ticket))}"
+        for (ticket, what), value in found
+        if value > 0.01 * total
+    ] or [f"step {step.step}: {total:.2f} s, all of it training"]
 
 
-_DOING = {"lost": "lost with a generator before it went to", "queued": "waiting for a slot of", "weights": "waiting for weights at", "generate": "generating on", "swap": "during a weight swap of", "reward": "being rewarded at"}
-_AT_LOGPROB = {"logprob_weights": "waiting for weights at logprob", "logprob_queue": "behind others at logprob", "logprob": "in logprob"}
+_DOING = {
+    "lost": "lost with a generator before it went to",
+    "queued": "waiting for a slot of",
+    "weights": "waiting for weights at",
+    "generate": "generating on",
+    "swap": "during a weight swap of",
+    "reward": "being rewarded at",
+}
+_AT_LOGPROB = {
+    "logprob_weights": "waiting for weights at logprob",
+    "logprob_queue": "behind others at logprob",
+    "logprob": "in logprob",
+}
 
 
 def _doing(what: str, group: GroupRecord | None) -> str:
@@ -120,12 +136,15 @@ def _doing(what: str, group: GroupRecord | None) -> str:
     if what in _AT_LOGPROB:
         return _AT_LOGPROB[what]
     versions = group.version_max - group.version_min + 1
-    return (f"{_DOING[what]} {group.generator} ({max(group.response_tokens)} tokens the longest, "
-            f"{versions} version{'s' if versions > 1 else ''})")
+    return (
+        f"{_DOING[what]} {group.generator} ({max(group.response_tokens)} tokens the longest, "
+        f"{versions} version{'s' if versions > 1 else ''})"
+    )
 
 
-def break_down(start: float, end: float, waits: Iterable[Wait], busy: Mapping[str, float],
-               phases: Mapping[int, Sequence[Phase]]) -> dict[str, float]:
+def break_down(
+    start: float, end: float, waits: Iterable[Wait], busy: Mapping[str, float], phases: Mapping[int, Sequence[Phase]]
+) -> dict[str, float]:
     """The parts of a step; they sum to end - start.
 
     Args:

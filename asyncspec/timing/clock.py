@@ -1,7 +1,8 @@
 """One clock for all processes of a run: the controller's monotonic clock.
 
-Processes of one host share CLOCK_MONOTONIC. An actor on another host asks the controller for the time again and again; the answer of
-the quickest round trip says how far its own clock is off, and by how much that may be wrong: half the round trip.
+Processes of one host share CLOCK_MONOTONIC. An actor on another host asks the controller for the time again and again;
+the answer of the quickest round trip says how far its own clock is off, and by how much that may be wrong: half the
+round trip.
 """
 
 from __future__ import annotations

@@ -7,8 +7,13 @@ import time
 from asyncspec.timing.spans import Recorder
 
 PLACES = {  # where; each time that happens
-    "generate": "an engine step of a generator", "reward": "a rollout's reward", "queue": "a group on its way to logprob",
-    "logprob": "a group in logprob", "broadcast": "a policy version before it is sent", "train": "a group in the trainer"}
+    "generate": "an engine step of a generator",
+    "reward": "a rollout's reward",
+    "queue": "a group on its way to logprob",
+    "logprob": "a group in logprob",
+    "broadcast": "a policy version before it is sent",
+    "train": "a group in the trainer",
+}
 
 
 def parse(text: str) -> dict[str, float]:

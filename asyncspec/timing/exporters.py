@@ -50,7 +50,10 @@ class RunMetrics:
             partial.replace(path)
         self.last = rows[-1] if rows else None
         # For the table at the end; whole rows of a long run would fill the memory.
-        self.columns = {key: array("f", [math.nan if row[key] is None else row[key] for row in rows]) for key in (*(key for _, key in TABLE_ROWS), "lag/max")}
+        self.columns = {
+            key: array("f", [math.nan if row[key] is None else row[key] for row in rows])
+            for key in (*(key for _, key in TABLE_ROWS), "lag/max")
+        }
         known = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
         self.first_accuracy = known[0] if known else None
         self._file = open(path, "a")
@@ -74,6 +77,7 @@ class RunMetrics:
 
     def picture(self, steps: Sequence[StepDone]) -> None:
         """What the trainer and each group did during some steps, as a figure; drawn in a thread."""
+
         def draw() -> None:
             from asyncspec.report.figures import gantt
 
@@ -103,9 +107,11 @@ FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes thro
 
 
 class TraceFile:
-    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, another for its GPU, one async slice a ticket, an arrow along its way.
+    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, another for its GPU, one async
+    slice a ticket, an arrow along its way.
 
-    Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be missing.
+    Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be
+    missing.
     """
 
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
@@ -130,8 +136,18 @@ class TraceFile:
                 self._flow(FLOW[span.name], span.ticket, actor, span.start)
             track = f"{actor} {span.device}" if span.device else actor
             args |= {"device": span.device} if span.device else {}
-            self._event({"name": span.name, "ph": "X", "pid": 1, "tid": self._track(track), "cat": actor,
-                         "ts": self._us(span.start), "dur": round((span.end - span.start) * 1e6, 1), "args": args})
+            self._event(
+                {
+                    "name": span.name,
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": self._track(track),
+                    "cat": actor,
+                    "ts": self._us(span.start),
+                    "dur": round((span.end - span.start) * 1e6, 1),
+                    "args": args,
+                }
+            )
 
     def write_group(self, step: int, record: GroupRecord) -> None:
         """The way of a trained ticket through the actors, as nested async slices."""
@@ -146,9 +162,21 @@ class TraceFile:
         self._flow("s", record.ticket_id, record.generator, max(p.end for p in record.phases if p.name == "generate"))
 
     def _flow(self, phase: str, ticket: int, actor: str, at: float) -> None:
-        """A piece of the arrow along a ticket's way: from its generator ("s") through logprob ("t") to the trainer ("f")."""
-        self._event({"ph": phase, "name": "ticket", "cat": "way", "id": ticket, "pid": 1, "tid": self._track(actor), "ts": self._us(at),
-                     **({"bp": "e"} if phase == "f" else {})})
+        """A piece of the arrow along a ticket's way: from its generator ("s") through logprob ("t") to the trainer
+        ("f").
+        """
+        self._event(
+            {
+                "ph": phase,
+                "name": "ticket",
+                "cat": "way",
+                "id": ticket,
+                "pid": 1,
+                "tid": self._track(actor),
+                "ts": self._us(at),
+                **({"bp": "e"} if phase == "f" else {}),
+            }
+        )
 
     def close(self, clock_error_s: float = 0.0) -> None:
         """End the file, with a word on how far apart the clocks behind the tracks may be."""
@@ -163,7 +191,9 @@ class TraceFile:
     def _track(self, actor: str) -> int:
         if actor not in self._tracks:
             self._tracks[actor] = len(self._tracks) + 1
-            self._event({"name": "thread_name", "ph": "M", "pid": 1, "tid": self._tracks[actor], "args": {"name": actor}})
+            self._event(
+                {"name": "thread_name", "ph": "M", "pid": 1, "tid": self._tracks[actor], "args": {"name": actor}}
+            )
         return self._tracks[actor]
 
     def _event(self, event: dict) -> None:
@@ -171,17 +201,37 @@ class TraceFile:
         self._first = False
 
 
-RESULTS = ("metrics.jsonl", "timeline.jsonl", "tb/", "trace.json", "ledger.jsonl", "logs/", "checkpoint/", "checkpoints/")
+RESULTS = (
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "tb/",
+    "trace.json",
+    "ledger.jsonl",
+    "logs/",
+    "checkpoint/",
+    "checkpoints/",
+)
 TABLE_ROWS = (
-    ("data", "time/data"), ("transport", "time/transport"), ("prepare (weight sync)", "time/prepare"),
-    ("admission by lag", "time/admission"), ("exposed generation", "time/exposed_generation"), ("exposed reward", "time/exposed_reward"),
-    ("exposed logprob", "time/exposed_logprob"), ("recovery", "time/recovery"), ("train", "time/train"), ("other", "time/other"), ("step", "time/step"),
-    ("generation, hidden or not", "time/generation"), ("logprob, hidden or not", "time/logprob"),
+    ("data", "time/data"),
+    ("transport", "time/transport"),
+    ("prepare (weight sync)", "time/prepare"),
+    ("admission by lag", "time/admission"),
+    ("exposed generation", "time/exposed_generation"),
+    ("exposed reward", "time/exposed_reward"),
+    ("exposed logprob", "time/exposed_logprob"),
+    ("recovery", "time/recovery"),
+    ("train", "time/train"),
+    ("other", "time/other"),
+    ("step", "time/step"),
+    ("generation, hidden or not", "time/generation"),
+    ("logprob, hidden or not", "time/logprob"),
 )
 
 
 class Console:
-    """Lines for the person who watches: one a step, a table at the end; on a terminal, bars below them for steps, queues and lag."""
+    """Lines for the person who watches: one a step, a table at the end; on a terminal, bars below them for steps,
+    queues and lag.
+    """
 
     def __init__(self, config, run_dir: Path, first_step: int = 0) -> None:
         self.config, self.run_dir, self.first_step = config, run_dir, first_step
@@ -191,8 +241,10 @@ class Console:
         self._accuracies: list[float] = []
         k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
         self._bars: Progress | None = None
-        self.line(f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
-                  f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}")
+        self.line(
+            f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
+            f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}"
+        )
 
     def resumed(self, metrics: RunMetrics) -> None:
         """Say where a run goes on that was begun before; its first accuracy was measured then."""
@@ -214,10 +266,21 @@ class Console:
         if not self._out.is_terminal:
             return
         if self._bars is None:
-            self._bars = Progress(TextColumn("{task.description:>12}"), BarColumn(40), MofNCompleteColumn(), console=self._out,
-                                  refresh_per_second=4, transient=True)
+            self._bars = Progress(
+                TextColumn("{task.description:>12}"),
+                BarColumn(40),
+                MofNCompleteColumn(),
+                console=self._out,
+                refresh_per_second=4,
+                transient=True,
+            )
             admitted = (self.config.policy_lag + 1) * self.config.rl.groups_per_step
-            for name, total in (("steps", self.config.steps), ("generating", admitted), ("generated", admitted), ("lag", self.config.policy_lag)):
+            for name, total in (
+                ("steps", self.config.steps),
+                ("generating", admitted),
+                ("generated", admitted),
+                ("lag", self.config.policy_lag),
+            ):
                 self._bars.add_task(name, total=total)
             self._bars.start()
         for task, value in zip(self._bars.task_ids, (steps, generating, generated, lag)):
@@ -240,7 +303,8 @@ class Console:
             f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
             f"tokens {row['tokens/response_mean']:.0f}  acceptance {row['spec/acceptance_length']:.2f}  "
             f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
-            f"{row['time/exposed_generation']:.2f}){left}")
+            f"{row['time/exposed_generation']:.2f}){left}"
+        )
 
     def end(self, failure: str, reason: str, metrics: RunMetrics, resuming: bool = False) -> None:
         if self._bars is not None:
@@ -251,24 +315,38 @@ class Console:
         columns = metrics.columns
         if steps := len(columns["time/step"]):
             # The first step holds the filling of the pipeline; with more than one it is shown apart.
-            table = Table(title=f"Seconds per step, median and mean of {steps - 1 or 1} steps after the first", title_justify="left")
+            table = Table(
+                title=f"Seconds per step, median and mean of {steps - 1 or 1} steps after the first",
+                title_justify="left",
+            )
             for heading in ("part", "median", "mean", "share", "first step"):
                 table.add_column(heading, justify="left" if heading == "part" else "right")
             total = float(np.mean(columns["time/step"][1:] or columns["time/step"]))
             for label, key in TABLE_ROWS:
                 values = columns[key][1:] or columns[key]
-                table.add_row(label, f"{np.median(values):.3f}", f"{np.mean(values):.3f}", f"{np.mean(values) / total:.0%}",
-                              f"{columns[key][0]:.3f}", end_section=key in ("time/other", "time/step"))
+                table.add_row(
+                    label,
+                    f"{np.median(values):.3f}",
+                    f"{np.mean(values):.3f}",
+                    f"{np.mean(values) / total:.0%}",
+                    f"{columns[key][0]:.3f}",
+                    end_section=key in ("time/other", "time/step"),
+                )
             self._out.print(table)
         if self._accuracies and steps:
             reached = f" -> {self._accuracies[-1]:.1%}" if len(self._accuracies) > 1 else ""
-            self.line(f"held-out accuracy {self._accuracies[0]:.1%}{reached}; "
-                      f"largest lag {max(columns['lag/max']):.0f} of {self.config.policy_lag} allowed; "
-                      f"{time.monotonic() - self._started:.0f} s")
+            self.line(
+                f"held-out accuracy {self._accuracies[0]:.1%}{reached}; "
+                f"largest lag {max(columns['lag/max']):.0f} of {self.config.policy_lag} allowed; "
+                f"{time.monotonic() - self._started:.0f} s"
+            )
         if failure:
             self.line(f"failed: {failure}")
         elif reason != "finished":
-            self.line(f"stopped early: {reason}; " + ("the checkpoint holds what was trained" if steps else "nothing was trained yet"))
+            self.line(
+                f"stopped early: {reason}; "
+                + ("the checkpoint holds what was trained" if steps else "nothing was trained yet")
+            )
         if reason != "finished" and steps:
             self.line(f"to go on: asyncspec train --resume {self.run_dir}")
         left = [name for name in RESULTS if (self.run_dir / name).exists()]

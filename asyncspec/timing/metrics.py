@@ -48,13 +48,18 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         "spec/acceptance_length": (lengths.sum() - len(lengths)) / verifications if verifications else 1.0,
         "spec/acceptance_rate": sum(g.accepted for g in groups) / proposed if proposed else 0.0,
         # Of each position: the share of the verifications that came to its proposal which accepted it.
-        **{f"spec/acceptance_{j}": accepted / reached for j, (accepted, reached) in enumerate(by_position, 1) if reached},
+        **{
+            f"spec/acceptance_{j}": accepted / reached
+            for j, (accepted, reached) in enumerate(by_position, 1)
+            if reached
+        },
         "spec/draft_version": max(g.draft_version for g in groups),
         "throughput/tokens_per_s": float(lengths.sum()) / seconds,
         **counters,
     }
     if "draft/policy_version" in counters:
-        row["draft/lag"] = done.step - counters["draft/policy_version"]  # versions the draft's training is behind the step's policy
+        # versions the draft's training is behind the step's policy
+        row["draft/lag"] = done.step - counters["draft/policy_version"]
     return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
 
 

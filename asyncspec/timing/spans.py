@@ -1,7 +1,7 @@
 """Recording: an actor notes what it did from when to when, and on a GPU also from when to when the GPU did it.
 
-All times are seconds of the run's clock, see clock.py. The GPU's are those of events in its stream, which are read once they have
-passed: the host never waits for them.
+All times are seconds of the run's clock, see clock.py. The GPU's are those of events in its stream, which are read once
+they have passed: the host never waits for them.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Recorder:
 
     def recorded(self, name: str) -> Callable:
         """A decorator: every call is a span."""
+
         def decorate(function: Callable) -> Callable:
             @functools.wraps(function)
             def call(*args, **kwargs):
@@ -136,7 +137,16 @@ class Recorder:
         """Where in the GPU's stream a span begins; see `add`."""
         return self._asked(lambda gpu: gpu.mark())
 
-    def add(self, name: str, start: float, end: float, step: int = -1, ticket: int = -1, version: int = -1, since: Mark | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        step: int = -1,
+        ticket: int = -1,
+        version: int = -1,
+        since: Mark | None = None,
+    ) -> None:
         """
         Args:
             since: what the GPU was given since then is a span of the GPU's, too.
@@ -151,11 +161,16 @@ class Recorder:
         spans = self._spans[:]
         del self._spans[: len(spans)]
         of_gpu = self._asked(lambda gpu: gpu.passed()) or []
-        return [Span(name, start, end, step, ticket, version, device) for device, some in (("", spans), (self._device, of_gpu))
-                for (name, step, ticket, version), start, end in some]
+        return [
+            Span(name, start, end, step, ticket, version, device)
+            for device, some in (("", spans), (self._device, of_gpu))
+            for (name, step, ticket, version), start, end in some
+        ]
 
     def _asked(self, ask: Callable[[_Gpu], Any]) -> Any:
-        """What the GPU's events say; None without a GPU, and once it has failed, which is not for the recorder to report."""
+        """What the GPU's events say; None without a GPU, and once it has failed, which is not for the recorder to
+        report.
+        """
         if self._gpu is not None:
             try:
                 return ask(self._gpu)

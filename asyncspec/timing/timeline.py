@@ -1,4 +1,6 @@
-"""timeline.jsonl: every step as the trainer reported it, with the history of each group: what reports and what-if answers are made of."""
+"""timeline.jsonl: every step as the trainer reported it, with the history of each group: what reports and what-if
+answers are made of.
+"""
 
 from __future__ import annotations
 

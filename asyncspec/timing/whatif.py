@@ -1,9 +1,9 @@
 """What-if: how long a step would take if generation were faster, there were another generator, or the lag were larger.
 
-The run is played again from its timeline. Each group keeps how long its stages took; when they could begin follows from the rules of
-the pipeline: a ticket is issued when the version that the lag asks for is published; generators share a step's tickets; each logprob
-actor takes one group after the other; the trainer takes them in ticket order. Time that a group queued in front of a busy actor is not kept
-but comes of these rules.
+The run is played again from its timeline. Each group keeps how long its stages took; when they could begin follows from
+the rules of the pipeline: a ticket is issued when the version that the lag asks for is published; generators share a
+step's tickets; each logprob actor takes one group after the other; the trainer takes them in ticket order. Time that a
+group queued in front of a busy actor is not kept but comes of these rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), l
         lag: the policy lag that it ran with.
         logprobs: how many logprob actors it had.
     """
-    generators = len({g.generator.partition(".")[0] for s in steps for g in s.groups})  # "generator0.1" took the place of generator0
+    # "generator0.1" took the place of generator0
+    generators = len({g.generator.partition(".")[0] for s in steps for g in s.groups})
     faster = change.generation * (generators + change.generators) / generators
     published = [steps[0].start]  # of each version, counted from that of the first step
     trainer_free = generator_free = steps[0].start
@@ -49,7 +50,8 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), l
     for index, step in enumerate(steps):
         groups = sorted(step.groups, key=lambda g: g.ticket_id)
         issued = published[max(0, index - lag - change.lag)] if index > lag + change.lag else steps[0].start
-        # All tickets of a step are generated together; what the engine needs from one group's end to the next one's is kept.
+        # All tickets of a step are generated together; what the engine needs from one group's end to the next one's is
+        # kept.
         order = sorted(groups, key=lambda g: _end(g, "generate"))
         begun = min(_start(g, "generate") for g in groups)
         at = max(issued, generator_free)
@@ -72,6 +74,7 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), l
 
 def predicted(steps: Sequence[StepDone], lag: int, change: Change, logprobs: int = 1) -> float:
     """The mean step's seconds under a change: what was measured, times what the replay says the change makes of it."""
+
     def mean(change: Change) -> float:
         return statistics.fmean(step_times(steps, lag, change, logprobs)[SKIP:])
 

@@ -28,8 +28,15 @@ def main() -> None:
             input_ids = torch.tensor([[pad] * (width - len(p)) + p for p in batch])
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
             output = model.generate(
-                input_ids, attention_mask=mask, do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-                max_new_tokens=max_tokens, pad_token_id=pad)[:, width:]
+                input_ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=max_tokens,
+                pad_token_id=pad,
+            )[:, width:]
             stop = output == model.config.eos_token_id
             first = torch.where(stop.any(1), stop.int().argmax(1) + 1, output.shape[1])
             tokens += int(first.sum())

@@ -28,15 +28,22 @@ def main() -> None:
         directory = equal
     torch.set_num_threads(int(threads))
     engine = vllm.LLM(
-        str(directory), dtype="float32", max_model_len=int(length), max_num_seqs=64, enforce_eager="--eager" in sys.argv,
-        skip_tokenizer_init=True, disable_log_stats=True).llm_engine
+        str(directory),
+        dtype="float32",
+        max_model_len=int(length),
+        max_num_seqs=64,
+        enforce_eager="--eager" in sys.argv,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    ).llm_engine
     torch.set_num_threads(int(threads))
     sent = 0
 
     def generate(prompts, live, max_tokens, temperature) -> int:
         nonlocal sent
         params = vllm.SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, detokenize=False, stop_token_ids=[config["eos_token_id"]])
+            temperature=temperature, max_tokens=max_tokens, detokenize=False, stop_token_ids=[config["eos_token_id"]]
+        )
         waiting, running, tokens = list(prompts), 0, 0
         while waiting or running:
             while waiting and running < live:

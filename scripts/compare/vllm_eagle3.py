@@ -32,16 +32,42 @@ def main() -> None:
         widened(directory, wide["policy"], factor)
         widened(draft, wide["draft"], factor)
         llm = vllm.LLM(
-            str(wide["policy"]), dtype="float32", max_model_len=512, max_num_seqs=64, enforce_eager=True, skip_tokenizer_init=True,
-            disable_log_stats=False, async_scheduling=False, speculative_config={
-                "method": "eagle3", "model": str(wide["draft"]), "num_speculative_tokens": k, "draft_sample_method": "probabilistic"})
-        llm.generate([{"prompt_token_ids": prompt} for prompt in request["prompts"]], vllm.SamplingParams(
-            temperature=request["temperature"], max_tokens=request["max_tokens"], detokenize=False,
-            stop_token_ids=[config["eos_token_id"]]), use_tqdm=False)
+            str(wide["policy"]),
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=64,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            async_scheduling=False,
+            speculative_config={
+                "method": "eagle3",
+                "model": str(wide["draft"]),
+                "num_speculative_tokens": k,
+                "draft_sample_method": "probabilistic",
+            },
+        )
+        llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
+            vllm.SamplingParams(
+                temperature=request["temperature"],
+                max_tokens=request["max_tokens"],
+                detokenize=False,
+                stop_token_ids=[config["eos_token_id"]],
+            ),
+            use_tqdm=False,
+        )
         found = {metric.name: metric for metric in llm.get_metrics()}
-    stream.write(json.dumps({
-        "drafts": found["vllm:spec_decode_num_drafts"].value, "accepted": found["vllm:spec_decode_num_accepted_tokens"].value,
-        "accepted_by_position": found["vllm:spec_decode_num_accepted_tokens_per_pos"].values}) + "\n")
+    stream.write(
+        json.dumps(
+            {
+                "drafts": found["vllm:spec_decode_num_drafts"].value,
+                "accepted": found["vllm:spec_decode_num_accepted_tokens"].value,
+                "accepted_by_position": found["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
+            }
+        )
+        + "\n"
+    )
     stream.flush()
 
 
