@@ -8,8 +8,8 @@ other without a gap.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 from asyncspec import ledger
 from asyncspec.config import ConfigError, from_yaml
@@ -77,11 +77,13 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             found.append(f"ticket {ticket}: trained in step {event['trained_in']}, issued for step {step}")
         if event["version_min"] < step - lag:
             found.append(
-                f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy lag {lag}"
+                f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy "
+                f"lag {lag}"
             )
         if event["version_max"] > step:
             found.append(
-                f"ticket {ticket}: a token of version {event['version_max']} trained in step {step}, which made version {step + 1}"
+                f"ticket {ticket}: a token of version {event['version_max']} trained in step {step}, which made "
+                f"version {step + 1}"
             )
     for ticket, times in issued.items():
         if times > 1:
@@ -134,15 +136,18 @@ def audit(directory: str) -> int:
         for name in ("tickets_undone", "tickets_void")
     )
     if undone or void:
-        faults += f"; by going back to a checkpoint {undone} trained tickets were undone and {void} on their way dropped, and all of them issued anew"
+        faults += f"; going back to a checkpoint undid {undone} trained tickets and dropped {void} unfinished ones; "
+        faults += "all of them were issued again"
     if faults:
         print(f"{directory}: {faults}")
     if going_on:
         print(
-            f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are on their way, and whether each has one end can be said when it has ended"
+            f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are on their way, and whether "
+            f"each has one end can be said when it has ended"
         )
     print(
-        f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, {counts['evaluated']} evaluated, "
+        f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, "
+        f"{counts['evaluated']} evaluated, "
         f"{counts['dropped']} dropped; policy lag {config.policy_lag}: "
         + (f"{len(found)} violations" if found else "all of it holds")
     )

@@ -15,9 +15,10 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 FOLDER, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
 _BLOCK = 1 << 22

@@ -7,7 +7,7 @@ import difflib
 import os
 import signal
 import sys
-from typing import Sequence
+from collections.abc import Sequence
 
 from asyncspec import __version__
 from asyncspec import config as configuration
@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="asyncspec",
         description="Asynchronous, speculative RL post-training.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume runs/20261121-120000 steps=240\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench speculation --repeats 3",
+        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume "
+        "runs/20261121-120000 steps=240\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench "
+        "speculation --repeats 3",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -148,7 +150,8 @@ def _train(args) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
         raise configuration.ConfigError(
-            f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes themselves; "
+            f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes "
+            f"themselves; "
             "nearest valid choice: no --node"
         )
     if args.hosts is not None and (args.node is not None or args.launcher not in ("auto", "monarch") or world_size > 1):
@@ -158,7 +161,8 @@ def _train(args) -> int:
         )
     if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise configuration.ConfigError(
-            "--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 launch/async.py"
+            "--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 "
+            "launch/async.py"
         )
     if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:
         from asyncspec.launch import processes
@@ -192,7 +196,8 @@ def _add_host(commands) -> None:
     host = commands.add_parser(
         "host",
         help="let launchers elsewhere start actors on this host",
-        description="Let `asyncspec train --hosts` of another host play nodes of its run here, through Monarch, one run after another, until Ctrl-C. Whoever\n"
+        description="Let `asyncspec train --hosts` of another host play nodes of its run here, through Monarch, one "
+        "run after another, until Ctrl-C. Whoever\n"
         "reaches the port can run code as the account that started this: see docs/security.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -217,8 +222,10 @@ def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="say what would run where, and whether it can",
-        description="Say what a run would place where, how much memory each part takes, and what on this host speaks against it: versions, GPUs, NCCL,\n"
-        "addresses, memory. Under torchrun, a rank on each node, also whether the nodes reach each other, share a file system, and how far\n"
+        description="Say what a run would place where, how much memory each part takes, and what on this host speaks "
+        "against it: versions, GPUs, NCCL,\n"
+        "addresses, memory. Under torchrun, a rank on each node, also whether the nodes reach each other, share a "
+        "file system, and how far\n"
         "their clocks are apart:\n\n"
         "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n\n"
         "Exit code 1 if something does.",
@@ -246,7 +253,8 @@ def _add_draft(commands) -> None:
     ).add_parser(
         "train",
         help="train a draft on what a policy samples",
-        description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes files that the engine and\n"
+        description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes "
+        "files that the engine and\n"
         "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -287,7 +295,8 @@ def _add_report(commands) -> None:
         "report",
         help="what a run was like, as one HTML file or as text",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Where the time of a run's steps went, what the slowest waited for, what would make them faster, and how it learned.\n"
+        description="Where the time of a run's steps went, what the slowest waited for, what would make them faster, "
+        "and how it learned.\n"
         "Writes RUN/report.html, which needs no network. Two runs are put side by side.",
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run; a second one to compare with")
@@ -310,7 +319,8 @@ def _add_audit(commands) -> None:
     audit = commands.add_parser(
         "audit",
         help="check that a run kept its promises",
-        description="Check from a run's ledger that each ticket was trained once or dropped with a reason, in its step, within the policy lag, and that "
+        description="Check from a run's ledger that each ticket was trained once or dropped with a reason, in its "
+        "step, within the policy lag, and that "
         "steps have no gap. Prints what is violated; exit code 1 if anything is.",
     )
     audit.add_argument("directory", metavar="RUN", help="directory of a run")
@@ -335,14 +345,19 @@ def _add_bench(commands) -> None:
         "               interpreters (scripts/compare/make_environments.sh makes both; about 15 minutes)\n"
         "  speculation  every drafter by live sequences and draft length, the default job's rollouts, and whether\n"
         "               the automatic draft length ever loses (about 50 minutes)\n"
-        "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 minutes)\n"
+        "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 "
+        "minutes)\n"
         "  ranks        whether trainers of 1, 2 and 4 ranks learn alike (about 15 minutes)\n"
-        "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 minutes)\n"
-        "  attribution  whether time is charged to its cause: delays put into known places, and found again (about 10 minutes)\n"
+        "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 "
+        "minutes)\n"
+        "  attribution  whether time is charged to its cause: delays put into known places, and found again (about "
+        "10 minutes)\n"
         "  chaos        a hundred actors killed or frozen at random in a default run (about 15 minutes)\n"
-        "  fuzz         a million damaged frames and a thousand damaged configurations: what is refused (about 5 minutes)\n"
+        "  fuzz         a million damaged frames and a thousand damaged configurations: what is refused (about 5 "
+        "minutes)\n"
         "  soak         half an hour of a small job: memory, file descriptors and threads of each actor\n"
-        "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside published\n"
+        "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside "
+        "published\n"
         "               figures; needs root (about 10 minutes)",
     )
     bench.add_argument(

@@ -320,7 +320,8 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
     ranks = max(1, config.logprob.ranks)
     if totals["logprob"] % ranks:
         raise ConfigError(
-            f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of logprob.ranks={ranks}; "
+            f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of "
+            f"logprob.ranks={ranks}; "
             f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}"
         )
     totals["logprob"] //= ranks
@@ -331,7 +332,8 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
     ):
         if name in given and value_of(config, name) != totals[role]:
             raise ConfigError(
-                f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an empty deployment.nodes"
+                f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an "
+                f"empty deployment.nodes"
             )
         section, field_name = name.split(".")
         setattr(getattr(config, section), field_name, totals[role])

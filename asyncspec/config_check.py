@@ -1,4 +1,4 @@
-"""What a configuration must hold to run: the values and combinations that `config.load` refuses before anything starts."""
+"""Refuses values and combinations of values that cannot run, before anything starts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from asyncspec.config import LONGEST_DRAFT, Config, ConfigError, default_of, first_line, resolve_path
@@ -233,7 +234,8 @@ def check(config: Config) -> None:
     need(
         config.data.reward_timeout_s < patience,
         "data.reward_timeout_s",
-        f"less than {patience:g}, deployment.turn_timeout_s or what a broadcast may take: a generator waits for each reward",
+        f"less than {patience:g}, deployment.turn_timeout_s or what a broadcast may take: a generator waits for each "
+        f"reward",
         min(10.0, patience / 2),
     )
     at_least("eval.every", 0)
@@ -248,8 +250,8 @@ def check(config: Config) -> None:
     ):
         if path and not (resolve_path(path) / "config.json").is_file():
             raise ConfigError(
-                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; put it there, or name another"
-                + (f"; {name}={default_of(name)} is the shipped one" if default_of(name) else "")
+                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; put it there, or name "
+                f"another" + (f"; {name}={default_of(name)} is the shipped one" if default_of(name) else "")
             )
     _check_models(config)
     _check_lengths(config)
@@ -291,7 +293,8 @@ def _check_sglang(config: Config, need: Callable[[bool, str, str, Any], None]) -
     )
     if len(urls) != count:
         raise ConfigError(
-            f"engine.url={config.engine.url!r}: names {len(urls)} servers; expected {count}, one for each generator; nearest valid choice: "
+            f"engine.url={config.engine.url!r}: names {len(urls)} servers; expected {count}, one for each generator; "
+            f"nearest valid choice: "
             f"deployment.generators={len(urls)}"
         )
     need(
@@ -349,7 +352,8 @@ def _check_models(config: Config) -> None:
             raise ConfigError(f"{name}={parallel}: expected 1 with a policy of experts; nearest valid choice: {name}=1")
         if heads % parallel:
             raise ConfigError(
-                f"{name}={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest valid choice: "
+                f"{name}={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest "
+                f"valid choice: "
                 f"{name}={math.gcd(heads, parallel)}"
             )
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
@@ -361,7 +365,8 @@ def _check_models(config: Config) -> None:
         found = _read_json("model.reference_path", config.model.reference_path).get("vocab_size")
         if found != shape.vocab_size:
             raise ConfigError(
-                f"model.reference_path={config.model.reference_path!r}: made for vocab_size={found}; expected {shape.vocab_size}, as the "
+                f"model.reference_path={config.model.reference_path!r}: made for vocab_size={found}; expected "
+                f"{shape.vocab_size}, as the "
                 "policy of model.path has; nearest valid choice: model.reference_path=, which is that policy"
             )
     method, directory = config.speculation.method, config.draft_directory

@@ -60,7 +60,8 @@ def examine(config: Config) -> int:
     placed = [list(names)] if nodes is None else topology.place(nodes, names)
     if size > 1 and size != len(placed):
         raise ConfigError(
-            f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of torchrun's {size} ranks; "
+            f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of "
+            f"torchrun's {size} ranks; "
             f"nearest valid choice: torchrun --nnodes {len(placed)} --nproc-per-node 1"
         )
     here = _here(config)
@@ -250,7 +251,8 @@ def judge(
             findings.append(
                 Finding(
                     False,
-                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for {fullest}: "
+                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for "
+                    f"{fullest}: "
                     + ", ".join(
                         f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1])
                     ),
@@ -264,7 +266,8 @@ def judge(
                 findings.append(
                     Finding(
                         False,
-                        f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} free; "
+                        f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} "
+                        f"free; "
                         "each of several ranks reads the whole policy when it starts",
                     )
                 )
@@ -273,7 +276,8 @@ def judge(
             findings.append(
                 Finding(
                     False,
-                    f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than {MOST_SKEW_S:.0f}: set up NTP",
+                    f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than "
+                    f"{MOST_SKEW_S:.0f}: set up NTP",
                 )
             )
         result.append((_summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))
@@ -364,7 +368,8 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
         shown.add(finding.text)
     if len(nodes) < len(placed):
         console.print(
-            f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 --no-python asyncspec doctor ...",
+            f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 "
+            f"--no-python asyncspec doctor ...",
             soft_wrap=True,
         )
     bad = sum(not finding.ok for _, finding in findings)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 
 def leaves(tree: Any, prefix: str = "") -> list[str]:

@@ -19,7 +19,7 @@ for version 1: synchronous, on-policy training by the same actors.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 
 class LagError(RuntimeError):

@@ -13,8 +13,9 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Iterable, Iterator
+from typing import IO
 
 from asyncspec.deadlines import LEDGER_S
 from asyncspec.messages import Ticket
@@ -83,7 +84,8 @@ def read(run_dir: Path) -> Iterator[dict]:
         for field in _FIELDS.get(event["event"], ()):
             if type(event.get(field)) is not int:
                 raise ValueError(
-                    f"{FILE}, line {number}: {event['event']!r} with {field}={event.get(field)!r}: expected a whole number"
+                    f"{FILE}, line {number}: {event['event']!r} with {field}={event.get(field)!r}: expected a whole "
+                    f"number"
                 )
         yield event
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Callable, Iterator
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def compiling_later() -> Iterator[None]:
 
 
 def use_threads(count: int) -> None:
-    """Have this process compute with so many threads: torch, and numpy's BLAS, in which torch's setting does nothing."""
+    """Set the number of threads of torch and of numpy's BLAS, which torch's setting does not reach."""
     import torch
     from threadpoolctl import threadpool_limits
 

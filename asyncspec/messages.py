@@ -7,8 +7,8 @@ follow as raw frames, described by name, dtype and shape. Times are seconds of t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Iterable, Sequence, Union
 
 import msgspec
 import numpy as np
@@ -324,37 +324,37 @@ class Stopped(Message, frozen=True):
     name: str
 
 
-AnyMessage = Union[
-    Ticket,
-    Group,
-    Supervision,
-    Order,
-    Hello,
-    Claim,
-    Claimed,
-    Ready,
-    Beat,
-    Kill,
-    ClockAsked,
-    ClockTold,
-    Welcome,
-    Membership,
-    Publish,
-    Receive,
-    Broken,
-    Received,
-    StepDone,
-    Arrived,
-    Generated,
-    Checkpointed,
-    EvalDone,
-    Spans,
-    Notice,
-    Failed,
-    Interrupt,
-    Stop,
-    Stopped,
-]
+AnyMessage = (
+    Ticket
+    | Group
+    | Supervision
+    | Order
+    | Hello
+    | Claim
+    | Claimed
+    | Ready
+    | Beat
+    | Kill
+    | ClockAsked
+    | ClockTold
+    | Welcome
+    | Membership
+    | Publish
+    | Receive
+    | Broken
+    | Received
+    | StepDone
+    | Arrived
+    | Generated
+    | Checkpointed
+    | EvalDone
+    | Spans
+    | Notice
+    | Failed
+    | Interrupt
+    | Stop
+    | Stopped
+)
 
 
 class _ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -20,9 +20,9 @@ import queue
 import socket
 import struct
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ class Ranks:
 
     def snapshot(
         self, layout: Layout, tensors: Mapping[str, torch.Tensor], tell: Callable[[], None]
-    ) -> "ShardedSnapshot":
+    ) -> ShardedSnapshot:
         """Of this rank's shards, as they are now."""
         return ShardedSnapshot(layout, tensors, self._gatherer, tell)
 
@@ -180,7 +180,7 @@ class ShardedSnapshot:
     """
 
     def __init__(
-        self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: "_Gatherer", tell: Callable[[], None]
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: _Gatherer, tell: Callable[[], None]
     ) -> None:
         """
         Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 ROLES = ("trainer", "logprob", "generator", "draft_adapter")
 TRAINER_RANK, LOGPROB_RANK = "trainer_rank", "logprob_rank"
@@ -35,7 +35,8 @@ def parse(text: str) -> list[dict[str, int]]:
             role, colon, count = part.partition(":")
             if role not in ROLES:
                 raise ValueError(
-                    f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: {difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}"
+                    f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: "
+                    f"{difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}"
                 )
             if colon and not re.fullmatch(_COUNT, count):
                 raise ValueError(f"{count!r} in {item!r} is no number of actors; nearest valid choice: {role}:1")

@@ -27,8 +27,8 @@ import socket as sockets
 import struct
 import time
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -85,7 +85,8 @@ def use_keys(run_dir: str | Path | None) -> None:
             public, secret = file.read_bytes().split(b"\n")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its first launcher makes "
+                f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its "
+                f"first launcher makes "
                 "anew at each start, in a directory that all its hosts share; or deployment.encrypt=false"
             ) from None
         _keys = public, secret
@@ -122,7 +123,7 @@ def bind(socket: zmq.Socket, host: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def wait(sockets: Iterable["Inbox | Outbox | ControlServer | ControlClient"], timeout_s: float) -> None:
+def wait(sockets: Iterable[Inbox | Outbox | ControlServer | ControlClient], timeout_s: float) -> None:
     """Return when one of them may have something, or after timeout_s."""
     poller = zmq.Poller()
     for item in sockets:

@@ -21,9 +21,10 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Iterator, Mapping, Protocol, Sequence
+from typing import Protocol
 
 import msgspec
 import torch
@@ -48,7 +49,7 @@ class Layout:
     elements: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "Layout":
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
         entries, offset = [], 0
         for name, tensor in tensors.items():
             entries.append((name, tuple(tensor.shape), offset))
@@ -71,7 +72,7 @@ class Layout:
     def snapshot(self, tensors: Mapping[str, torch.Tensor], device: str) -> torch.Tensor:
         """A copy of all tensors on `device`, float32 [elements]; later changes of the tensors do not reach it."""
         flat = torch.empty(self.elements, dtype=torch.float32, device=device)
-        for name, shape, offset in self.entries:
+        for name, _shape, offset in self.entries:
             flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
         return flat
 
@@ -151,7 +152,7 @@ class BroadcastGroup:
             raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Send (first member) or receive (others) in place. Collective; blocks this thread until done or the deadline."""
+        """Send (first member) or receive (others) in place. Collective; blocks this thread until done or too late."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         data = flat.view(torch.uint8)  # bytes, so that every backend carries every dtype

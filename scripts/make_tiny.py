@@ -28,7 +28,8 @@ from rich.progress import Progress
 
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.offline import Sampler, Training, acceptance_length, sampled, train_draft
-from asyncspec.models import policy, tokenizer as tokenizers
+from asyncspec.models import policy
+from asyncspec.models import tokenizer as tokenizers
 from asyncspec.rl import tasks
 
 SHAPE = policy.PolicyShape(
@@ -157,7 +158,8 @@ def main():
     lengths = [len(c.tokens) for _, c in done]
     print(
         f"policy: held-out accuracy {accuracy(tokenizer, problems, done):.3f} at temperature 1; response tokens mean "
-        f"{np.mean(lengths):.1f}, median {np.median(lengths):.0f}, 99% {np.quantile(lengths, 0.99):.0f}, max {max(lengths)}; "
+        f"{np.mean(lengths):.1f}, median {np.median(lengths):.0f}, 99% {np.quantile(lengths, 0.99):.0f}, max "
+        f"{max(lengths)}; "
         f"{time.monotonic() - started:.0f} s"
     )
     for method in drafts.METHODS if args.only in (None, *drafts.METHODS) else ():
@@ -185,7 +187,8 @@ def main():
         done = Sampler(model, SHAPE, settings, draft, 3)(encoded(problems), 5)
         print(
             f"{method}: acceptance length {acceptance_length(done):.3f} at k=3 on held-out prompts; "
-            f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} s in all"
+            f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} "
+            f"s in all"
         )
 
 

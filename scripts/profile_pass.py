@@ -49,7 +49,8 @@ def main() -> None:
     )
     flops = 2 * args.rows * args.tokens * matrices
     print(
-        f"{args.rows} rows of {args.tokens} tokens: {1e3 * seconds:.2f} ms, {calls} operations (those inside operations included), "
+        f"{args.rows} rows of {args.tokens} tokens: {1e3 * seconds:.2f} ms, {calls} operations (those inside "
+        f"operations included), "
         f"{flops / 1e6:.0f} MFLOP in matrices"
     )
     for op in operations[:14]:

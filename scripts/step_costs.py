@@ -22,18 +22,18 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from asyncspec import config as configuration  # noqa: E402
-from asyncspec.bench.generation import read_rate, weight_bytes  # noqa: E402
-from asyncspec.console import terminal  # noqa: E402
-from asyncspec.engine.torch_engine import TorchEngine  # noqa: E402
-from asyncspec.launch.roles import devices  # noqa: E402
-from asyncspec.loading import use_threads  # noqa: E402
-from asyncspec.models import policy  # noqa: E402
-from asyncspec.models.eagle3 import DraftShape, Eagle3  # noqa: E402
-from asyncspec.models.shape import PolicyShape  # noqa: E402
-from asyncspec.speculation.eagle3 import eagle3_drafter  # noqa: E402
-from asyncspec.speculation.make import drafter_maker  # noqa: E402
-from scripts.make_random import LIKE, SHIPPED  # noqa: E402
+from asyncspec import config as configuration
+from asyncspec.bench.generation import read_rate, weight_bytes
+from asyncspec.console import terminal
+from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.launch.roles import devices
+from asyncspec.loading import use_threads
+from asyncspec.models import policy
+from asyncspec.models.eagle3 import DraftShape, Eagle3
+from asyncspec.models.shape import PolicyShape
+from asyncspec.speculation.eagle3 import eagle3_drafter
+from asyncspec.speculation.make import drafter_maker
+from scripts.make_random import LIKE, SHIPPED
 
 LIVE, LENGTHS = (1, 4, 16, 64), (0, 1, 3, 7, 15)
 WARM, TIMED = 5, 15  # steps
@@ -50,7 +50,8 @@ def main() -> None:
         "overrides",
         nargs="*",
         metavar="field=value",
-        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example deployment.device=cuda",
+        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example "
+        "deployment.device=cuda",
     )
     args = parser.parse_args()
     try:

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from runs import ledger, rows
+from test_run import train
 
 from asyncspec.audit import violations
 from asyncspec.cli import main
 from asyncspec.config import load, to_yaml
-from runs import ledger, rows
-from test_run import train
 
 LAG, GROUPS, STEPS = 1, 2, 3
 

@@ -43,7 +43,8 @@ from asyncspec.fields import describe
         ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=176"),
         (
             "model.path=asset:tiny/eagle3",
-            "architectures=['LlamaForCausalLMEagle3']: expected ['LlamaForCausalLM']; a policy's model_type is 'qwen3', 'llama'",
+            "architectures=['LlamaForCausalLMEagle3']: expected ['LlamaForCausalLM']; a policy's model_type is "
+            "'qwen3', 'llama'",
         ),
         ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
         ("engine.kind=foo", "nearest valid choice: engine.kind=torch"),
@@ -58,7 +59,8 @@ from asyncspec.fields import describe
         ("logprob.ranks=0", "logprob.ranks=0: expected at least 1; nearest valid choice: logprob.ranks=1"),
         (
             "logprob.tensor_parallel=2",
-            "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: logprob.tensor_parallel=1",
+            "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: "
+            "logprob.tensor_parallel=1",
         ),
         ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file beside it"),
         ("steps=1000000000000", "steps=1000000000000: expected at most 1000000; nearest valid choice: steps=1000000"),
@@ -146,7 +148,8 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
         (
             {"model_type": "gpt2"},
             "steps=1",
-            "model_type='gpt2': expected 'qwen3', 'llama', 'qwen3_moe'; model.path=asset:tiny/policy is the shipped one",
+            "model_type='gpt2': expected 'qwen3', 'llama', 'qwen3_moe'; model.path=asset:tiny/policy is the shipped "
+            "one",
         ),
         (
             {
@@ -184,7 +187,8 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
         (
             {"num_key_value_heads": 1},
             ("logprob.ranks=2", "logprob.tensor_parallel=2"),
-            "logprob.tensor_parallel=2: expected a divisor of the policy's 1 heads of keys and values; nearest valid choice: logprob.tensor_parallel=1",
+            "logprob.tensor_parallel=2: expected a divisor of the policy's 1 heads of keys and values; nearest valid "
+            "choice: logprob.tensor_parallel=1",
         ),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
@@ -228,7 +232,8 @@ def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path)
     load("tiny", ["model.reference_path=asset:tiny/policy", "rl.kl_coef=0.1"])
     with pytest.raises(
         ConfigError,
-        match=f"model.reference_path='{tmp_path}': made for vocab_size=128; expected {config['vocab_size']}, as the policy",
+        match=f"model.reference_path='{tmp_path}': made for vocab_size=128; expected {config['vocab_size']}, as the "
+        f"policy",
     ):
         load("tiny", [f"model.reference_path={tmp_path}", "rl.kl_coef=0.1"])
 
@@ -242,7 +247,8 @@ def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path)
         (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
         (
             ["trian"],
-            "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: train",
+            "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: "
+            "train",
         ),
         (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
         (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),

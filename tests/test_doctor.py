@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import TORCHRUN
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,6 @@ from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import eagle3, policy
 from asyncspec.speculation.make import drafter_for
-from runs import TORCHRUN
 
 POLICY_8B = {
     "model_type": "qwen3",

@@ -10,13 +10,13 @@ import torch
 from scipy.stats import chisquare
 from test_engine import ALPHA, exact_sequences, run
 
+from asyncspec.drafts import draft as drafts
 from asyncspec.engine import decode, numpy_cache
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.speculation.base import Slots
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
-from asyncspec.drafts import draft as drafts
 from asyncspec.speculation.draft_model import DraftModelDrafter
 from asyncspec.speculation.eagle3 import eagle3_drafter
 from asyncspec.speculation.lookup import NGramDrafter, SuffixDrafter

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_run import rows, train
 
 from asyncspec.config import resolve_path
 from asyncspec.drafts import draft as drafts
@@ -17,7 +19,6 @@ from asyncspec.drafts import offline
 from asyncspec.drafts.supervision import Target, pack, supervise, unpack
 from asyncspec.drafts.training import DraftTrainer, imitation, unrolled_loss
 from asyncspec.models import CheckpointError, policy
-from test_run import rows, train
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 6
@@ -38,7 +39,7 @@ def rollouts(seed=0, B=5, L=14):
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, VOCABULARY - 1))
 def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, kept):
-    """Coarse-graining: KL over the kept tokens and the rest is at most the whole KL, acceptance at least the whole one."""
+    """Coarse-graining: KL over the kept tokens and the rest is at most the whole KL, acceptance at least as much."""
     generator = torch.Generator().manual_seed(seed)
     logp, logq = (3 * torch.randn(1, 4, VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(2))
     logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)

@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
+from runs import SILENT, Running, outliving
 
 from asyncspec.launch import ending
-from runs import SILENT, Running, outliving
 
 PROCESS = """
 import ctypes, os, signal, sys, threading, time

@@ -10,7 +10,8 @@ import torch
 from scipy.stats import chisquare
 
 from asyncspec.config_check import cxx_compiler
-from asyncspec.engine import compiled, kv_cache, prompts as prompts_, torch_engine
+from asyncspec.engine import compiled, kv_cache, torch_engine
+from asyncspec.engine import prompts as prompts_
 from asyncspec.engine.base import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.messages import summed

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from runs import alive, descendants, outliving
 
 from asyncspec.launch.forkserver import ForkServer
-from runs import alive, descendants, outliving
 
 PLAYED = """
 import os, random, sys, threading, time
@@ -19,7 +19,8 @@ if sys.argv[1] == "chance":
 what, *rest = sys.argv[1:]
 if what == "say":
     loaded = "fractions" in sys.modules
-    print(os.getcwd(), repr(os.environ.get("WHAT")), loaded, __name__, rest, sys.stdin.read(), len(os.listdir("/proc/self/fd")), flush=True)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    print(os.getcwd(), repr(os.environ.get("WHAT")), loaded, __name__, rest, sys.stdin.read(), descriptors, flush=True)
     print("and more", file=sys.stderr)
 elif what == "tell":
     os.write(int(rest[0]), b"told")
@@ -222,7 +223,10 @@ def test_without_a_server_the_module_is_run_as_python_would_and_ends_with_who_as
     assert int(process.stdout.readline()) == process.pid
     process.kill()
     process.communicate()
-    text = f"import os, subprocess, time; subprocess.Popen({command[:5]!r} + [str(os.getpid())] + {command[6:]!r}); time.sleep(60)"
+    text = (
+        "import os, subprocess, time; "
+        f"subprocess.Popen({command[:5]!r} + [str(os.getpid())] + {command[6:]!r}); time.sleep(60)"
+    )
     asking = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
     pid = int(asking.stdout.readline())
     asking.kill()

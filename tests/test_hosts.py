@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import SILENT, Running, descendants, events, outliving, pid_of, rows
 
 from asyncspec.audit import violations
 from asyncspec.config import ConfigError, load
 from asyncspec.launch import hosts
 from asyncspec.launch.join import Rendezvous
-from runs import SILENT, Running, descendants, events, outliving, pid_of, rows
 
 NODES = "deployment.nodes=trainer+logprob,2*generator"
 
@@ -256,7 +256,8 @@ def test_a_port_that_is_taken_is_one_line():
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigError,
-            match=f"^asyncspec host 127.0.0.1:{port}: Address already in use; expected an address of this host and a free port$",
+            match=f"^asyncspec host 127.0.0.1:{port}: Address already in use; expected an address of this host and a "
+            f"free port$",
         ):
             hosts.serve(f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="^asyncspec host 203.0.113.7:26600: Cannot assign requested address; "):

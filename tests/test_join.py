@@ -6,9 +6,10 @@ import subprocess
 import sys
 from contextlib import suppress
 
+from runs import SILENT, Running, descendants, events, rows
+
 from asyncspec import topology
 from asyncspec.audit import violations
-from runs import SILENT, Running, descendants, events, rows
 
 NODES = "deployment.nodes=trainer+logprob,2*generator"
 

@@ -9,13 +9,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from runs import ROOT
 
 from asyncspec import cli
 from asyncspec.config import ConfigError, load
 from asyncspec.launch import attempts
 from asyncspec.launch.preflight import check_host
 from asyncspec.launch.roles import hold
-from runs import ROOT
 
 SBATCH = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
 
@@ -29,7 +29,8 @@ def test_slurm_scripts_are_shell(script):
 
 COMMAND = """#!/usr/bin/env python3
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: os._exit(int(os.environ["CODE"])))  # at once, and before anybody can know that this runs
+# First of all: nobody can know that this runs before it can be told to end.
+signal.signal(signal.SIGTERM, lambda *_: os._exit(int(os.environ["CODE"])))
 name = os.path.basename(sys.argv[0])
 with open(os.path.join(os.environ["SEEN"], name), "a") as file:
     print(*sys.argv[1:], file=file)
@@ -171,7 +172,10 @@ def test_a_directory_whose_lock_cannot_be_opened_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("script", ["async", "monarch", "ray"])
 def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path):
-    listed = "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2]); import monarch; print(monarch.__file__)"
+    listed = (
+        "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2]); "
+        "import monarch; print(monarch.__file__)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", listed, str(ROOT / "launch"), str(ROOT / "launch" / f"{script}.py")],
         capture_output=True,

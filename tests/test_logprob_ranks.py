@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import torch
 import torch.distributed as dist
+from runs import SILENT, Running, events, forking, rows
 
 from asyncspec import messages as m
 from asyncspec import weights
@@ -15,7 +16,6 @@ from asyncspec.config import load
 from asyncspec.parallel import local
 from asyncspec.rl.scorer import Scorer
 from asyncspec.weights import Layout, Publisher, Receiver, WholeSnapshot
-from runs import SILENT, Running, events, forking, rows
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
 # Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to
@@ -185,7 +185,7 @@ def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tm
     assert deaths >= 2, output
     # silent without a fault, for longer than is allowed here: survived too, and its log says what it was at
     if deaths > 2:
-        warnings.warn(output + (run_dir / "logs" / "logprob_rank1.log").read_text())
+        warnings.warn(output + (run_dir / "logs" / "logprob_rank1.log").read_text(), stacklevel=2)
     assert "logprob_rank1 is frozen" in output
     assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(
         row["lag/max"] for row in rows(run_dir)

@@ -179,7 +179,8 @@ def test_broken_files_are_named(saved):
         ('{"weight_map": {"model.norm.weight": 3}}', "expected an object whose weight_map"),
         (b'{"weight_map": "\xff"}', "expected an object whose weight_map"),
         (
-            '{"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors", "x": "model-3.safetensors"}}',
+            '{"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors", "x": '
+            '"model-3.safetensors"}}',
             "names 'model-2.safetensors', which is not in the directory .2 files in all",
         ),
     ],

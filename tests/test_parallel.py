@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import SILENT, Running, events, forking, rows
 
 from asyncspec import messages as m
 from asyncspec import weights
@@ -21,7 +22,6 @@ from asyncspec.parallel import Ranks
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.learner import Learner
 from asyncspec.weights import Layout
-from runs import SILENT, Running, events, forking, rows
 
 GROUPS = 5
 

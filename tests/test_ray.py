@@ -12,10 +12,11 @@ import yaml
 
 pytest.importorskip("ray", reason='needs ray: pip install -e ".[ray]"')
 
+from runs import ROOT, Running, alive, descendants, outliving, pid_of, rows
+
 from asyncspec import topology
 from asyncspec.audit import audit
 from asyncspec.launch import ray as launcher
-from runs import ROOT, Running, alive, descendants, outliving, pid_of, rows
 
 SCRIPT = (sys.executable, str(ROOT / "launch" / "ray.py"))
 
@@ -94,8 +95,8 @@ def test_what_has_no_room_is_one_line(tmp_path, cluster, monkeypatch):
         launcher=SCRIPT,
     ).end(2)
     assert (
-        "Ray found no room within 1 s (deployment.start_timeout_s); asked for 4 nodes, 4 with 1 CPU; the cluster has 3: "
-        in output
+        "Ray found no room within 1 s (deployment.start_timeout_s); asked for 4 nodes, 4 with 1 CPU; the cluster has "
+        "3: " in output
     )
     assert len(output.splitlines()) == 1, output
     output = Running.new(tmp_path / "other", "deployment.device=cuda", launcher=SCRIPT).end(2)
@@ -226,7 +227,10 @@ def test_ray_puts_no_two_of_a_role_on_a_gpu():
 
 
 def test_without_ray_is_one_line(tmp_path):
-    without = "import sys; sys.modules['ray'] = None; from asyncspec.cli import main; sys.exit(main(['train', '--launcher', 'ray']))"
+    without = (
+        "import sys; sys.modules['ray'] = None; from asyncspec.cli import main; "
+        "sys.exit(main(['train', '--launcher', 'ray']))"
+    )
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         2,

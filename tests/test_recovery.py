@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, descendants, events, rows
 from safetensors.torch import load_file
 
 from asyncspec import messages as m
@@ -19,7 +20,6 @@ from asyncspec.bench import chaos
 from asyncspec.config import load
 from asyncspec.deadlines import KILLED_S
 from asyncspec.heartbeat import Vigil
-from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, descendants, events, rows
 
 CHECKPOINTS = "checkpoint.every=3"
 

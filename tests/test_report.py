@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from test_run import train
 
 

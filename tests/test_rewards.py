@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from asyncspec.rl.rewards import LEAST_FAILURES, RewardError, Rewarder
+from asyncspec.rl.rewards import LEAST_FAILURES, Rewarder, RewardError
 
 
 def reward(prompt, response, answer):

@@ -11,12 +11,13 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows
 
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
-from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows
 
-KEYS = """step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
+KEYS = """
+step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
 time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
 spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
 

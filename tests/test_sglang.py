@@ -9,6 +9,9 @@ import time
 
 import pytest
 import torch
+from mock_sglang import POLICY, MockSglangServer, reply
+from runs import Running, rows
+from vllm_checks import by_torchtitan, difference, ended, fill, moved, prompts, run
 
 from asyncspec.audit import audit
 from asyncspec.config import ConfigError, load
@@ -19,9 +22,6 @@ from asyncspec.engine.sglang_server import ServerError
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.launch.roles import specs
 from asyncspec.models import policy
-from mock_sglang import POLICY, MockSglangServer, reply
-from runs import Running, rows
-from vllm_checks import by_torchtitan, difference, ended, fill, moved, prompts, run
 
 URL = "http://127.0.0.1:30000"
 SGLANG = (
@@ -85,8 +85,10 @@ def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_pat
             )
     elsewhere.sort()
     print(
-        f"{method}: {whole} samples of one version, {across} of several; logprobs off by at most {worst:.1e}, under another version by "
-        f"{elsewhere[len(elsewhere) // 2]:.1e} (median); accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}"
+        f"{method}: {whole} samples of one version, {across} of several; logprobs off by at most {worst:.1e}, under "
+        f"another version by "
+        f"{elsewhere[len(elsewhere) // 2]:.1e} (median); accepted {sum(c.accepted for c in done)} of "
+        f"{sum(c.proposed for c in done)}"
     )
     assert min(whole) > 0 and across > 0 and worst < 1e-4
     assert elsewhere[len(elsewhere) // 10] > 1e-3  # so the comparison would find a wrong version
@@ -206,9 +208,10 @@ def test_weights_that_cannot_be_written_or_loaded_are_one_line(settings, tmp_pat
 
 
 def test_weights_travel_through_memory_under_the_name_of_the_run_unless_told_otherwise():
-    where = lambda *more: str(
-        sglang_engine.weights_folder(load("tiny", [*SGLANG, f"engine.url={URL}", "run_dir=/data/runs/one", *more]))
-    )  # noqa: E731
+    def where(*more):
+        config = load("tiny", [*SGLANG, f"engine.url={URL}", "run_dir=/data/runs/one", *more])
+        return str(sglang_engine.weights_folder(config))
+
     assert (
         where() == f"/dev/shm/asyncspec-{os.getuid()}/data/runs/one"
         and where("engine.weights_dir=/shared/weights") == "/shared/weights"
@@ -281,7 +284,8 @@ def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
     [
         (
             ("engine.url=",),
-            f"engine.url='': expected where each generator's server is with engine.kind=sglang; nearest valid choice: engine.url={URL}",
+            f"engine.url='': expected where each generator's server is with engine.kind=sglang; nearest valid "
+            f"choice: engine.url={URL}",
         ),
         (("engine.url=localhost:30000",), "expected http://HOST:PORT"),
         (("engine.url=http://localhost",), "expected http://HOST:PORT"),

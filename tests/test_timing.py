@@ -122,14 +122,14 @@ def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
     """
     steps, published = [], [0.0]
     generator_free = logprob_free = trainer_free = 0.0
-    for s, (g, l, t) in enumerate(zip(generate, logprob, train)):
+    for s, (g, lp, t) in enumerate(zip(generate, logprob, train)):
         issued = published[max(0, s - lag)] if s > lag else 0.0
         begun = max(issued, generator_free)
         done, phases = {}, {}
         for i in sorted(range(len(g)), key=lambda i: g[i]):
             end = begun + g[i] / faster
             start = max(end + transport, logprob_free)
-            logprob_free = done[i] = start + l[i]
+            logprob_free = done[i] = start + lp[i]
             phases[i] = [
                 Phase("queued", issued, begun),
                 Phase("weights", begun, begun),
@@ -260,7 +260,7 @@ def test_spans_are_kept_in_order_also_when_drained_while_open():
 
 
 class MockGpu:
-    """A GPU's stream in place of one: what it is given takes its seconds, one after the other; the host does not wait."""
+    """Stands in for a GPU's stream: pieces of work take their seconds one after the other; the host does not wait."""
 
     def __init__(self):
         self.time = self.free_at = 100.0  # seconds of the host's clock; when all that was given is done

@@ -77,7 +77,8 @@ def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
     ] == [*(f"logprob_rank{rank}" for rank in (1, 2, 3)), *(f"logprob1_rank{rank}" for rank in (1, 2, 3))]
     with pytest.raises(
         ConfigError,
-        match="3 ranks of logprob actors; expected a multiple of logprob.ranks=2; nearest valid choice: logprob.ranks=1",
+        match="3 ranks of logprob actors; expected a multiple of logprob.ranks=2; nearest valid choice: "
+        "logprob.ranks=1",
     ):
         load("tiny", ["deployment.nodes=trainer+logprob:3+generator", "logprob.ranks=2"])
     with pytest.raises(ConfigError, match="deployment.generators=3: expected 24"):

@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from runs import SCRIPT, Running, rows
+from test_recovery import check as check_run
 
 from asyncspec.config import ConfigError, load
 from asyncspec.launch.preflight import check_inputs
-from runs import SCRIPT, Running, rows
-from test_recovery import check as check_run
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("ASYNCSPEC_VLLM_PYTHON")

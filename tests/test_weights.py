@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from runs import forking
 
 from asyncspec import weights
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.messages import Membership, Publish
 from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver, WholeSnapshot
-from runs import forking
 
 MEMBERS = ["trainer", "generator0", "logprob"]
 MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")

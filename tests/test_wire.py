@@ -330,7 +330,7 @@ def test_control_reaches_named_actors_and_reports_who_is_absent():
 
 
 def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
-    """With the keys a message arrives; without them, or with others, neither queue nor control channel lets anybody in."""
+    """With the keys a message arrives; without them, or with others, neither queue nor control channel lets it in."""
     transport.make_keys(tmp_path)
     assert (tmp_path / transport.KEYS).stat().st_mode & 0o777 == 0o600
     (tmp_path / "other").mkdir()

@@ -184,8 +184,10 @@ def swap(*overrides):
             else:
                 worst = max(worst, apart)
     print(
-        f"swap, {config.engine.kv_at_swap}: {whole} samples of one version, {across} of several; logprobs off transformers' by at most {worst:.1e}, "
-        f"{kept:.1e} where the cache was kept; accepted {sum(c.accepted for c in done)} of {sum(c.proposed for c in done)}"
+        f"swap, {config.engine.kv_at_swap}: {whole} samples of one version, {across} of several; logprobs off "
+        f"transformers' by at most {worst:.1e}, "
+        f"{kept:.1e} where the cache was kept; accepted {sum(c.accepted for c in done)} of "
+        f"{sum(c.proposed for c in done)}"
     )
     assert min(whole[1:]) > 0 and across > 0 and worst < 1e-4
     if config.engine.kv_at_swap == "keep":
@@ -202,7 +204,8 @@ def seeds(*overrides):
         tokens[slots] = {key: c.tokens.tolist() for key, c in run(engine, some, 4).items()}
     different = len({tuple(t) for t in tokens[3].values()})
     print(
-        f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different; the same with 64 slots and with 3: {tokens[64] == tokens[3]}"
+        f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different; the same with 64 slots and with 3: "
+        f"{tokens[64] == tokens[3]}"
     )
     assert len(tokens[3]) == 40 and different > 20 and tokens[64] == tokens[3]
 
@@ -235,7 +238,7 @@ def suffix(*overrides):
             load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=suffix", *overrides]), "cpu"
         )
     counts, proposed, accepted = {}, 0, 0
-    for round_ in range(2):  # with the same seeds
+    for _ in range(2):  # with the same seeds
         for c in run(engine, [prompt], samples // 2, length).values():
             counts[tuple(c.tokens.tolist())] = counts.get(tuple(c.tokens.tolist()), 0) + 1
             proposed, accepted = proposed + c.proposed, accepted + c.accepted
@@ -262,7 +265,8 @@ def suffix(*overrides):
     chi2 = sum((o - e) ** 2 / e for o, e in zip(observed, expected))
     pvalue = float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(chi2 / 2)))
     print(
-        f"suffix: {samples} samples, {len(expected)} kinds, chi-square {chi2:.0f}, p {pvalue:.3f}; accepted {accepted} of {proposed}"
+        f"suffix: {samples} samples, {len(expected)} kinds, chi-square {chi2:.0f}, p {pvalue:.3f}; accepted "
+        f"{accepted} of {proposed}"
     )
     assert pvalue > 1e-4 and 0 < accepted < proposed
 

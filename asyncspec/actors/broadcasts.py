@@ -5,7 +5,7 @@ weights.py.
 from __future__ import annotations
 
 import socket
-from typing import Callable
+from collections.abc import Callable
 
 from asyncspec import messages as m
 
@@ -99,7 +99,8 @@ class Broadcasts:
         self._broken[kind] = self._broken.get(kind, 0) + 1
         if self._broken[kind] > MOST_BROKEN:
             raise RuntimeError(
-                f"{kind} weights: {MOST_BROKEN} broadcast groups in a row have failed, the last in {message.name}: {message.error}"
+                f"{kind} weights: {MOST_BROKEN} broadcast groups in a row have failed, the last in {message.name}: "
+                f"{message.error}"
             )
         self.form(kind)
         return True

@@ -14,8 +14,8 @@ import math
 import os
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from asyncspec import messages as m
 from asyncspec import transport
@@ -184,7 +184,8 @@ class Controller:
             now = time.monotonic()
             if now > tell_at:
                 self.records.line(
-                    f"waiting for {', '.join(sorted(missing()))} {what}; what a first start compiles takes some ten seconds, once"
+                    f"waiting for {', '.join(sorted(missing()))} {what}; what a first start compiles takes some ten "
+                    f"seconds, once"
                 )
                 tell_at = math.inf
             if late := [
@@ -215,7 +216,8 @@ class Controller:
                     f"{self.book.oldest() or 'no ticket'}; longest silent: {max(crew.present, key=crew.vigil.silence)}"
                 )
             raise RunFailed(
-                f"nothing moved for {limit:.0f} s: waiting for {where}; see {self.run_dir}/logs, or raise deployment.stall_timeout_s"
+                f"nothing moved for {limit:.0f} s: waiting for {where}; see {self.run_dir}/logs, or raise "
+                f"deployment.stall_timeout_s"
             )
 
     def _stop_all(self) -> None:

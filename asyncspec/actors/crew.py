@@ -8,7 +8,7 @@ condemned: its launcher is to kill it. One whose launcher does not answer either
 from __future__ import annotations
 
 import time
-from typing import Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from asyncspec import messages as m
 from asyncspec import topology

@@ -11,7 +11,7 @@ With logprob.ranks above 1 it leads the ranks that hold the policy together, see
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Callable
+from collections.abc import Callable
 
 import msgspec
 import numpy as np

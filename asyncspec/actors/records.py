@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from asyncspec import ledger as ledgers
 from asyncspec import messages as m

@@ -158,7 +158,8 @@ class Recovery:
             if not known or (came and crew.roles[name] not in replaceable(self.config)):
                 return m.Claimed(
                     [],
-                    f"{name} cannot be started alone: with it all actors start again from the last checkpoint; expected the first node's "
+                    f"{name} cannot be started alone: with it all actors start again from the last checkpoint; "
+                    f"expected the first node's "
                     "launcher to do so",
                 )
             # A launcher that is cut off goes on by one from the name it has (`Supervisor.died`): no name is given out
@@ -188,7 +189,7 @@ class Recovery:
             self._end_offers(other)
 
     def arrived(self, hello: m.Hello) -> None:
-        """An actor is up. One that takes another's place: tell all where it is, and take it into its broadcast groups."""
+        """Note that an actor is up. Tell all where a replacement is, and take it into its broadcast groups."""
         crew, name = self.crew, hello.name
         crew.hellos.setdefault(name, hello)
         if name in crew.present:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from typing import Callable
+from collections.abc import Callable
 
 from asyncspec import messages as m
 from asyncspec import topology

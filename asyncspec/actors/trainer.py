@@ -166,7 +166,8 @@ class Trainer(Actor):
             self.control.send(
                 m.Notice(
                     self.name,
-                    f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and no other "
+                    f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and "
+                    f"no other "
                     f"is begun before it is done; is the disk of {self.spec.run_dir} well?",
                 )
             )

@@ -1,1 +1,1 @@
-"""Benchmarks, all of one form: interleaved variants in one run, medians with spread, a table, result.json and a plot."""
+"""Benchmarks of one form: interleaved variants in one run, medians with spread, a table, result.json and a plot."""

@@ -8,8 +8,8 @@ generated yet, as attributed from the groups' histories.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio
 from asyncspec.bench.jobs import run_job

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec.bench.harness import Benchmark, Samples, median
 from asyncspec.bench.jobs import run_job

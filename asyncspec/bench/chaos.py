@@ -14,8 +14,8 @@ import re
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 from rich.table import Table

@@ -13,8 +13,8 @@ import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec import ledger, topology
 from asyncspec.audit import violations

@@ -11,8 +11,8 @@ Drafts and runs are kept under the output directory, and found there by a later 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 import torch

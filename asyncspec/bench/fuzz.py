@@ -18,8 +18,9 @@ import math
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -259,7 +260,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
 class _Served:
     """An inbox and a control server with keys, and somebody who sends good messages to both."""
 
-    def __enter__(self) -> "_Served":
+    def __enter__(self) -> _Served:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         (self.folder / "other").mkdir()

@@ -19,8 +19,8 @@ import os
 import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import torch
 from rich.table import Table
@@ -111,7 +111,8 @@ class GenerationBenchmark(Benchmark):
                 self.others[name] = Other(python, program, [directory, str(c.engine.threads), *arguments], log)
             else:
                 print(
-                    f"bench engine: {name} is left out: {variable} is not set; scripts/compare/make_environments.sh says how"
+                    f"bench engine: {name} is left out: {variable} is not set; scripts/compare/make_environments.sh "
+                    f"says how"
                 )
         self.variants = [f"{live} k={k}" for live in LIVE for k in LENGTHS]
         self.variants += [f"{live} {name}" for live in COMPARED for name in ("none", "eagle3", *self.others)]

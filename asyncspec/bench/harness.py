@@ -16,9 +16,9 @@ import shlex
 import statistics
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Sequence
 
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table

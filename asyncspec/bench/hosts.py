@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec.config import ConfigError
 

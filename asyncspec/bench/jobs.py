@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence
 
 from asyncspec.config import ConfigError
 from asyncspec.timing.exporters import read_rows

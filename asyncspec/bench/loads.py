@@ -8,8 +8,8 @@ every measurement.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Callable, Sequence
 
 import torch
 

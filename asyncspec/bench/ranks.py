@@ -9,8 +9,8 @@ are for, models that one device cannot hold, does not show here.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job

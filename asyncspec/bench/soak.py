@@ -11,8 +11,8 @@ import re
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job

@@ -10,8 +10,8 @@ these. Beside them two engines without speculation take turns: a smaller differe
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from rich.table import Table
 

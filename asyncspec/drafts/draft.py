@@ -1,12 +1,13 @@
-"""A draft with weights, of whichever kind: how it is made, read, written and trained. One place that knows all kinds."""
+"""Makes, reads, writes and trains a draft with weights, of any kind. The one place that knows all kinds."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class Draft:
         return partial(unrolled_loss, unroll=unroll, temperature=temperature)
 
     def to_hf(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors named as in its `named_parameters`, under the names of its file: the same for all but a draft model."""
+        """Its `named_parameters` under the names of its file, which differ for a draft model only."""
         return policy.to_hf(self.module, tensors) if self.method == "draft_model" else dict(tensors)
 
     def save(self, directory: Path, tokenizer_from: Path | None = None, policy_version: int | None = None) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from asyncspec.drafts.training import DraftTrainer
 from asyncspec.engine.base import Completion, Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.loading import use_threads
-from asyncspec.models import CheckpointError, policy, tokenizer as tokenizers
+from asyncspec.models import CheckpointError, policy
+from asyncspec.models import tokenizer as tokenizers
 from asyncspec.rl import tasks
 from asyncspec.speculation.make import drafter_for
 
@@ -263,7 +264,8 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     fitting = [p for p in prompts if 0 < len(p) <= settings.max_prompt_tokens]
     if len(fitting) < 2:
         raise ValueError(
-            f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are no longer than "
+            f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are no "
+            f"longer than "
             "that; expected at least 2"
         )
     held = set(rng.permutation(len(fitting))[: min(settings.held_out, max(1, len(fitting) // 10))].tolist())
@@ -274,7 +276,8 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     usable = [r for r in rollouts if r.prompt in kept and len(r.prompt) + len(r.response) <= longest]
     if rollouts and not usable:
         raise ValueError(
-            f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into {longest} tokens, prompt "
+            f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into "
+            f"{longest} tokens, prompt "
             f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}"
         )
     return prompts, held_out, usable

@@ -33,10 +33,10 @@ class Target(NamedTuple):
     token_BLM: torch.Tensor | None = None
     rest_BL: torch.Tensor | None = None
 
-    def between(self, start: int, end: int) -> "Target":
+    def between(self, start: int, end: int) -> Target:
         return Target(*(None if t is None else t[:, start:end] for t in self))
 
-    def within(self, t2d_V: torch.Tensor | None, d2t_U: torch.Tensor | None) -> "Target":
+    def within(self, t2d_V: torch.Tensor | None, d2t_U: torch.Tensor | None) -> Target:
         """Over a draft's smaller vocabulary: tokens become the draft's, those it has not got lose their mass.
 
         Args:

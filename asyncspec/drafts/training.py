@@ -7,7 +7,7 @@ vocabulary, N heads, H head size.
 from __future__ import annotations
 
 import math
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F

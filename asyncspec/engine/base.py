@@ -8,8 +8,9 @@ token is stamped with the version that sampled it, in the step that sampled it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Protocol, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch

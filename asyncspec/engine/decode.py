@@ -69,7 +69,7 @@ def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class RoPE:
-    """Rotary embedding of joined heads (`DecodeLayer.wqkv`); the rotations of a pass are gathered once for all layers."""
+    """Rotary embedding of joined heads (`DecodeLayer.wqkv`). A pass gathers its rotations once for all layers."""
 
     def __init__(self, angles_PH: torch.Tensor, queries: int) -> None:
         """
@@ -85,8 +85,8 @@ class RoPE:
         )
 
     @classmethod
-    def of(cls, model) -> "RoPE":
-        """That of a policy, whose table holds rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
+    def of(cls, model) -> RoPE:
+        """Read a policy's table: rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
         attention = next(iter(model.layers.values())).attention
         table, queries = attention.rope.cache, attention.n_heads // attention.n_kv_heads
         if table.is_complex():

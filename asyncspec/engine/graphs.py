@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,7 +64,7 @@ class Graphs:
         self._results: dict[tuple, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, slots: int, device) -> "Graphs | None":
+    def of(cls, slots: int, device) -> Graphs | None:
         """None where the device has none."""
         return cls(slots, CudaGraphs(device)) if torch.device(device).type == "cuda" else None
 
@@ -140,7 +140,9 @@ class Graphs:
         self._captured[key] = own, results, graph
 
     def _give_up(self, why: str) -> None:
-        warnings.warn(f"{why}; going on without graphs. Please report this, with the policy's config.json")
+        warnings.warn(
+            f"{why}; going on without graphs. Please report this, with the policy's config.json", stacklevel=2
+        )
         self._on = False
         self._forget()
 

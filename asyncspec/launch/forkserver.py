@@ -30,9 +30,10 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 from asyncspec.launch import ending
 from asyncspec.loading import uncollected, without_gpus

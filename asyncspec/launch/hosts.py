@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Sequence
 
 import monarch.actor as monarch
 
@@ -47,7 +47,7 @@ class Address:
     whole: str = ""  # as Monarch writes it, if it was given so
 
     @classmethod
-    def parse(cls, text: str, field: str) -> "Address":
+    def parse(cls, text: str, field: str) -> Address:
         """HOST, HOST:PORT, or what Monarch takes.
 
         Raises:
@@ -105,7 +105,8 @@ def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]
             here = transport.own_address(address.ip(), address.port)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this one reaches"
+                f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this "
+                f"one reaches"
             ) from None
     return found, here
 
@@ -129,15 +130,17 @@ def serve(text: str) -> int:
             ip = transport.own_address(_ELSEWHERE, address.port)
         socket.create_server((ip, address.port)).close()
     except (OSError, ValueError) as error:
+        number = getattr(error, "errno", 0)
+        why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"asyncspec host {address}: {os.strerror(error.errno) if getattr(error, 'errno', 0) > 0 else getattr(error, 'strerror', None) or error}; "
-            "expected an address of this host and a free port"
+            f"asyncspec host {address}: {why}; expected an address of this host and a free port"
         ) from None
     interrupt = InterruptFlag()
     served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
     interrupt.arm()
     print(
-        f"launchers may start processes on this host: --hosts {ip}:{address.port}; so may whoever else reaches that port. Ctrl-C ends it.",
+        f"launchers may start processes on this host: --hosts {ip}:{address.port}; so may whoever else reaches that "
+        f"port. Ctrl-C ends it.",
         flush=True,
     )
     while not interrupt.count:
@@ -243,7 +246,8 @@ class Hosts:
                 tries += 1
                 if tries == HOST_TRIES:
                     print(
-                        f"node {node}: {self._at[node]} does not answer, nor any of --hosts that plays no other node; it is waited for",
+                        f"node {node}: {self._at[node]} does not answer, nor any of --hosts that plays no other "
+                        f"node; it is waited for",
                         flush=True,
                     )
             if self._over.is_set():

@@ -14,9 +14,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable
 
 import msgspec
 
@@ -49,7 +49,7 @@ class Rendezvous:
         partial.replace(file)
 
     @classmethod
-    def read(cls, run_dir: str) -> "Rendezvous | None":
+    def read(cls, run_dir: str) -> Rendezvous | None:
         try:
             return cls(**json.loads((Path(run_dir) / FILE).read_text()))
         except FileNotFoundError:
@@ -79,9 +79,11 @@ def check_node(config: Config, node: int) -> None:
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
     if not 0 <= node < nodes:
         raise ConfigError(
-            f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to {nodes - 1}"
+            f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to "
+            f"{nodes - 1}"
             if nodes
-            else f"--node {node}: expected deployment.nodes to say what each node plays, for example deployment.nodes=trainer+logprob,generator"
+            else f"--node {node}: expected deployment.nodes to say what each node plays, for example "
+            f"deployment.nodes=trainer+logprob,generator"
         )
 
 
@@ -97,12 +99,14 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
     path = Path(run_dir).expanduser().absolute()
     if not (path / "config.yaml").is_file():
         raise ConfigError(
-            f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node 0` has begun"
+            f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node "
+            f"0` has begun"
         )
     config = configuration.load(str(path / "config.yaml"), [f"run_dir={path}", "deployment.host=auto"])
     if node == 0:
         raise ConfigError(
-            "--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or --resume"
+            "--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or "
+            "--resume"
         )
     check_node(config, node)
     interrupt, attempt = InterruptFlag(), -1
@@ -119,7 +123,8 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
             deadline = time.monotonic() + config.deployment.start_timeout_s
         elif time.monotonic() > deadline:
             print(
-                f"node {node}: the run's first node has neither ended it nor started it again; see {config.run_dir}/logs",
+                f"node {node}: the run's first node has neither ended it nor started it again; see "
+                f"{config.run_dir}/logs",
                 flush=True,
             )
             return 1
@@ -184,7 +189,8 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
     finally:
         client.close(0)
     raise ConfigError(
-        f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} s; "
+        f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} "
+        f"s; "
         "expected an address that this node reaches: deployment.host of node 0"
     )
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Sequence
 
 import msgspec
 
@@ -27,9 +27,9 @@ from asyncspec.launch.preflight import check_host
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import monarch.actor as monarch  # noqa: E402
+import monarch.actor as monarch
 
-from asyncspec.launch.hosts import Hosts, addresses, stop  # noqa: E402
+from asyncspec.launch.hosts import Hosts, addresses, stop
 
 
 class _Host(monarch.Actor):
@@ -68,8 +68,10 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
         check_first(config, node)
     elif nodes > 1:
         raise ConfigError(
-            f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected --hosts with the other "
-            f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or launch/ray.py"
+            f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
+            f"--hosts with the other "
+            f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or "
+            f"launch/ray.py"
         )
     # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
     # the watch through the result of the actor's `run`.
@@ -119,13 +121,13 @@ class _Pool(attempts.Pool):
         if self._node is not None:
             Rendezvous("", -1, 0, code, self._launch).write(config.run_dir)
 
-    def make(self, name: str) -> "_Process":
+    def make(self, name: str) -> _Process:
         command = monarch.default_bootstrap_cmd()
         command.program, *command.args = self._forks.command(*command.args[1:])  # the first is -m
         self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}", bootstrap_command=command))
         return _Process(self._meshes[-1].spawn("host", _Host), self._watch)
 
-    def _watch(self, process: "_Process") -> None:
+    def _watch(self, process: _Process) -> None:
         self._watched[descriptor := ending.pidfd(process.pid)] = process
         self._deaths.register(descriptor, select.POLLIN)
 

@@ -1,4 +1,4 @@
-"""What can be found wrong with a run's inputs before a process starts, beyond what config.py sees without reading them."""
+"""Finds what is wrong with a run's inputs before a process starts: what a check must read files to see."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Callable
 
 import msgspec
 
@@ -50,7 +50,8 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     nodes = topology.parse(config.deployment.nodes) if config.deployment.nodes else None
     if nodes is not None and world_size != len(nodes):
         raise ConfigError(
-            f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of torchrun's {world_size} ranks; "
+            f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of "
+            f"torchrun's {world_size} ranks; "
             f"nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1"
         )
     roles_taken = 1 + len(actor_names(config))
@@ -142,7 +143,8 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
             else f"did not start within {config.deployment.start_timeout_s:g} s"
         )
         raise ConfigError(
-            f"the controller's process {what}; what it printed is above; a slow machine needs another deployment.start_timeout_s"
+            f"the controller's process {what}; what it printed is above; a slow machine needs another "
+            f"deployment.start_timeout_s"
         )
     return address
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence
 
 import msgspec
 
@@ -81,7 +81,8 @@ def launch(config: Config, resume: bool = False) -> int:
     """
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r}: a Ray client cannot reach the actors; expected host:port of the cluster's head, "
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r}: a Ray client cannot reach the actors; expected host:port of "
+            f"the cluster's head, "
             "on one of its nodes"
         )
     try:
@@ -141,7 +142,7 @@ class _Pool(attempts.Pool):
         self._libraries = roles.libraries(config, found)
         return found
 
-    def make(self, name: str) -> "_Process":
+    def make(self, name: str) -> _Process:
         place = self._node[name]
         waiting = self._spares[place]
         while waiting:
@@ -157,7 +158,7 @@ class _Pool(attempts.Pool):
                 self._spares[place].append(self._make(place))
                 self._spares[place][-1].warm(self._libraries)
 
-    def _make(self, place: int, name: str = "") -> "_Process":
+    def _make(self, place: int, name: str = "") -> _Process:
         """
         Args:
             name: the first name of the actor it is for; "": of a spare.
@@ -273,7 +274,8 @@ def _connect(namespace: str) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "")
         raise ConfigError(
-            f"RAY_ADDRESS={where!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; expected the address of a Ray cluster, "
+            f"RAY_ADDRESS={where!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; expected the "
+            f"address of a Ray cluster, "
             "or none to start one"
         ) from None
 
@@ -380,7 +382,8 @@ def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: Interrupt
                 for bundle in {str(each): each for each in bundles}.values()
             )
             raise ConfigError(
-                f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within {config.deployment.start_timeout_s:.0f} s "
+                f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within "
+                f"{config.deployment.start_timeout_s:.0f} s "
                 f"(deployment.start_timeout_s); asked for {len(bundles)} nodes, {asked}; {_has()}"
             )
     return group

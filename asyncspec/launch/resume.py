@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from asyncspec.config import Config, ConfigError, load
 from asyncspec.fields import value_of
@@ -58,12 +58,14 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
             after, name
         ):
             raise ConfigError(
-                f"{name}={value_of(after, name)!r}: the run was begun with {value_of(before, name)!r}, and this may not change; "
+                f"{name}={value_of(after, name)!r}: the run was begun with {value_of(before, name)!r}, and this may "
+                f"not change; "
                 f"nearest valid choice: {name}={value_of(before, name)}"
             )
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
     if trained >= after.steps:
         raise ConfigError(
-            f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for example, would go on"
+            f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for "
+            f"example, would go on"
         )
     return after

@@ -7,13 +7,13 @@ import fcntl
 import importlib
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence
 
 import msgspec
 
-from asyncspec import config as configuration
 from asyncspec import checkpoint, topology, transport
+from asyncspec import config as configuration
 from asyncspec.actors.base import ActorSpec
 from asyncspec.launch import ending
 from asyncspec.launch.preflight import check_inputs
@@ -211,7 +211,8 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
         ) from None
     if free < needed:
         raise configuration.ConfigError(
-            f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} MB for "
+            f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} "
+            f"MB for "
             f"checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: another disk"
         )
 

@@ -44,7 +44,7 @@ class DraftShape:
     rope_scaling: RopeScaling | None = None
 
     @classmethod
-    def for_policy(cls, policy: PolicyShape, draft_vocab_size: int = 0) -> "DraftShape":
+    def for_policy(cls, policy: PolicyShape, draft_vocab_size: int = 0) -> DraftShape:
         return cls(
             policy.vocab_size,
             policy.dim,
@@ -219,7 +219,8 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
             0 <= int(tokens.min()) and int(tokens.max()) < shape.vocab_size and len(tokens.unique()) == len(tokens)
         ):
             raise CheckpointError(
-                f"{directory}: tensor d2t does not name {len(tokens)} different tokens of the policy's {shape.vocab_size}"
+                f"{directory}: tensor d2t does not name {len(tokens)} different tokens of the policy's "
+                f"{shape.vocab_size}"
             )
     draft = Eagle3(shape, tokens)
     for name, tensor in draft.state_dict().items():

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Mapping
 
 import torch
 import torch.nn.functional as F

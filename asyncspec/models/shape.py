@@ -37,7 +37,7 @@ class RopeScaling:
     original_max_positions: int
 
     @classmethod
-    def from_hf(cls, rope: dict) -> "RopeScaling | None":
+    def from_hf(cls, rope: dict) -> RopeScaling | None:
         """
         Args:
             rope: config.json's rope_parameters, or rope_scaling.
@@ -78,7 +78,7 @@ class Experts:
     normed: bool  # whether the weights of a token's experts are scaled to sum to 1
 
     @classmethod
-    def from_hf(cls, cfg: dict) -> "Experts":
+    def from_hf(cls, cfg: dict) -> Experts:
         count = cfg["num_experts"] if "num_experts" in cfg else cfg["num_local_experts"]  # transformers reads both
         experts = cls(
             count, cfg["num_experts_per_tok"], cfg["moe_intermediate_size"], bool(cfg.get("norm_topk_prob", False))
@@ -119,7 +119,7 @@ class PolicyShape:
     experts: Experts | None = None  # qwen3_moe
 
     @classmethod
-    def from_hf(cls, directory: Path) -> "PolicyShape":
+    def from_hf(cls, directory: Path) -> PolicyShape:
         """Read config.json.
 
         Raises:
@@ -137,7 +137,8 @@ class PolicyShape:
             raise CheckpointError(f"{where}: model_type={kind!r}: expected {_choices()}")
         if (found := cfg.get("architectures") or [ARCHITECTURES[kind]]) != [ARCHITECTURES[kind]]:
             raise CheckpointError(
-                f"{where}: architectures={found}: expected ['{ARCHITECTURES[kind]}']; a policy's model_type is {_choices()}"
+                f"{where}: architectures={found}: expected ['{ARCHITECTURES[kind]}']; a policy's model_type is "
+                f"{_choices()}"
             )
         try:
             return cls._of(kind, cfg)
@@ -147,7 +148,7 @@ class PolicyShape:
             raise CheckpointError(f"{where}: {error}") from None
 
     @classmethod
-    def _of(cls, kind: str, cfg: dict) -> "PolicyShape":
+    def _of(cls, kind: str, cfg: dict) -> PolicyShape:
         for name, usual in _USUAL.items():
             if (value := cfg.get(name, usual)) != usual and value is not None:
                 raise ValueError(f"{name}={value!r}: expected {usual!r}")

@@ -38,14 +38,15 @@ class Run:
     failures: list[str]  # tickets that were dropped, by reason
 
     @classmethod
-    def read(cls, directory: Path) -> "Run":
+    def read(cls, directory: Path) -> Run:
         """Raises:
         ConfigError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
         """
         for name in ("config.yaml", "metrics.jsonl"):
             if not (directory / name).is_file():
                 raise ConfigError(
-                    f"report {directory}: no {name} in it; expected the directory of a run, for example runs/20261121-120000"
+                    f"report {directory}: no {name} in it; expected the directory of a run, for example "
+                    f"runs/20261121-120000"
                 )
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
@@ -105,7 +106,8 @@ class Run:
             ("step", f"{seconds:.3f} s (median {np.median(self.series('time/step')[steady]):.3f} s)"),
             (
                 "exposed generation",
-                f"{self.parts()['exposed_generation']:.3f} s a step, {self.parts()['exposed_generation'] / seconds:.1%}",
+                f"{self.parts()['exposed_generation']:.3f} s a step, "
+                f"{self.parts()['exposed_generation'] / seconds:.1%}",
             ),
             ("throughput", f"{np.nanmean(self.series('throughput/tokens_per_s')[steady]):.0f} tokens/s"),
             (

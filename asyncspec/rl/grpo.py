@@ -13,7 +13,7 @@ Shape suffix: T tokens.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 

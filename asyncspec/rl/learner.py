@@ -6,8 +6,8 @@ What is marked as collective here must be called in all ranks, in the same order
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from asyncspec import checkpoint
 from asyncspec.config import Config, resolve_path

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from typing import Callable
+from collections.abc import Callable
 
 from asyncspec.rl.tasks import Reward
 

@@ -6,8 +6,8 @@ The actors decide when: the leading rank is the logprob actor (actors/logprob.py
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Callable, Mapping
 
 import numpy as np
 import torch

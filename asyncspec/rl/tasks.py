@@ -16,8 +16,8 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -129,7 +129,10 @@ def lost_characters(problems: list[Problem], tokenizer) -> str:
     if not lossy:
         return ""
     kept = tokenizer.decode(tokenizer.encode(lossy[0]).ids)
-    return f"{len(lossy)} prompts have characters that the tokenizer does not know: {lossy[0][:40]!r} is read as {kept[:40]!r}"
+    return (
+        f"{len(lossy)} prompts have characters that the tokenizer does not know: {lossy[0][:40]!r} is read as "
+        f"{kept[:40]!r}"
+    )
 
 
 def load_jsonl(field: str, path: str) -> list[Problem]:
@@ -167,7 +170,8 @@ def read_jsonl(name: str, path: str, fields: Sequence[str]) -> Iterator[dict]:
                 "".join([line, *(item[field] for field in fields)]).encode()
             except UnicodeEncodeError as error:
                 raise ValueError(
-                    f"{name}: line {number}: expected UTF-8, without half a surrogate pair; got {error.object[error.start]!r}"
+                    f"{name}: line {number}: expected UTF-8, without half a surrogate pair; got "
+                    f"{error.object[error.start]!r}"
                 ) from None
             except (ValueError, KeyError, TypeError, RecursionError):
                 plural = "strings" if len(fields) > 1 else "string"
@@ -191,7 +195,8 @@ def load_reward(path: str) -> Reward:
         reward = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # whatever the user's module raises when it is imported
         raise ValueError(
-            f"data.reward={path!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected module:function, "
+            f"data.reward={path!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected "
+            f"module:function, "
             "for example asyncspec.rl.tasks:exact_match"
         ) from None
     if not colon or not callable(reward):

@@ -9,7 +9,8 @@ Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draf
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ class Drafter(Protocol):
         """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        """Each of these rows becomes a copy of its source, tokens and all: a sample of a prompt, or a row that moves."""
+        """Make each of these rows a copy of its source, tokens and all: a sample of a prompt, or a row that moves."""
 
     def leave(self, row: int) -> None:
         """The sequence of this row is finished; its tokens are still there."""

@@ -5,7 +5,7 @@ Shape suffixes: R rounds, M lengths that were timed, K those of them but 0.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

@@ -8,7 +8,7 @@ they are as good as new.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

@@ -18,7 +18,7 @@ in a run, M proposals found, E entries of the table.
 from __future__ import annotations
 
 import math
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -459,7 +459,7 @@ class AutoLength:
         self._table[bucket] = [s * math.exp(wrong * gain) for s, gain in zip(row, (gain_E - gain_E[beside]).tolist())]
 
     def _deviations(self, bucket: int, beside: int) -> list[float]:
-        """Standard deviation of what each entry takes over what the entry beside it takes, in those of a calibration."""
+        """Standard deviation of an entry's time over its neighbor's, in the times of a calibration."""
         doubt_EE = self._doubt[bucket]
         return np.sqrt(np.maximum(0.0, np.diag(doubt_EE) + doubt_EE[beside, beside] - 2 * doubt_EE[beside])).tolist()
 

@@ -14,8 +14,9 @@ vocabulary, U the draft's own; G key-value groups, R = queries of a group, then 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg.cython_blas  # noqa: F401  its BLAS is numba's; loaded here, so that `use_threads` finds it

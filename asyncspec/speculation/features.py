@@ -9,7 +9,7 @@ proposals are verified against the very distribution they were drawn from.
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from asyncspec.drafts.draft import Draft, load
 from asyncspec.models import policy as policies

@@ -15,7 +15,8 @@ step: had a piece of it been shorter, the step would have been.
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator, Mapping, NamedTuple, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from asyncspec.messages import GroupRecord, Phase, StepDone, Wait
 
@@ -107,7 +108,8 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
             seconds[key] = seconds.get(key, 0.0) + segment.seconds
     found = sorted(seconds.items(), key=lambda item: -item[1])[:longest]
     return [
-        f"step {step.step}: {value:.2f} s of {total:.2f} s waited for ticket {ticket}, {_doing(what, groups.get(ticket))}"
+        f"step {step.step}: {value:.2f} s of {total:.2f} s waited for ticket {ticket}, "
+        f"{_doing(what, groups.get(ticket))}"
         for (ticket, what), value in found
         if value > 0.01 * total
     ] or [f"step {step.step}: {total:.2f} s, all of it training"]

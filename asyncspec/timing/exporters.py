@@ -7,8 +7,8 @@ import math
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -300,7 +300,8 @@ class Console:
             seconds = int((time.monotonic() - self._filled) / (done - self.first_step - 1) * (self.config.steps - done))
             left = f"  left {seconds // 60}:{seconds % 60:02d}"
         self.line(
-            f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag {row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
+            f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag "
+            f"{row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
             f"tokens {row['tokens/response_mean']:.0f}  acceptance {row['spec/acceptance_length']:.2f}  "
             f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
             f"{row['time/exposed_generation']:.2f}){left}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from asyncspec.messages import Span
 from asyncspec.timing.clock import now
@@ -75,7 +76,7 @@ class _Gpu:
 class _GpuSpan:
     __slots__ = ("_recorder", "_about", "_start", "_mark")
 
-    def __init__(self, recorder: "Recorder", about: tuple) -> None:
+    def __init__(self, recorder: Recorder, about: tuple) -> None:
         self._recorder, self._about = recorder, about
 
     def __enter__(self) -> None:

@@ -4,8 +4,8 @@ answers are made of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import msgspec
 

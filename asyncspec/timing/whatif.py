@@ -9,8 +9,8 @@ group queued in front of a busy actor is not kept but comes of these rules.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 from asyncspec.messages import GroupRecord, StepDone
 
