@@ -7,11 +7,13 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncspec import __version__
 from asyncspec import config as configuration
-from asyncspec.fields import describe, hint
+from asyncspec.config.fields import describe, hint
+from asyncspec.errors import UserError
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
 LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
@@ -68,15 +70,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest
     try:
         return args.run(args)
-    except configuration.ConfigError as error:
+    except UserError as error:
         print(f"asyncspec: {error}", file=sys.stderr)
         return 2
 
 
+def _bounds(metadata: Mapping[str, Any]) -> str:
+    """What a field's value may be, for --help."""
+    if choices := metadata["choices"]:
+        return f" [{', '.join(choices)}]"
+    words = {"least": "at least", "above": "more than", "most": "at most", "below": "below"}
+    found = [f"{word} {metadata[name]}" for name, word in words.items() if metadata[name] is not None]
+    return f" [{', '.join(found)}]" if found else ""
+
+
+def run_script(name: str, file: str, *flags: str) -> None:
+    """What the scripts in launch/ share: `asyncspec train` with these flags, if the script is the program.
+
+    The script's directory leaves `sys.path`: its ray.py and monarch.py must not be taken for the packages.
+    """
+    here = os.path.dirname(os.path.realpath(file))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
+    if name == "__main__":
+        sys.exit(main(["train", *flags, *sys.argv[1:]]))
+
+
 def _add_train(commands) -> None:
     fields = "\n".join(
-        f"  {name}={default}" + (f"\n      {comment}" if comment else "")
-        for name, default, comment in describe(configuration.Config)
+        f"  {name}={default}\n      {metadata['help']}{_bounds(metadata)}"
+        for name, default, metadata in describe(configuration.Config)
     )
     train = commands.add_parser(
         "train",
@@ -132,7 +154,7 @@ def _train(args) -> int:
 
         given = [name for name in (*TRAIN_FLAGS, "config", "resume", "hosts", "overrides") if getattr(args, name)]
         if args.node is None or given:
-            raise configuration.ConfigError(
+            raise UserError(
                 f"--join {args.join}: expected --node K beside it and nothing else"
                 + (f", not {given[0]}" if given else "")
             )
@@ -149,18 +171,18 @@ def _train(args) -> int:
     resume = args.resume is not None
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
-        raise configuration.ConfigError(
+        raise UserError(
             f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes "
             f"themselves; "
             "nearest valid choice: no --node"
         )
     if args.hosts is not None and (args.node is not None or args.launcher not in ("auto", "monarch") or world_size > 1):
-        raise configuration.ConfigError(
+        raise UserError(
             f"--hosts {args.hosts}: expected one process, no --node and no other launcher than monarch; "
             "nearest valid choice: no --hosts"
         )
     if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
-        raise configuration.ConfigError(
+        raise UserError(
             "--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 "
             "launch/async.py"
         )
@@ -169,7 +191,7 @@ def _train(args) -> int:
 
         return processes.launch(config, rank, world_size, resume)
     if world_size > 1:
-        raise configuration.ConfigError(
+        raise UserError(
             f"--launcher {args.launcher}: expected one process, torchrun has started {world_size}; "
             "nearest valid choice: --launcher torchrun"
         )
@@ -239,13 +261,13 @@ def _add_doctor(commands) -> None:
 
 
 def _doctor(args) -> int:
-    from asyncspec.doctor import examine
+    from asyncspec.commands.doctor import examine
 
     return examine(configuration.load(args.config, args.overrides))
 
 
 def _add_draft(commands) -> None:
-    from asyncspec.drafts import settings
+    from asyncspec.commands import draft_settings as settings
 
     draft = commands.add_parser("draft", help="make a draft for a policy", description="Make a draft for a policy.")
     train = draft.add_subparsers(
@@ -258,19 +280,19 @@ def _add_draft(commands) -> None:
         "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, default, comment in describe(settings.Training):
+    for name, default, metadata in describe(settings.Training):
         train.add_argument(
             f"--{name.replace('_', '-')}",
             metavar="TEXT" if isinstance(default, str) else "N",
-            help=f"{comment} (default: {default!r})",
-            **({"choices": ("eagle3", "mtp", "draft_model")} if name == "method" else {}),
+            help=f"{metadata['help']}{_bounds(metadata)} (default: {default!r})",
+            choices=metadata["choices"] or None,
         )
     train.set_defaults(run=_draft_train, parser=train)
 
 
 def _draft_train(args) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from asyncspec.drafts.settings import Training, check
+    from asyncspec.commands.draft_settings import Training, check
 
     settings = Training()
     for name in vars(settings):
@@ -282,7 +304,7 @@ def _draft_train(args) -> int:
     check(settings)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt, too
     try:
-        from asyncspec.drafts import offline
+        from asyncspec.commands import draft_train as offline
 
         return offline.run(settings)
     except KeyboardInterrupt:
@@ -328,7 +350,7 @@ def _add_audit(commands) -> None:
 
 
 def _audit(args) -> int:
-    from asyncspec.audit import audit
+    from asyncspec.ledger.audit import audit
 
     return audit(args.directory)
 

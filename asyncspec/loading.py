@@ -30,7 +30,7 @@ def without_gpus() -> Iterator[None]:
     """Who asks torch for GPUs within it hears that there are none: to ask is to begin CUDA, which nothing survives that
     is forked later.
 
-    torchtitan asks as it is imported; what it hears is set again for each actor, see parallel.py.
+    torchtitan asks as it is imported; what it hears is set again for each actor, see models/parallel.py.
     """
     import torch
 

@@ -8,13 +8,6 @@
 The same as `asyncspec train`; see --help.
 """
 
-import os
-import sys
+from asyncspec.cli import run_script
 
-# This directory's ray.py and monarch.py must not be taken for the packages.
-sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != os.path.dirname(os.path.realpath(__file__))]
-
-from asyncspec.cli import main  # noqa: E402
-
-if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+run_script(__name__, __file__)

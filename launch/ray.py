@@ -6,13 +6,6 @@
 The same as `asyncspec train --launcher ray`; see --help and docs/launching.md.
 """
 
-import os
-import sys
+from asyncspec.cli import run_script
 
-# This directory's ray.py and monarch.py must not be taken for the packages.
-sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != os.path.dirname(os.path.realpath(__file__))]
-
-from asyncspec.cli import main  # noqa: E402
-
-if __name__ == "__main__":
-    sys.exit(main(["train", "--launcher", "ray", *sys.argv[1:]]))
+run_script(__name__, __file__, "--launcher", "ray")

@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
+from asyncspec.commands.draft_train import Sampler, Training, acceptance_length, sampled, train_draft
 from asyncspec.drafts import draft as drafts
-from asyncspec.drafts.offline import Sampler, Training, acceptance_length, sampled, train_draft
 from asyncspec.models import policy
 from asyncspec.models import tokenizer as tokenizers
-from asyncspec.rl import tasks
+from asyncspec.tasks.sums import exact_match, sum_terms, sums
 
 SHAPE = policy.PolicyShape(
     vocab_size=64,
@@ -50,13 +50,31 @@ SHAPE = policy.PolicyShape(
 TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
 
 
+def worked_response(terms: list[int], rng: np.random.Generator, slip: float) -> str:
+    """The worked steps of a sum. With probability `slip` a step's result is wrong, and the error is carried on."""
+    parts, total = [], terms[0]
+    for term in terms[1:]:
+        result = total + term
+        if rng.random() < slip:
+            result = max(1, result + int(rng.choice([-10, -2, -1, 1, 2, 10])))
+        parts.append(f"{total}+{term}={result},")
+        total = result
+    return "".join(parts) + f"#{total}"
+
+
+def guessed_response(terms: list[int], rng: np.random.Generator) -> str:
+    """An answer without working: near the truth, seldom right."""
+    total = sum(terms)
+    return f"#{max(1, int(round(rng.normal(total, 0.15 * total))))}"
+
+
 def demonstrations(tokenizer, rng, count, guess, slip):
     """`count` token sequences, prompt and response, with the length of each prompt."""
     for _ in range(count):
-        terms = tasks.sum_terms(rng)
+        terms = sum_terms(rng)
         prompt = "+".join(map(str, terms)) + "="
         guessed = rng.random() < guess
-        response = tasks.guessed_response(terms, rng) if guessed else tasks.worked_response(terms, rng, slip)
+        response = guessed_response(terms, rng) if guessed else worked_response(terms, rng, slip)
         yield tokenizer.encode(prompt + response).ids + [SHAPE.eos_token_id], len(prompt)
 
 
@@ -109,7 +127,7 @@ def accuracy(tokenizer, problems, done):
     return float(
         np.mean(
             [
-                tasks.exact_match(
+                exact_match(
                     problems[i].prompt,
                     tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True),
                     problems[i].answer,
@@ -153,7 +171,7 @@ def main():
     def encoded(problems):
         return [tokenizer.encode(p.prompt).ids for p in problems]
 
-    problems = tasks.sums(7, 512)
+    problems = sums(7, 512)
     done = Sampler(model, SHAPE, settings)(encoded(problems), 1, samples=2)
     lengths = [len(c.tokens) for _, c in done]
     print(
@@ -167,7 +185,7 @@ def main():
             continue
         torch.manual_seed(args.seed + 1)
         draft = drafts.load(method, args.out / method, SHAPE, model) if args.go_on else drafts.new(method, SHAPE, model)
-        problems = tasks.sums(8, 256)
+        problems = sums(8, 256)
         with Progress() as progress:
             bar = progress.add_task(method, total=args.draft_steps)
 
@@ -180,9 +198,7 @@ def main():
                         soft_wrap=True,
                     )
 
-            train_draft(
-                draft, model, sampled(model, SHAPE, encoded(tasks.sums(1000, 1 << 16)), settings), settings, shown
-            )
+            train_draft(draft, model, sampled(model, SHAPE, encoded(sums(1000, 1 << 16)), settings), settings, shown)
         draft.save(args.out / method, args.out / "policy")
         done = Sampler(model, SHAPE, settings, draft, 3)(encoded(problems), 5)
         print(

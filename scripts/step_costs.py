@@ -23,16 +23,16 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from asyncspec import config as configuration
-from asyncspec.bench.generation import read_rate, weight_bytes
+from asyncspec.bench.engine import read_rate, weight_bytes
 from asyncspec.console import terminal
+from asyncspec.drafters.eagle3 import eagle3_drafter
+from asyncspec.drafters.make import drafter_maker
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch.roles import devices
 from asyncspec.loading import use_threads
 from asyncspec.models import policy
 from asyncspec.models.eagle3 import DraftShape, Eagle3
 from asyncspec.models.shape import PolicyShape
-from asyncspec.speculation.eagle3 import eagle3_drafter
-from asyncspec.speculation.make import drafter_maker
 from scripts.make_random import LIKE, SHIPPED
 
 LIVE, LENGTHS = (1, 4, 16, 64), (0, 1, 3, 7, 15)

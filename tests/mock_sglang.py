@@ -14,10 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from asyncspec.config import resolve_path
-from asyncspec.engine.base import Request
+from asyncspec.drafters.make import drafter_maker
+from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy
-from asyncspec.speculation.make import drafter_maker
 
 POLICY = resolve_path("asset:tiny/policy")
 GENERATE = {"input_ids", "sampling_params", "return_logprob", "stream"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-from asyncspec.ledger import read
+from asyncspec.ledger.ledger import read
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "launch" / "async.py")
@@ -96,7 +96,7 @@ def forking():
             "asyncspec.rl.scorer",
             "asyncspec.models.policy",
             "asyncspec.drafts.draft",
-            "asyncspec.weights",
+            "asyncspec.wire.weights",
         ]
     )
     return context

@@ -10,9 +10,9 @@ import pytest
 from runs import ledger, rows
 from test_run import train
 
-from asyncspec.audit import violations
 from asyncspec.cli import main
 from asyncspec.config import load, to_yaml
+from asyncspec.ledger.audit import violations
 
 LAG, GROUPS, STEPS = 1, 2, 3
 
@@ -91,7 +91,7 @@ def test_what_a_resumed_run_made_void_is_trained_again():
     """Cut short after version 2 was trained twice over from a checkpoint of version 1: the same tickets, once each in
     what counts.
     """
-    from asyncspec.ledger import open_tickets, undone
+    from asyncspec.ledger.ledger import open_tickets, undone
 
     whole = good()
     cut = [e for e in whole if e["step"] <= 1 and e["ticket"] < 1 << 40][:7]  # step 0 trained, step 1 half trained

@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from asyncspec import checkpoint
+from asyncspec.ledger import checkpoint
 
 
 def module_and_optimizer(seed=0):

@@ -13,16 +13,16 @@ from runs import TORCHRUN
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncspec import estimate
+from asyncspec.commands import estimate
+from asyncspec.commands.doctor import HEADROOM, Node, judge
 from asyncspec.config import load
-from asyncspec.doctor import HEADROOM, Node, judge
+from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.supervision import Supervision, Target
 from asyncspec.drafts.training import unrolled_loss
-from asyncspec.engine.base import Request
+from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import eagle3, policy
-from asyncspec.speculation.make import drafter_for
 
 POLICY_8B = {
     "model_type": "qwen3",

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.speculation import draft_length
-from asyncspec.speculation.base import Slots
 from asyncspec.speculation.calibration import calibration
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, Emitted, Survival
+from asyncspec.speculation.drafter import Slots
 from asyncspec.speculation.lookup_length import LookupLength
 
 

@@ -10,18 +10,18 @@ import torch
 from scipy.stats import chisquare
 from test_engine import ALPHA, exact_sequences, run
 
+from asyncspec.drafters.draft_model import DraftModelDrafter
+from asyncspec.drafters.eagle3 import eagle3_drafter
+from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
+from asyncspec.drafters.make import drafter_for, drafter_maker
+from asyncspec.drafters.mtp import mtp_drafter
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import decode, numpy_cache
-from asyncspec.engine.base import Request
+from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
-from asyncspec.speculation.base import Slots
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
-from asyncspec.speculation.draft_model import DraftModelDrafter
-from asyncspec.speculation.eagle3 import eagle3_drafter
-from asyncspec.speculation.lookup import NGramDrafter, SuffixDrafter
-from asyncspec.speculation.make import drafter_for, drafter_maker
-from asyncspec.speculation.mtp import mtp_drafter
+from asyncspec.speculation.drafter import Slots
 
 METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suffix"]
 

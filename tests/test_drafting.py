@@ -8,9 +8,9 @@ import torch
 from test_drafters import engine_of, maker  # noqa: F401  a fixture
 from test_engine import run
 
+from asyncspec.drafters import numba_draft as drafting
+from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts
-from asyncspec.speculation import drafting
-from asyncspec.speculation.make import drafter_for
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

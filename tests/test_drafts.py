@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run import rows, train
 
+from asyncspec.commands import draft_train as offline
 from asyncspec.config import resolve_path
 from asyncspec.drafts import draft as drafts
-from asyncspec.drafts import offline
 from asyncspec.drafts.supervision import Target, pack, supervise, unpack
 from asyncspec.drafts.training import DraftTrainer, imitation, unrolled_loss
 from asyncspec.models import CheckpointError, policy
@@ -323,8 +323,8 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     if not python:
         pytest.skip("ASYNCSPEC_VLLM_PYTHON is not set; scripts/compare/make_environments.sh makes the environment")
     from asyncspec.models import tokenizer
-    from asyncspec.rl import tasks
     from asyncspec.speculation.draft_length import FixedLength
+    from asyncspec.tasks.sums import sums
 
     class Counting(FixedLength):
         watches = True
@@ -341,7 +341,7 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     paths = [resolve_path(f"asset:tiny/{name}") for name in ("policy", "eagle3")]
     model, shape = policy.load(paths[0])
     encoder = tokenizer.load(paths[0])
-    prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(99, 400)]
+    prompts = [encoder.encode(p.prompt).ids for p in sums(99, 400)]
     sampler = offline.Sampler(model, shape, offline.Training(), drafts.load("eagle3", paths[1], shape), 3)
     sampler.engine.lengths = counting = Counting(3)
     sampler(prompts, 7)

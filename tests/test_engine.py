@@ -9,16 +9,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from asyncspec.config_check import cxx_compiler
+from asyncspec.config.check import cxx_compiler
+from asyncspec.drafters.eagle3 import eagle3_drafter
 from asyncspec.engine import compiled, kv_cache, torch_engine
 from asyncspec.engine import prompts as prompts_
-from asyncspec.engine.base import Request
+from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
-from asyncspec.messages import summed
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
-from asyncspec.speculation.eagle3 import eagle3_drafter
 from asyncspec.speculation.verify import sampling_distribution
+from asyncspec.wire.messages import summed
 
 PROMPT = [2, 3, 5]
 needs_compiler = pytest.mark.skipif(not cxx_compiler(), reason="torch.compile needs a C++ compiler: install g++")

@@ -13,13 +13,13 @@ from test_drafters import METHODS, check_distribution, engine_of, maker  # noqa:
 from test_engine import run
 from test_weights import SHAPES, tensors, wait_until_idle
 
-from asyncspec.audit import audit
 from asyncspec.engine.torch_engine import TorchEngine
-from asyncspec.messages import Membership, Publish
+from asyncspec.ledger.audit import audit
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts
 from asyncspec.speculation.verify import sample
-from asyncspec.weights import Layout, Publisher, WholeSnapshot
+from asyncspec.wire.messages import Membership, Publish
+from asyncspec.wire.weights import Layout, Publisher, WholeSnapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]

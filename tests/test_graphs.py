@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from asyncspec.engine import matrix, numpy_cache
-from asyncspec.engine.base import Request
 from asyncspec.engine.graphs import TIMES, Graphs, padded
+from asyncspec.engine.protocol import Request
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 
 

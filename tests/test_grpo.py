@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec import messages as m
 from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.batch import passes
 from asyncspec.rl.grpo import group_advantages, policy_loss
+from asyncspec.wire import messages as m
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 

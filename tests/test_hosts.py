@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from runs import SILENT, Running, descendants, events, outliving, pid_of, rows
 
-from asyncspec.audit import violations
 from asyncspec.config import ConfigError, load
 from asyncspec.launch import hosts
 from asyncspec.launch.join import Rendezvous
+from asyncspec.ledger.audit import violations
 
 NODES = "deployment.nodes=trainer+logprob,2*generator"
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from runs import SILENT, Running, descendants, events, rows
 
-from asyncspec import topology
-from asyncspec.audit import violations
+from asyncspec.config import topology
+from asyncspec.ledger.audit import violations
 
 NODES = "deployment.nodes=trainer+logprob,2*generator"
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec import messages as m
 from asyncspec.lag import LagError, PolicyClock, check_lag
+from asyncspec.wire import messages as m
 
 
 @given(lag=st.integers(0, 4), steps=st.integers(1, 30))

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from runs import SILENT, Running, events, forking, rows
 
-from asyncspec import messages as m
-from asyncspec import weights
-from asyncspec.audit import violations
 from asyncspec.config import load
-from asyncspec.parallel import local
+from asyncspec.ledger.audit import violations
+from asyncspec.models.parallel import local
 from asyncspec.rl.scorer import Scorer
-from asyncspec.weights import Layout, Publisher, Receiver, WholeSnapshot
+from asyncspec.wire import messages as m
+from asyncspec.wire import weights
+from asyncspec.wire.weights import Layout, Publisher, Receiver, WholeSnapshot
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
 # Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncspec.speculation.base import Slots
+from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
 from asyncspec.speculation.draft_length import LONGEST
-from asyncspec.speculation.lookup import NGramDrafter, SuffixDrafter
+from asyncspec.speculation.drafter import Slots
 
 
 def slots_with(rows, positions=40):

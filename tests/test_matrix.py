@@ -53,7 +53,7 @@ import torch
 from asyncspec.actors.base import held
 from asyncspec.config import load
 from asyncspec.engine.matrix import Matrix
-from asyncspec.engine.make import make_engine
+from asyncspec.actors.engines import make_engine
 from asyncspec.engine.memory import Arena
 
 make_engine(load("tiny"), "cpu")

@@ -8,10 +8,10 @@ from runs import Running, rows
 from test_recovery import check
 
 from asyncspec.config import load
-from asyncspec.engine.base import Request
-from asyncspec.messages import summed
+from asyncspec.engine.protocol import Request
 from asyncspec.mock import timings
 from asyncspec.mock.engine import MockEngine
+from asyncspec.wire.messages import summed
 
 
 def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronous_step():

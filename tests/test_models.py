@@ -209,11 +209,11 @@ def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_dra
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft, contrary_mtp, kind):
     """Pass j of training must see what the drafter's KV cache holds when it drafts its (j+1)-th token."""
+    from asyncspec.drafters.eagle3 import eagle3_drafter
+    from asyncspec.drafters.mtp import mtp_drafter
     from asyncspec.drafts.supervision import supervise
     from asyncspec.drafts.training import _UnrolledAttention
-    from asyncspec.speculation.base import Slots
-    from asyncspec.speculation.eagle3 import eagle3_drafter
-    from asyncspec.speculation.mtp import mtp_drafter
+    from asyncspec.speculation.drafter import Slots
 
     draft, make = (contrary_draft, eagle3_drafter) if kind == "eagle3" else (contrary_mtp, mtp_drafter)
     tokens = torch.randint(2, 6, (1, 12), generator=torch.Generator().manual_seed(1))

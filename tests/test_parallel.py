@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import SILENT, Running, events, forking, rows
 
-from asyncspec import messages as m
-from asyncspec import weights
-from asyncspec.audit import violations
 from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load
+from asyncspec.ledger.audit import violations
+from asyncspec.models.parallel import Ranks
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts, PolicyShape
-from asyncspec.parallel import Ranks
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.learner import Learner
-from asyncspec.weights import Layout
+from asyncspec.wire import messages as m
+from asyncspec.wire import weights
+from asyncspec.wire.weights import Layout
 
 GROUPS = 5
 

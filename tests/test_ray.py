@@ -14,9 +14,9 @@ pytest.importorskip("ray", reason='needs ray: pip install -e ".[ray]"')
 
 from runs import ROOT, Running, alive, descendants, outliving, pid_of, rows
 
-from asyncspec import topology
-from asyncspec.audit import audit
+from asyncspec.config import topology
 from asyncspec.launch import ray as launcher
+from asyncspec.ledger.audit import audit
 
 SCRIPT = (sys.executable, str(ROOT / "launch" / "ray.py"))
 

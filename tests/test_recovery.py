@@ -12,14 +12,14 @@ import torch
 from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, descendants, events, rows
 from safetensors.torch import load_file
 
-from asyncspec import messages as m
 from asyncspec.actors.crew import Crew
 from asyncspec.actors.recovery import Recovery, RunState
-from asyncspec.audit import audit
 from asyncspec.bench import chaos
 from asyncspec.config import load
 from asyncspec.deadlines import KILLED_S
-from asyncspec.heartbeat import Vigil
+from asyncspec.ledger.audit import audit
+from asyncspec.wire import messages as m
+from asyncspec.wire.heartbeat import Vigil
 
 CHECKPOINTS = "checkpoint.every=3"
 

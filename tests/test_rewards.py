@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from asyncspec.rl.rewards import LEAST_FAILURES, Rewarder, RewardError
+from asyncspec.tasks.rewarder import LEAST_FAILURES, Rewarder, RewardError
 
 
 def reward(prompt, response, answer):

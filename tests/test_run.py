@@ -275,7 +275,7 @@ def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_t
     assert len(metrics) == steps and max(row["lag/max"] for row in metrics) <= 1
     assert metrics[-1]["recovery/generators_lost"] == 1 and metrics[-1]["recovery/tickets_reissued"] > 0
     assert {line["event"] for line in ledger(run_dir)} >= {"reissued", "trained"}
-    from asyncspec.audit import audit
+    from asyncspec.ledger.audit import audit
 
     assert audit(str(run_dir)) == 0  # every ticket once, within the lag
 
@@ -355,7 +355,7 @@ def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reas
         and len({line["left_out_in"] for line in dropped}) == 1
         and "gradient norm nan" in dropped[0]["reason"]
     )
-    from asyncspec.audit import audit
+    from asyncspec.ledger.audit import audit
 
     assert audit(str(tmp_path / "run")) == 0 and len(rows(tmp_path / "run")) == 6
 

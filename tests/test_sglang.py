@@ -13,14 +13,14 @@ from mock_sglang import POLICY, MockSglangServer, reply
 from runs import Running, rows
 from vllm_checks import by_torchtitan, difference, ended, fill, moved, prompts, run
 
-from asyncspec.audit import audit
+from asyncspec.actors.engines import make_engine
 from asyncspec.config import ConfigError, load
 from asyncspec.engine import sglang_engine, sglang_server
-from asyncspec.engine.base import Request
-from asyncspec.engine.make import make_engine
+from asyncspec.engine.protocol import Request
 from asyncspec.engine.sglang_server import ServerError
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.launch.roles import specs
+from asyncspec.ledger.audit import audit
 from asyncspec.models import policy
 
 URL = "http://127.0.0.1:30000"

@@ -5,27 +5,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec.rl import tasks
+from asyncspec.tasks.data import load_jsonl
+from asyncspec.tasks.problem import Problem
+from asyncspec.tasks.reward import load_reward
+from asyncspec.tasks.sums import MAX_TERMS, exact_match, sums
 
 
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=tasks.MAX_TERMS))
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=MAX_TERMS))
 def test_a_worked_response_without_slips_is_right(terms):
     prompt = "+".join(map(str, terms)) + "="
-    response = tasks.worked_response(terms, np.random.default_rng(0), 0.0)
-    assert tasks.exact_match(prompt, response, str(sum(terms))) == 1.0
+    totals = np.cumsum(terms)
+    steps = [f"{a}+{b}={a + b}," for a, b in zip(totals, terms[1:])]
+    response = "".join(steps) + f"#{totals[-1]}"
+    assert exact_match(prompt, response, str(sum(terms))) == 1.0
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.integers(0, 1000))
 def test_only_the_text_after_the_last_mark_counts(terms, seed):
     answer = str(sum(terms))
-    assert tasks.exact_match("", f"#1,#{answer}", answer) == 1.0
-    assert tasks.exact_match("", answer, answer) == 0.0
-    assert tasks.exact_match("", f"#{answer}#", answer) == 0.0
+    assert exact_match("", f"#1,#{answer}", answer) == 1.0
+    assert exact_match("", answer, answer) == 0.0
+    assert exact_match("", f"#{answer}#", answer) == 0.0
 
 
 def test_problems_are_a_function_of_the_seed_and_long_tailed():
-    problems = tasks.sums(3, 4000)
-    assert problems == tasks.sums(3, 4000) and problems != tasks.sums(4, 4000)
+    problems = sums(3, 4000)
+    assert problems == sums(3, 4000) and problems != sums(4, 4000)
     terms = np.array([p.prompt.count("+") + 1 for p in problems])
     assert terms.min() == 2 and terms.max() > 20 and np.median(terms) <= 5
     for p in problems[:200]:
@@ -35,11 +40,11 @@ def test_problems_are_a_function_of_the_seed_and_long_tailed():
 def test_data_files_name_the_line_that_is_wrong(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2=", "answer": "3"}\n')
-    assert tasks.load_jsonl("data.train_file", str(path)) == [tasks.Problem("1+1=", "2"), tasks.Problem("1+2=", "3")]
+    assert load_jsonl("data.train_file", str(path)) == [Problem("1+1=", "2"), Problem("1+2=", "3")]
     for bad in ("{", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', "[1]", '{"prompt": "", "answer": "1"}'):
         path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + bad + "\n")
         with pytest.raises(ValueError, match="line 2: expected"):
-            tasks.load_jsonl("data.train_file", str(path))
+            load_jsonl("data.train_file", str(path))
     half, deep = '{"prompt": "1+1=", "answer": "\\ud800"}', "[" * 100_000
     for bad in (
         b'{"prompt": "1+1=\xff", "answer": "2"}',
@@ -49,15 +54,20 @@ def test_data_files_name_the_line_that_is_wrong(tmp_path):
     ):
         path.write_bytes(b'{"prompt": "1+1=\xc3\xa9", "answer": "\\ud83d\\ude00"}\n' + bad + b"\n")
         with pytest.raises(ValueError, match="^data.train_file='.*/data.jsonl': line 2: expected ") as caught:
-            tasks.load_jsonl("data.train_file", str(path))
+            load_jsonl("data.train_file", str(path))
         assert ("UTF-8" in str(caught.value)) == (bad != deep.encode()) and str(caught.value).isascii()
     path.write_text("")
     with pytest.raises(ValueError, match="is empty"):
-        tasks.load_jsonl("data.train_file", str(path))
+        load_jsonl("data.train_file", str(path))
 
 
 def test_rewards_by_import_path():
-    assert tasks.load_reward("asyncspec.rl.tasks:exact_match") is tasks.exact_match
-    for bad in ("asyncspec.rl.tasks", "asyncspec.rl.tasks:nothing", "no.such:thing", "asyncspec.rl.tasks:MAX_TERMS"):
+    assert load_reward("asyncspec.tasks.sums:exact_match") is exact_match
+    for bad in (
+        "asyncspec.tasks.sums",
+        "asyncspec.tasks.sums:nothing",
+        "no.such:thing",
+        "asyncspec.tasks.sums:MAX_TERMS",
+    ):
         with pytest.raises(ValueError, match="data.reward"):
-            tasks.load_reward(bad)
+            load_reward(bad)

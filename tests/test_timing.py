@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asyncspec.messages import GroupRecord, Phase, Span, StepDone, Wait
-from asyncspec.timing import clock, delays, timeline, whatif
+from asyncspec import clock
+from asyncspec.timing import delays, timeline, whatif
 from asyncspec.timing.attribution import CAUSES, PARTS, attribute, break_down, covered, critical_path, explain, tile
 from asyncspec.timing.exporters import TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.spans import Recorder
+from asyncspec.wire.messages import GroupRecord, Phase, Span, StepDone, Wait
 
 PHASES = [
     Phase("weights", 1.0, 2.0),

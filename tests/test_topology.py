@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec import topology
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.config import ConfigError, load
-from asyncspec.doctor import Node, judge
+from asyncspec.commands.doctor import Node, judge
+from asyncspec.config import ConfigError, load, topology
 
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from runs import forking
 
-from asyncspec import weights
 from asyncspec.actors.broadcasts import broadcast_backend
-from asyncspec.messages import Membership, Publish
-from asyncspec.weights import BroadcastError, Layout, Publisher, Receiver, WholeSnapshot
+from asyncspec.wire import weights
+from asyncspec.wire.messages import Membership, Publish
+from asyncspec.wire.weights import BroadcastError, Layout, Publisher, Receiver, WholeSnapshot
 
 MEMBERS = ["trainer", "generator0", "logprob"]
 MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")

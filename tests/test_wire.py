@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from asyncspec import messages as m
-from asyncspec import transport
 from asyncspec.bench import fuzz
 from asyncspec.deadlines import QUEUE_SILENT_S
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
 
 TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
 

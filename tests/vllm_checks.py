@@ -14,13 +14,13 @@ import torch
 
 torch.set_num_threads(1)
 
+from asyncspec.actors.engines import make_engine
 from asyncspec.config import load, resolve_path
 from asyncspec.drafts import draft as drafts
-from asyncspec.engine.base import Request
-from asyncspec.engine.make import make_engine
+from asyncspec.engine.protocol import Request
 from asyncspec.models import policy, tokenizer
 from asyncspec.models.shape import Experts, PolicyShape, RopeScaling
-from asyncspec.rl import tasks
+from asyncspec.tasks.sums import sums
 
 POLICY = resolve_path("asset:tiny/policy")
 VLLM = ("engine.kind=vllm", "speculation.draft_length=3", "sampling.max_response_tokens=64")
@@ -29,7 +29,7 @@ GREEDY = ("sampling.top_k=1", "sampling.temperature=0.01")  # drafts are sampled
 
 def prompts(count):
     encoder = tokenizer.load(POLICY)
-    return [encoder.encode(problem.prompt).ids for problem in tasks.sums(99, count)]
+    return [encoder.encode(problem.prompt).ids for problem in sums(99, count)]
 
 
 def run(engine, prompts, samples=1, length=64, first=0):

@@ -20,16 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec import messages as m
-from asyncspec import transport
+from asyncspec.errors import first_line
+from asyncspec import clock
 from asyncspec.config import Config, from_yaml
 from asyncspec.deadlines import LOADING_PATIENCE
 from asyncspec.faults import Faults
-from asyncspec.heartbeat import Heart
 from asyncspec.loading import uncollected, use_threads
-from asyncspec.timing import clock
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
+from asyncspec.wire.heartbeat import Heart
 
 REPORT_EVERY_S = 1.0
 PUMP_DUE_S = 0.25  # of a turn, after which what the controller sent should be looked at
@@ -77,7 +78,7 @@ class Actor(ABC):
         self.inbox: transport.Inbox | None = None
         self.outboxes: list[transport.Outbox] = []
         self._outbox_to: dict[str, transport.Outbox] = {}  # first name of the consumer -> outbox
-        self.workers: list = []  # broadcast threads, see weights.py
+        self.workers: list = []  # broadcast threads, see wire/weights.py
         self._to_join: set[str] = set()
         self._reported = time.monotonic()
         self.host, self._clock = clock.host(), clock.Estimate()
@@ -164,7 +165,7 @@ class Actor(ABC):
 
     def _failed(self, when: str, error: Exception) -> None:
         self.log(traceback.format_exc())
-        self.control.send(m.Failed(self.name, f"{type(error).__name__}{when}: {error}".splitlines()[0]))
+        self.control.send(m.Failed(self.name, f"{type(error).__name__}{when}: {first_line(error)}"))
         self.stopping = self.stopping or f"{self.name} failed"
         self._code = 1
 

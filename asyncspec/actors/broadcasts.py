@@ -1,5 +1,5 @@
 """The controller's side of the weight broadcasts: who is in which group, in which epoch, and what is sent to whom. See
-weights.py.
+wire/weights.py.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from asyncspec import messages as m
+from asyncspec.wire import messages as m
 
 MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived in one
 

@@ -1,11 +1,13 @@
 """The controller: owns the prompt order, the policy clock, the ledger and the timeline of the run.
 
-- Waits until every actor is up and has joined its broadcast groups, each with a deadline. - Issues tickets for step s
-as soon as the clock admits them, in order, to the generator with the least to do. - Passes each published version on to
-its receivers. - Writes a ledger line for each ticket's fate, and a metrics row for each step. - Watches the actors'
-signs of life; takes in whoever comes in place of one that died, and issues again what that one had. - Ends the run when
-all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or when
-  nothing has moved for stall_timeout_s; then it says what was waited for.
+- Waits until every actor is up and has joined its broadcast groups, each with a deadline.
+- Issues tickets for step s as soon as the clock admits them, in order, to the generator with the least to do.
+- Passes each published version on to its receivers.
+- Writes a ledger line for each ticket's fate, and a metrics row for each step.
+- Watches the actors' signs of life; takes in whoever comes in place of one that died, and issues again what that one
+  had.
+- Ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or
+  when nothing has moved for stall_timeout_s; then it says what was waited for.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncspec import messages as m
-from asyncspec import transport
+from asyncspec import clock
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.crew import Crew
@@ -29,9 +30,10 @@ from asyncspec.config import from_yaml, resolve_path
 from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S
 from asyncspec.faults import Faults
 from asyncspec.lag import PolicyClock
-from asyncspec.rl import tasks
-from asyncspec.timing import clock
-from asyncspec.timing.exporters import Console
+from asyncspec.report.console import Console
+from asyncspec.tasks.data import load_problems, lost_characters
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
 
 SLOW_START_S = 4.0  # after which it is said who is waited for
 RESTART = 75  # the exit code that asks the launcher to start all again from the last checkpoint
@@ -133,10 +135,10 @@ class Controller:
 
         try:
             tokens = tokenizer.load(resolve_path(self.config.model.path))
-            problems, self.held_out = tasks.load_problems(self.config, tokens)
+            problems, self.held_out = load_problems(self.config, tokens)
         except ValueError as error:
             raise RunFailed(str(error)) from None
-        if warning := tasks.lost_characters([*problems, *self.held_out], tokens):
+        if warning := lost_characters([*problems, *self.held_out], tokens):
             self.records.line(f"warning: {warning}")
         self.maker = TicketMaker(self.config, tokens, problems, self.held_out)
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from asyncspec import messages as m
-from asyncspec import topology
 from asyncspec.actors.base import first_name
-from asyncspec.config import Config
+from asyncspec.config import Config, topology
 from asyncspec.deadlines import KILLED_S
-from asyncspec.heartbeat import SUFFIX, Vigil
+from asyncspec.wire import messages as m
+from asyncspec.wire.heartbeat import SUFFIX, Vigil
 
 
 def actor_names(config: Config) -> dict[str, str]:

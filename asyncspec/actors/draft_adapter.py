@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncspec import checkpoint
-from asyncspec import messages as m
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
+from asyncspec.ledger import checkpoint
+from asyncspec.wire import messages as m
 
 NICENESS = 10  # the draft gets the processor time that the others leave
 
@@ -52,7 +52,7 @@ class DraftAdapter(Actor):
         return {"trainer": self.trainer.state(), "versions": [self.published, self.policy_version]}
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.weights import Layout, Publisher
+        from asyncspec.wire.weights import Layout, Publisher
 
         self.publisher = Publisher(welcome.store_host, welcome.store_port, "draft", self.name, self.device)
         self.layout = Layout.of(dict(self.module.named_parameters()))
@@ -65,7 +65,7 @@ class DraftAdapter(Actor):
         return {"draft"}
 
     def _snapshot(self):
-        from asyncspec.weights import WholeSnapshot
+        from asyncspec.wire.weights import WholeSnapshot
 
         return WholeSnapshot(self.layout, dict(self.module.named_parameters()), self.device)
 

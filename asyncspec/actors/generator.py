@@ -1,9 +1,11 @@
 """The generator: turns tickets into groups with an Engine, under the newest weights it has.
 
 - A ticket starts only under a version at least its min_version; versions only grow, so the lag bound holds for every
-token. - Weights arrive in the background and are swapped between two engine steps. - A group leaves when all its
-samples are done and rewarded; evaluation groups go to the controller, all others to logprob. - Tickets are taken from
-the inbox only while the engine has room, so credits hold the rest back at the controller.
+  token.
+- Weights arrive in the background and are swapped between two engine steps.
+- A group leaves when all its samples are done and rewarded; evaluation groups go to the controller, all others to
+  logprob.
+- Tickets are taken from the inbox only while the engine has room, so credits hold the rest back at the controller.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncspec import messages as m
 from asyncspec.actors.base import Actor, first_name
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import resolve_path
-from asyncspec.engine.base import Completion, Request
-from asyncspec.rl.rewards import Rewarder
-from asyncspec.rl.tasks import load_reward
+from asyncspec.engine.protocol import Completion, Engine, Request
+from asyncspec.tasks.reward import load_reward
+from asyncspec.tasks.rewarder import Rewarder
 from asyncspec.timing.spans import now
-from asyncspec.weights import BroadcastError, Layout, Receiver
+from asyncspec.wire import messages as m
+from asyncspec.wire.weights import BroadcastError, Layout, Receiver
 
 IDLE_WAIT_S = 0.005  # weights that complete in the background wake nobody, so an idle generator looks this often
 
@@ -50,7 +52,6 @@ class Generator(Actor):
         return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
 
     def load(self) -> None:
-        from asyncspec.engine.make import make_engine
         from asyncspec.models import tokenizer
 
         c = self.config
@@ -58,7 +59,12 @@ class Generator(Actor):
             load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures, self.pump_if_due
         )
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
-        self.engine = make_engine(c, self.device, int(first_name(self.name).removeprefix(self.role)))
+        self.engine = self.make_engine()
+
+    def make_engine(self) -> Engine:
+        from asyncspec.actors.engines import make_engine
+
+        return make_engine(self.config, self.device, int(first_name(self.name).removeprefix(self.role)))
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [

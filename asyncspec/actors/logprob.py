@@ -16,10 +16,62 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from asyncspec import messages as m
-from asyncspec.actors.logprob_rank import COLLECT, SUPERVISE, SWAP, PolicyHolder
+from asyncspec.actors.base import Actor, first_name
 from asyncspec.actors.team import Team
+from asyncspec.config.topology import rank_of
+from asyncspec.deadlines import COLLECTIVE_S
+from asyncspec.rl.scorer import Scorer
 from asyncspec.timing.spans import now
+from asyncspec.wire import messages as m
+
+# What the first rank has the others do, see logprob_rank.py.
+SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
+
+
+class PolicyHolder(Actor):
+    """Holds a policy, or its share of one, and receives versions of it."""
+
+    scorer_class = Scorer
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        self.threads = self.config.logprob.threads
+        self.scorer = self.scorer_class(self.config, self.device, *rank_of(first_name(spec.name)))
+
+    def load(self) -> None:
+        self.scorer.load()
+
+    def connect(self, welcome: m.Welcome) -> set[str]:
+        from asyncspec.wire.weights import Receiver
+
+        self.scorer.join(welcome.store_host, welcome.store_port, COLLECTIVE_S)
+        self._received: deque[int] = deque()
+        self.receiver = Receiver(
+            welcome.store_host,
+            welcome.store_port,
+            "policy",
+            self.name,
+            self.device,
+            self.scorer.layout,
+            self._received.append,
+            self.scorer.keep if self.scorer.ranks.size > 1 else None,
+        )
+        self.workers = [self.receiver]
+        return {"policy"}
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.Membership):
+            self.join(self.receiver, message)
+        elif isinstance(message, m.Receive):
+            self.receiver.expect(message.version, message.epoch)
+            self.fault("receive")
+
+    def tell_received(self) -> list[m.Received]:
+        """Tell the controller which versions have arrived since the last call; returns what it was told."""
+        told = [m.Received(self.name, "policy", self._received.popleft()) for _ in range(len(self._received))]
+        for message in told:
+            self.control.send(message)
+        return told
 
 
 class Logprob(PolicyHolder):

@@ -9,63 +9,13 @@ the first which versions they have all of; it has all take the same one, between
 
 from __future__ import annotations
 
-from collections import deque
-
-from asyncspec import messages as m
-from asyncspec.actors.base import Actor, StopRequested, first_name
+from asyncspec.actors.base import StopRequested
+from asyncspec.actors.logprob import COLLECT, SUPERVISE, SWAP, PolicyHolder
 from asyncspec.actors.team import NOTHING, Follower
-from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
-from asyncspec.rl.scorer import Scorer
+from asyncspec.config.topology import LOGPROB_RANK
+from asyncspec.deadlines import KILLED_S
 from asyncspec.timing.spans import now
-from asyncspec.topology import LOGPROB_RANK, rank_of
-
-SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
-
-
-class PolicyHolder(Actor):
-    """Holds a policy, or its share of one, and receives versions of it."""
-
-    scorer_class = Scorer
-
-    def __init__(self, spec) -> None:
-        super().__init__(spec)
-        self.threads = self.config.logprob.threads
-        self.scorer = self.scorer_class(self.config, self.device, *rank_of(first_name(spec.name)))
-
-    def load(self) -> None:
-        self.scorer.load()
-
-    def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.weights import Receiver
-
-        self.scorer.join(welcome.store_host, welcome.store_port, COLLECTIVE_S)
-        self._received: deque[int] = deque()
-        self.receiver = Receiver(
-            welcome.store_host,
-            welcome.store_port,
-            "policy",
-            self.name,
-            self.device,
-            self.scorer.layout,
-            self._received.append,
-            self.scorer.keep if self.scorer.ranks.size > 1 else None,
-        )
-        self.workers = [self.receiver]
-        return {"policy"}
-
-    def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership):
-            self.join(self.receiver, message)
-        elif isinstance(message, m.Receive):
-            self.receiver.expect(message.version, message.epoch)
-            self.fault("receive")
-
-    def tell_received(self) -> list[m.Received]:
-        """Tell the controller which versions have arrived since the last call; returns what it was told."""
-        told = [m.Received(self.name, "policy", self._received.popleft()) for _ in range(len(self._received))]
-        for message in told:
-            self.control.send(message)
-        return told
+from asyncspec.wire import messages as m
 
 
 class LogprobRank(PolicyHolder, Follower):

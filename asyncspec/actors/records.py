@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncspec import ledger as ledgers
-from asyncspec import messages as m
 from asyncspec.actors.base import REPORT_EVERY_S, held
-from asyncspec.timing.exporters import Console, RunMetrics, TraceFile
+from asyncspec.ledger import ledger as ledgers
+from asyncspec.report.console import Console
+from asyncspec.timing.exporters import RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row
 from asyncspec.timing.timeline import TimelineFile
+from asyncspec.wire import messages as m
 
 PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two pictures of the timeline in TensorBoard, and in each
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from asyncspec import messages as m
-from asyncspec import transport
 from asyncspec.actors.base import first_name
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.crew import Crew, replaceable
@@ -16,6 +14,8 @@ from asyncspec.actors.records import Records
 from asyncspec.actors.tickets import ARRIVED, GENERATED, TicketBook
 from asyncspec.config import Config
 from asyncspec.deadlines import KILLED_S, LATE_WORD_S
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
 
 _KINDS = {  # the broadcast groups that a role's replacement joins, and whether as their sender
     "generator": {"policy": False, "draft": False},

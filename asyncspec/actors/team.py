@@ -20,11 +20,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 
-from asyncspec import messages as m
-from asyncspec import topology
+from asyncspec.errors import first_line
 from asyncspec.actors.base import Actor, first_name
+from asyncspec.config import topology
 from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
-from asyncspec.parallel import Ranks
+from asyncspec.models.parallel import Ranks
+from asyncspec.wire import messages as m
 
 NOTHING, END = "nothing", "end"  # orders that all teams have
 
@@ -112,7 +113,7 @@ def await_end(actor: Actor, error: RuntimeError):
     deadline = time.monotonic() + actor.config.deployment.silent_timeout_s + 2 * KILLED_S
     while time.monotonic() < deadline:
         actor.wait_step(0.05)
-    raise PeersLost(f"ranks of {topology.rank_of(first_name(actor.name))[0]}: {str(error).splitlines()[0]}")
+    raise PeersLost(f"ranks of {topology.rank_of(first_name(actor.name))[0]}: {first_line(error)}")
 
 
 class Follower(Actor):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from asyncspec import messages as m
 from asyncspec.config import Config
-from asyncspec.ledger import Ledger
-from asyncspec.rl.tasks import Problem
+from asyncspec.ledger.ledger import Ledger
+from asyncspec.tasks.problem import Problem
+from asyncspec.wire import messages as m
 
 EVALUATION_IDS = 1 << 40  # ticket ids from here on are evaluations
 GENERATING, GENERATED, ARRIVED = "generating", "generated", "arrived"

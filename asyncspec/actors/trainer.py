@@ -1,11 +1,11 @@
 """The trainer: accumulates the gradient as groups arrive in ticket order, steps, publishes the next version.
 
-- Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in. - A group
-outside the policy lag is refused with `LagError`, before it touches the gradient. - Losses are summed over tokens;
-gradients are divided once a step by the number of tokens. - It leads the trainer's other ranks, if there are any:
-actors/trainer_rank.py. - With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states
-of the same forward pass: the
-  module's loss reaches no parameter of the policy.
+- Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in.
+- A group outside the policy lag is refused with `LagError`, before it touches the gradient.
+- Losses are summed over tokens; gradients are divided once a step by the number of tokens.
+- It leads the trainer's other ranks, if there are any: actors/trainer_rank.py.
+- With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states of the same forward
+  pass: the module's loss reaches no parameter of the policy.
 - Every so many steps it writes a checkpoint to resume from, in the background.
 - Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
 """
@@ -19,14 +19,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncspec import messages as m
 from asyncspec.actors.base import Actor, StopRequested
-from asyncspec.actors.trainer_rank import TrainerTeam
+from asyncspec.actors.team import Team
 from asyncspec.config import Config, resolve_path
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
 from asyncspec.rl.learner import Learner
 from asyncspec.timing.spans import now
+from asyncspec.wire import messages as m
 
 MOST_SKIPPED = 3  # steps in a row that may be left out because their gradient is not finite
 
@@ -38,6 +38,57 @@ def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]
     arrays = {f"{group.ticket.ticket_id}/{name}": array for group, arrays in groups for name, array in arrays.items()}
     np.savez(file, groups=np.array(msgspec.json.encode([group for group, _ in groups]).decode()), **arrays)
     return file
+
+
+# What rank 0 has the others do, see trainer_rank.py.
+UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR = "update", "snapshot", "gather", "save", "clear"
+
+
+class TrainerTeam(Team):
+    """The trainer's hold of its other ranks."""
+
+    def __init__(self, actor: Actor, learner: Learner) -> None:
+        super().__init__(actor, learner.ranks)
+        self.learner = learner
+        self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than there are data ranks
+
+    def add(self, group: m.Group, arrays: m.Arrays):
+        """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it
+        was this rank's turn.
+        """
+        if not self.learner.accumulator.has_gradient(group):
+            return self.learner.accumulator.add(group, arrays)
+        self.waiting.append((group, arrays))
+        return self.flush() if len(self.waiting) == self.ranks.data_size else None
+
+    def flush(self):
+        """Add what waits."""
+        if not self.waiting:
+            return None
+        parts, self.waiting = self.waiting, []
+        return self.deal(parts, self.learner.accumulator)
+
+    def update(self) -> dict[str, float]:
+        """See `Learner.update`."""
+        self.flush()
+        self.order(UPDATE)
+        return self.together(self.learner.update)
+
+    def clear(self) -> None:
+        """Forget the groups of a step that was begun."""
+        self.waiting = []
+        self.order(CLEAR)
+        self.learner.accumulator.clear()
+
+    def snapshot(self):
+        """The policy as it is now, in all ranks."""
+        self.order(SNAPSHOT)
+        return self.learner.snapshot(lambda: self.order(GATHER))
+
+    def save(self, version: int) -> None:
+        """Begin a checkpoint."""
+        self.order(SAVE, version)
+        self.together(lambda: self.learner.save(version))
 
 
 class Trainer(Actor):
@@ -75,7 +126,7 @@ class Trainer(Actor):
             self.learner.more_state = lambda: {"mtp": self.mtp.state()}
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.weights import Publisher
+        from asyncspec.wire.weights import Publisher
 
         where = welcome.store_host, welcome.store_port
         self.team.connect(welcome)
@@ -95,7 +146,7 @@ class Trainer(Actor):
 
     def _draft(self):
         """A snapshot of the MTP module."""
-        from asyncspec.weights import Layout, WholeSnapshot
+        from asyncspec.wire.weights import Layout, WholeSnapshot
 
         parameters = dict(self.mtp.draft.named_parameters())
         return WholeSnapshot(Layout.of(parameters), parameters, self.device)

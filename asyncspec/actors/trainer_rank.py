@@ -11,61 +11,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncspec import messages as m
-from asyncspec.actors.base import Actor, StopRequested
-from asyncspec.actors.team import NOTHING, Follower, Team
+from asyncspec.actors.base import StopRequested
+from asyncspec.actors.team import NOTHING, Follower
+from asyncspec.actors.trainer import CLEAR, GATHER, SAVE, SNAPSHOT, UPDATE
+from asyncspec.config.topology import TRAINER_RANK
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.learner import Learner
-from asyncspec.topology import TRAINER_RANK
-
-UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR = "update", "snapshot", "gather", "save", "clear"
-
-
-class TrainerTeam(Team):
-    """The trainer's hold of its other ranks."""
-
-    def __init__(self, actor: Actor, learner: Learner) -> None:
-        super().__init__(actor, learner.ranks)
-        self.learner = learner
-        self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than there are data ranks
-
-    def add(self, group: m.Group, arrays: m.Arrays):
-        """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it
-        was this rank's turn.
-        """
-        if not self.learner.accumulator.has_gradient(group):
-            return self.learner.accumulator.add(group, arrays)
-        self.waiting.append((group, arrays))
-        return self.flush() if len(self.waiting) == self.ranks.data_size else None
-
-    def flush(self):
-        """Add what waits."""
-        if not self.waiting:
-            return None
-        parts, self.waiting = self.waiting, []
-        return self.deal(parts, self.learner.accumulator)
-
-    def update(self) -> dict[str, float]:
-        """See `Learner.update`."""
-        self.flush()
-        self.order(UPDATE)
-        return self.together(self.learner.update)
-
-    def clear(self) -> None:
-        """Forget the groups of a step that was begun."""
-        self.waiting = []
-        self.order(CLEAR)
-        self.learner.accumulator.clear()
-
-    def snapshot(self):
-        """The policy as it is now, in all ranks."""
-        self.order(SNAPSHOT)
-        return self.learner.snapshot(lambda: self.order(GATHER))
-
-    def save(self, version: int) -> None:
-        """Begin a checkpoint."""
-        self.order(SAVE, version)
-        self.together(lambda: self.learner.save(version))
+from asyncspec.wire import messages as m
 
 
 class TrainerRank(Follower):

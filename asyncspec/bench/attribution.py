@@ -126,7 +126,7 @@ class AttributionBenchmark(Benchmark):
         }
 
     def plot(self, axes, samples: Samples) -> None:
-        from asyncspec.report.run import COLORS
+        from asyncspec.timing.attribution import COLORS
 
         left = [0.0] * len(self.variants)
         for part in PARTS:

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from asyncspec import ledger
-from asyncspec.audit import fates, violations
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job
 from asyncspec.config import load
-from asyncspec.timing.exporters import read_rows
+from asyncspec.ledger import ledger
+from asyncspec.ledger.audit import fates, violations
+from asyncspec.timing.metrics import read_rows
 
 FAULTS = 100
 BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly

@@ -16,12 +16,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncspec import ledger, topology
-from asyncspec.audit import violations
 from asyncspec.bench.harness import Benchmark, Samples, ratio
-from asyncspec.bench.hosts import Hosts
-from asyncspec.config import Config, ConfigError, load
-from asyncspec.timing.exporters import read_rows
+from asyncspec.bench.namespaces import Hosts
+from asyncspec.config import Config, load, topology
+from asyncspec.errors import UserError
+from asyncspec.ledger import ledger
+from asyncspec.ledger.audit import violations
+from asyncspec.timing.metrics import read_rows
 
 CONFIG, SKIP = "mock_rl_think_8b", 2  # steps that fill the pipeline
 LONGEST_S = 900.0
@@ -115,7 +116,7 @@ class DeploymentBenchmark(Benchmark):
                     os.killpg(node.pid, signal.SIGKILL)
         rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
         if len(rows) < self.config.steps:
-            raise ConfigError(
+            raise UserError(
                 f"bench deployment: {variant}: {len(rows)} of {self.config.steps} steps; see {logs} and {run_dir}/logs"
             )
         scale, steady = self.config.mock.time_scale, rows[SKIP:]

@@ -21,11 +21,11 @@ from rich.table import Table
 from asyncspec.bench.harness import Benchmark, Samples, median, spread
 from asyncspec.bench.jobs import run_job, train_draft
 from asyncspec.bench.loads import Loads
+from asyncspec.commands.draft_train import Rollout, Sampler, Training, batches
 from asyncspec.config import resolve_path
-from asyncspec.drafts.offline import Rollout, Sampler, Training, batches
 from asyncspec.models import policy, tokenizer
 from asyncspec.models.policy import hidden_states
-from asyncspec.rl import tasks
+from asyncspec.tasks.sums import sums
 
 FORMS, INITS, MODES, LENGTHS = ("zero", "think"), ("general", "in-domain"), ("frozen", "online"), (3, 5, 7)
 OTHERS = ("mtp", "draft_model", "ngram", "suffix")
@@ -61,7 +61,7 @@ class DraftsBenchmark(Benchmark):
         }
         prompts = out / "general.jsonl"
         prompts.write_text(
-            "".join(json.dumps({"prompt": p}) + "\n" for p in tasks.general_prompts(base.seed, GENERAL_PROMPTS))
+            "".join(json.dumps({"prompt": p}) + "\n" for p in general_prompts(base.seed, GENERAL_PROMPTS))
         )
         self.loads: dict[tuple[str, str, str], Loads] = {}
         self.kl: dict[tuple[str, str], float] = {}
@@ -212,7 +212,7 @@ def divergence(ended: Path, start: Path, prompts: int = 128) -> float:
     """KL(ended || start) of two policies, nats a token, over the first one's own samples at temperature 1."""
     (model, shape), (before, _) = policy.load(ended), policy.load(start)
     encoder = tokenizer.load(ended)
-    prompts_ = [encoder.encode(p.prompt).ids for p in tasks.sums(91, prompts)]
+    prompts_ = [encoder.encode(p.prompt).ids for p in sums(91, prompts)]
     done = Sampler(model, shape, Training())(prompts_, 1)
     total = tokens = 0.0
     for tokens_BL, mask_BL in batches(
@@ -227,3 +227,24 @@ def divergence(ended: Path, start: Path, prompts: int = 128) -> float:
 
 def make(overrides: Sequence[str], out: Path) -> DraftsBenchmark:
     return DraftsBenchmark(overrides, out)
+
+
+def general_prompts(seed: int, count: int) -> list[str]:
+    """Prompts of other tasks than sums, from a seed: what a draft of general purpose is trained on."""
+    rng = np.random.default_rng([seed, 0x6765])
+
+    def number(digits: int) -> str:
+        return str(rng.integers(10 ** (digits - 1), 10**digits))
+
+    def word() -> str:
+        return "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), int(rng.integers(2, 9))))
+
+    kinds = (
+        lambda: f"{number(int(rng.integers(1, 4)))}*{number(int(rng.integers(1, 3)))}=",
+        lambda: f"{number(int(rng.integers(1, 5)))}-{number(int(rng.integers(1, 5)))}=",
+        lambda: ",".join(number(int(rng.integers(1, 3))) for _ in range(rng.integers(2, 8))) + ";",
+        lambda: "_".join(word() for _ in range(rng.integers(2, 6))) + "?",
+        lambda: f"({number(1)}+{number(1)})*{number(1)}=",
+        lambda: f"{word()}:{word()}|",
+    )
+    return [kinds[rng.integers(len(kinds))]() for _ in range(count)]

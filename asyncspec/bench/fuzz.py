@@ -3,12 +3,12 @@ without, and a thousand damaged configurations: none may crash anything, none ma
 say.
 
 - frames: a peer that has the keys sends mutated messages, random bytes, repeated and skipped ones to a queue and a
-control
-  channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word for word,
-  a message.
-- oversized: frames beyond the limit from peers that have the keys; each is cut off, and nobody else notices. -
-stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives. - configs: fields with
-values of other types, out of range, misspelt; each is refused in one line, or is what the configuration then says.
+  control channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word
+  for word, a message.
+- oversized: frames beyond the limit from peers that have the keys; each is cut off, and nobody else notices.
+- stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives.
+- configs: fields with values of other types, out of range, misspelt; each is refused in one line, or is what the
+  configuration then says.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import yaml
 import zmq
 
 from asyncspec import config as configuration
-from asyncspec import messages as m
-from asyncspec import transport
 from asyncspec.bench.harness import Benchmark, Samples
-from asyncspec.fields import describe, value_of
+from asyncspec.config.fields import describe, value_of
+from asyncspec.errors import UserError
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
 
 FRAMES, OVERSIZED, STRANGERS, CONFIGS = 1_000_000, 40, 5_000, 1_000
 GOOD_EVERY = 50  # frames, or connections, between two good messages
@@ -378,7 +379,7 @@ def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
         counts["tried"] += 1
         try:
             loaded = configuration.load("tiny", [f"{name}={text}"])
-        except configuration.ConfigError as error:
+        except UserError as error:
             counts["refused"] += 1
             counts["silent"] += "\n" in str(error) or not str(error)
             continue
@@ -412,5 +413,5 @@ def same(value: Any, text: str) -> bool:
 
 def make(overrides: Sequence[str], out: Path) -> FuzzBenchmark:
     if overrides:
-        raise configuration.ConfigError(f"bench fuzz {overrides[0]}: expected no overrides; it runs no job")
+        raise UserError(f"bench fuzz {overrides[0]}: expected no overrides; it runs no job")
     return FuzzBenchmark()

@@ -24,13 +24,13 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 from threadpoolctl import threadpool_info
 
-from asyncspec.config import ConfigError
+from asyncspec.config.fields import hint
 from asyncspec.console import terminal
-from asyncspec.fields import hint
+from asyncspec.errors import UserError
 
 NAMES = {
-    "async": "asyncspec.bench.asynchrony",
-    "engine": "asyncspec.bench.generation",
+    "async": "asyncspec.bench.async_",
+    "engine": "asyncspec.bench.engine",
     "speculation": "asyncspec.bench.speculation",
     "drafts": "asyncspec.bench.drafts",
     "adapter": "asyncspec.bench.adapter",
@@ -89,16 +89,16 @@ class Benchmark(ABC):
 def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
     if name not in NAMES:
-        raise ConfigError(f"bench {name}: expected one of {', '.join(NAMES)}" + hint(name, NAMES))
+        raise UserError(f"bench {name}: expected one of {', '.join(NAMES)}" + hint(name, NAMES))
     if repeats is not None and repeats < 1:
-        raise ConfigError(f"--repeats {repeats}: expected 1 or more")
+        raise UserError(f"--repeats {repeats}: expected 1 or more")
     directory = Path(out)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
+        raise UserError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
     if not os.access(directory, os.W_OK):
-        raise ConfigError(f"--out {out}: expected a directory to write to")
+        raise UserError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {}

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncspec.config import ConfigError
-from asyncspec.timing.exporters import read_rows
+from asyncspec.errors import UserError
+from asyncspec.timing.metrics import read_rows
 
 
 def run_job(
@@ -27,7 +27,7 @@ def run_job(
         resume: go on with the run in that directory.
 
     Raises:
-        ConfigError: it did not finish; with its last line.
+        UserError: it did not finish; with its last line.
     """
     _run(
         ["train", "--resume" if resume else "--run-dir", str(run_dir), *arguments],
@@ -42,7 +42,7 @@ def train_draft(out: Path, *arguments: str) -> None:
     """Run `asyncspec draft train`.
 
     Raises:
-        ConfigError: it did not finish; with its last line.
+        UserError: it did not finish; with its last line.
     """
     _run(["draft", "train", "--out", str(out), *arguments], f"training the draft {out}")
 
@@ -65,4 +65,4 @@ def _run(arguments: list[str], what: str, beside=None, expected: Sequence[int] =
         output = written.read()
     if process.returncode not in expected:
         lines = [line for line in output.splitlines() if line.startswith(("failed:", "asyncspec:"))] or [""]
-        raise ConfigError(f"{what} ended with code {process.returncode}: {lines[-1]}")
+        raise UserError(f"{what} ended with code {process.returncode}: {lines[-1]}")

@@ -14,16 +14,16 @@ from itertools import zip_longest
 import torch
 
 from asyncspec import config as configuration
-from asyncspec.drafts.offline import acceptance_length
-from asyncspec.engine.base import Completion, Request
+from asyncspec.commands.draft_train import acceptance_length
+from asyncspec.drafters.lookup import SuffixDrafter
+from asyncspec.drafters.make import drafter_maker
+from asyncspec.engine.protocol import Completion, Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch.roles import devices
 from asyncspec.loading import use_threads
 from asyncspec.models import eagle3, policy, tokenizer
-from asyncspec.rl import tasks
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
-from asyncspec.speculation.lookup import SuffixDrafter
-from asyncspec.speculation.make import drafter_maker
+from asyncspec.tasks.sums import sums
 
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
@@ -58,7 +58,7 @@ class Loads:
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
         encoder = tokenizer.load(path)
-        self.prompts = [encoder.encode(p.prompt).ids for p in tasks.sums(c.seed + 77, 1024)]
+        self.prompts = [encoder.encode(p.prompt).ids for p in sums(c.seed + 77, 1024)]
         self._engines: dict[tuple[str, int], list[TorchEngine]] = {}
         self._auto = {}
         self._pasts = {}  # by slots
@@ -123,7 +123,7 @@ class Loads:
         if method == "random":
 
             def useless(model, slots, settings):
-                from asyncspec.speculation.eagle3 import eagle3_drafter
+                from asyncspec.drafters.eagle3 import eagle3_drafter
 
                 torch.manual_seed(c.seed)
                 return eagle3_drafter(eagle3.Eagle3(eagle3.DraftShape.for_policy(self.shape)), model, slots, settings)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncspec.messages import Arrays
 from asyncspec.models.policy import forward
+from asyncspec.wire.messages import Arrays
 
 LEAST_REST = 1e-6  # mass that a draft is taken to leave outside the tokens kept, so that its logarithm is finite
 

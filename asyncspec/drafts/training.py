@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from asyncspec import checkpoint
 from asyncspec.drafts.supervision import Supervision
+from asyncspec.ledger import checkpoint
 from asyncspec.models.policy import hidden_states
 
 LEAST_OVERLAP = 1e-6  # so that its logarithm is finite

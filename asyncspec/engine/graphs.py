@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncspec.engine.kv_cache import SPAN_STEP, Spans
+from asyncspec.errors import first_line
 
 TOKENS = 1024  # rows times positions up to which a pass is captured: beyond, kernels take longer than their launches
 TIMES = 3  # that a pass comes until it is captured
@@ -132,7 +133,7 @@ class Graphs:
                 result.zero_()
             graph.replay()
         except RuntimeError as error:
-            return self._give_up(f"a CUDA graph could not be captured ({str(error).splitlines()[0]})")
+            return self._give_up(f"a CUDA graph could not be captured ({first_line(error)})")
         difference, live = results[0].double() - expected[0], slice(len(inputs[0]))
         off, size = float(difference[live].norm()), float(expected[0][live].double().norm())
         if not off <= TOLERANCE * size:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from asyncspec.engine.base import Request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.numpy_cache import packing
-from asyncspec.speculation.base import Drafter, Slots
+from asyncspec.engine.protocol import Request
+from asyncspec.speculation.drafter import Drafter, Slots
 from asyncspec.speculation.verify import sampling_distribution
 
 PREFILL_CHUNK = 512  # positions read in one pass

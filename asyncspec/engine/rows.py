@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from asyncspec.engine import kv_cache
-from asyncspec.engine.base import Completion, Request, at_least
+from asyncspec.engine.protocol import Completion, Request, at_least
 from asyncspec.models.shape import PolicyShape
 from asyncspec.speculation import counter_rng
-from asyncspec.speculation.base import Slots
+from asyncspec.speculation.drafter import Slots
 
 
 @dataclass(frozen=True)

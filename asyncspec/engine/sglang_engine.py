@@ -31,13 +31,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from asyncspec.config import Config, first_line, resolve_path
+from asyncspec import clock
+from asyncspec.config import Config, resolve_path
 from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
-from asyncspec.engine.base import Completion, QueueingEngine, Request
+from asyncspec.engine.protocol import Completion, QueueingEngine, Request
 from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
+from asyncspec.errors import first_line
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
-from asyncspec.timing import clock
 
 LONGEST_WAIT_S = 0.01  # of one poll
 
@@ -60,7 +61,7 @@ class SglangEngine(QueueingEngine):
             index: which of the addresses in engine.url.
 
         Raises:
-            ConfigError: the server was started for something else, see `sglang_server.check`.
+            UserError: the server was started for something else, see `sglang_server.check`.
             ServerError: it does not answer, or cannot load the weights.
         """
         path = resolve_path(config.model.path)
@@ -122,7 +123,7 @@ class SglangEngine(QueueingEngine):
         """No draft has weights here.
 
         Raises:
-            ServerError: always; config_check.py refuses drafts with weights.
+            ServerError: always; config/check.py refuses drafts with weights.
         """
         raise ServerError("engine.kind=sglang takes no weights of a draft")
 

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncspec.config import Config, ConfigError, first_line, resolve_path
+from asyncspec.config import Config, resolve_path
 from asyncspec.deadlines import SERVER_ASKED_S
+from asyncspec.errors import ConfigError, first_line
 from asyncspec.models import CheckpointError
 from asyncspec.models.policy import PolicyShape
 

@@ -16,21 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from asyncspec import clock
 from asyncspec.engine import kv_cache
-from asyncspec.engine.base import Completion, Request, check_request
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import TIMES, Graphs
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
+from asyncspec.engine.protocol import Completion, Request, check_request
 from asyncspec.engine.rows import Rows, Sample
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
-from asyncspec.speculation.base import Drafter, Slots
 from asyncspec.speculation.calibration import calibration
 from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.speculation.drafter import Drafter, Slots
 from asyncspec.speculation.lookup_length import LookupLength
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
-from asyncspec.timing import clock
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 # a response's mean length, for all that is known before there are any: the first at most

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncspec.config import Config, ConfigError, resolve_path
+from asyncspec import clock
+from asyncspec.config import Config, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
-from asyncspec.engine.base import Completion, QueueingEngine, Request, at_least
+from asyncspec.engine.protocol import Completion, QueueingEngine, Request, at_least
+from asyncspec.errors import ConfigError
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
 from asyncspec.models.widen import widened, widened_tensors
-from asyncspec.timing import clock
 
 vllm_process.prepare(torch.get_num_threads())
 
@@ -156,7 +157,7 @@ class VllmEngine(QueueingEngine):
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def _arguments(self, config: Config, paths: Mapping[str, Path]) -> EngineArgs:
-        k = int(config.speculation.draft_length) if config.drafting else 0
+        k = config.fixed_draft_length or 0
         positions = self.max_prompt_tokens + self.max_response_tokens + k + 1
         speculative = None
         if config.drafting:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncspec import transport
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
 from asyncspec.config import Config
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
+from asyncspec.wire import transport
 
 POLL_S = 0.1
 

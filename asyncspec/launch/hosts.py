@@ -24,10 +24,11 @@ from dataclasses import dataclass
 
 import monarch.actor as monarch
 
-from asyncspec import topology, transport
-from asyncspec.config import Config, ConfigError
+from asyncspec.config import Config, topology
 from asyncspec.deadlines import HOST_ALONE_S, HOST_ASKED_S, HOST_LOST_S, HOST_REACHED_S, HOST_RETRY_S, MESH_STOP_S
+from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.wire import transport
 
 PORT = 26600  # Monarch's own jobs serve at the same
 NEWS_BYTES = 1 << 16
@@ -57,7 +58,7 @@ class Address:
         port = int(found["port"] or PORT) if found else 0
         if not found or not found["host"] or not 0 < port < 65536:
             nearest = text.partition(":")[0] or "localhost"
-            raise ConfigError(f"{field} {text!r}: expected HOST or HOST:PORT; nearest valid choice: {nearest}:{PORT}")
+            raise UserError(f"{field} {text!r}: expected HOST or HOST:PORT; nearest valid choice: {nearest}:{PORT}")
         return cls(found["host"], port, text if "://" in text else "")
 
     def ip(self) -> str:
@@ -104,7 +105,7 @@ def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]
         try:
             here = transport.own_address(address.ip(), address.port)
         except (OSError, ValueError) as error:
-            raise ConfigError(
+            raise UserError(
                 f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this "
                 f"one reaches"
             ) from None
@@ -123,7 +124,7 @@ def serve(text: str) -> int:
     host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
     address = Address.parse(f"{host or socket.gethostname()}:{port or PORT}", "asyncspec host:")
     if address.whole:
-        raise ConfigError(f"asyncspec host {text}: expected [HOST][:PORT]; nearest valid choice: {address}")
+        raise UserError(f"asyncspec host {text}: expected [HOST][:PORT]; nearest valid choice: {address}")
     try:
         ip = address.ip()
         if not host and ip.startswith("127."):  # as a host's own name often stands for there
@@ -132,9 +133,7 @@ def serve(text: str) -> int:
     except (OSError, ValueError) as error:
         number = getattr(error, "errno", 0)
         why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"asyncspec host {address}: {why}; expected an address of this host and a free port"
-        ) from None
+        raise UserError(f"asyncspec host {address}: {why}; expected an address of this host and a free port") from None
     interrupt = InterruptFlag()
     served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
     interrupt.arm()

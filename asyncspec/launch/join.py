@@ -21,13 +21,14 @@ from pathlib import Path
 import msgspec
 
 from asyncspec import config as configuration
-from asyncspec import messages as m
-from asyncspec import topology, transport
-from asyncspec.config import Config, ConfigError
+from asyncspec.config import Config, topology
+from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import processes, roles
 from asyncspec.launch.forkserver import ForkServer, die_with
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
 
 FILE, POLL_S = "rendezvous.json", 0.1
 
@@ -62,9 +63,7 @@ def check_first(config: Config, node: int) -> None:
     """
     check_node(config, node)
     if node:
-        raise ConfigError(
-            f"--node {node}: expected --join RUN beside it, the directory of a run that --node 0 has begun"
-        )
+        raise UserError(f"--node {node}: expected --join RUN beside it, the directory of a run that --node 0 has begun")
     if config.deployment.host == "auto":
         raise ConfigError(
             "deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
@@ -78,7 +77,7 @@ def check_node(config: Config, node: int) -> None:
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
     if not 0 <= node < nodes:
-        raise ConfigError(
+        raise UserError(
             f"--node {node}: deployment.nodes={config.deployment.nodes!r} names {nodes} nodes; expected 0 to "
             f"{nodes - 1}"
             if nodes
@@ -98,13 +97,13 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
     """
     path = Path(run_dir).expanduser().absolute()
     if not (path / "config.yaml").is_file():
-        raise ConfigError(
+        raise UserError(
             f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node "
             f"0` has begun"
         )
     config = configuration.load(str(path / "config.yaml"), [f"run_dir={path}", "deployment.host=auto"])
     if node == 0:
-        raise ConfigError(
+        raise UserError(
             "--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or "
             "--resume"
         )
@@ -181,14 +180,14 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
             transport.wait([client], POLL_S)
             answer = client.receive()
             if isinstance(answer, m.Claimed) and answer.refused:
-                raise ConfigError(f"--node {node}: {answer.refused}")
+                raise UserError(f"--node {node}: {answer.refused}")
             if isinstance(answer, m.Claimed):
                 return answer.names
             if over():
                 return []
     finally:
         client.close(0)
-    raise ConfigError(
+    raise UserError(
         f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} "
         f"s; "
         "expected an address that this node reaches: deployment.host of node 0"
@@ -201,7 +200,7 @@ def _main() -> int:
     die_with(int(parent))
     try:
         return join(run_dir, int(node), int(launch))
-    except ConfigError as error:
+    except UserError as error:
         print(error, flush=True)
         return 2
 

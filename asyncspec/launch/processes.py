@@ -21,18 +21,19 @@ from datetime import timedelta
 
 import msgspec
 
-from asyncspec import topology, transport
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
 from asyncspec.actors.controller import RESTART
 from asyncspec.actors.crew import actor_names
-from asyncspec.config import Config, ConfigError
+from asyncspec.config import Config, topology
 from asyncspec.deadlines import LATE_WORD_S
+from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import roles
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.preflight import check_host
 from asyncspec.launch.watch import Supervisor
-from asyncspec.transport import own_address
+from asyncspec.wire import transport
+from asyncspec.wire.transport import own_address
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -142,7 +143,7 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
             if readable
             else f"did not start within {config.deployment.start_timeout_s:g} s"
         )
-        raise ConfigError(
+        raise UserError(
             f"the controller's process {what}; what it printed is above; a slow machine needs another "
             f"deployment.start_timeout_s"
         )

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec import topology
 from asyncspec.actors.base import ActorSpec, first_name, redirect_output
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.config import Config, ConfigError
+from asyncspec.config import Config, topology
 from asyncspec.deadlines import ANSWER_S, PLACED_S
+from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import attempts, ending, roles
 from asyncspec.launch.interrupt import InterruptFlag
 
@@ -39,7 +39,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
-    raise ConfigError('--launcher ray: ray is not installed; expected pip install -e ".[ray]"') from None
+    raise UserError('--launcher ray: ray is not installed; expected pip install -e ".[ray]"') from None
 
 
 SHARES = 10_000  # of a GPU, as finely as Ray divides one
@@ -80,7 +80,7 @@ def launch(config: Config, resume: bool = False) -> int:
         resume: go on with the run that config.run_dir holds.
     """
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
-        raise ConfigError(
+        raise UserError(
             f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r}: a Ray client cannot reach the actors; expected host:port of "
             f"the cluster's head, "
             "on one of its nodes"
@@ -273,10 +273,8 @@ def _connect(namespace: str) -> None:
         ray.init(namespace=namespace, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "")
-        raise ConfigError(
-            f"RAY_ADDRESS={where!r}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; expected the "
-            f"address of a Ray cluster, "
-            "or none to start one"
+        raise UserError(
+            f"RAY_ADDRESS={where!r}: {first_line(error)}; expected the address of a Ray cluster, or none to start one"
         ) from None
 
 

@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncspec.config import Config, ConfigError, load
-from asyncspec.fields import value_of
-from asyncspec.timing.exporters import read_rows
+from asyncspec.config import Config, load
+from asyncspec.config.fields import value_of
+from asyncspec.errors import ConfigError, UserError
+from asyncspec.timing.metrics import read_rows
 
 # What a run may be given anew when it goes on. Everything else decides what it has learned and what its records mean.
 CHANGEABLE = (
@@ -41,13 +42,11 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
     """
     run_dir = Path(directory).expanduser().absolute()
     if config is not None:
-        raise ConfigError(
-            f"--config {config}: expected none beside --resume; the run has its own, {run_dir}/config.yaml"
-        )
+        raise UserError(f"--config {config}: expected none beside --resume; the run has its own, {run_dir}/config.yaml")
     if not (run_dir / "config.yaml").is_file():
         runs = sorted(path.parent.name for path in run_dir.parent.glob("*/config.yaml"))
         nearest = difflib.get_close_matches(run_dir.name, runs, 1, 0.0)
-        raise ConfigError(
+        raise UserError(
             f"--resume {directory}: no config.yaml in it; expected the directory of a run"
             + (f"; nearest: {run_dir.parent / nearest[0]}" if nearest else "")
         )
@@ -64,7 +63,7 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
             )
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
     if trained >= after.steps:
-        raise ConfigError(
+        raise UserError(
             f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for "
             f"example, would go on"
         )

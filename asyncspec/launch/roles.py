@@ -12,13 +12,16 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec import checkpoint, topology, transport
 from asyncspec import config as configuration
 from asyncspec.actors.base import ActorSpec
+from asyncspec.config import topology
+from asyncspec.errors import ConfigError
 from asyncspec.launch import ending
 from asyncspec.launch.preflight import check_inputs
+from asyncspec.ledger import checkpoint
 from asyncspec.loading import uncollected
-from asyncspec.timing.exporters import read_rows
+from asyncspec.timing.metrics import read_rows
+from asyncspec.wire import transport
 
 CLASSES = {
     "controller": ("asyncspec.actors.controller", "Controller"),
@@ -29,7 +32,9 @@ CLASSES = {
     "trainer_rank": ("asyncspec.actors.trainer_rank", "TrainerRank"),
     "draft_adapter": ("asyncspec.actors.draft_adapter", "DraftAdapter"),
 }
+# With engine.kind=mock and trainer.kind=mock, which go together.
 MOCKED = {
+    "generator": ("asyncspec.mock.actors", "MockGenerator"),
     "trainer": ("asyncspec.mock.actors", "MockTrainer"),
     "trainer_rank": ("asyncspec.mock.actors", "MockTrainerRank"),
     "logprob": ("asyncspec.mock.actors", "MockLogprob"),
@@ -42,12 +47,12 @@ _MODELS = (
     "asyncspec.drafts.training",
     "asyncspec.engine.torch_engine",
     "asyncspec.models.policy",
-    "asyncspec.speculation.make",
-    "asyncspec.weights",
+    "asyncspec.drafters.make",
+    "asyncspec.wire.weights",
 )
 # What the embedded engine adds: numba, beside whose modules vLLM's engine does not start (it looks at every value in
 # every module).
-_DRAFTING = "asyncspec.speculation.drafting"
+_DRAFTING = "asyncspec.drafters.numba_draft"
 
 
 def make(spec: ActorSpec):
@@ -74,7 +79,7 @@ def devices(wanted: str, played: Sequence[str]) -> list[str]:
 
     gpus = torch.cuda.device_count()
     if wanted == "cuda" and not gpus:
-        raise configuration.ConfigError(
+        raise ConfigError(
             "deployment.device='cuda': expected a GPU, torch sees none; nearest valid choice: deployment.device=cpu"
         )
     return [f"cuda:{gpu}" for gpu in topology.deal(played, gpus)] if gpus else ["cpu"] * len(played)
@@ -133,7 +138,7 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
     check_inputs(config)
     config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
     if (Path(config.run_dir) / "metrics.jsonl").exists():
-        raise configuration.ConfigError(
+        raise ConfigError(
             f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
             f"{config.run_dir}"
         )
@@ -171,14 +176,12 @@ def hold(run_dir: str) -> int:
     try:
         descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise configuration.ConfigError(
-            f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to"
-        ) from None
+        raise ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise configuration.ConfigError(
+        raise ConfigError(
             f"run_dir={run_dir!r}: another process is training in it; expected one that has ended"
         ) from None
     return descriptor
@@ -206,11 +209,9 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
         )
         free, needed = shutil.disk_usage(run_dir).free + held, room_needed(config)
     except OSError as error:
-        raise configuration.ConfigError(
-            f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to"
-        ) from None
+        raise ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
     if free < needed:
-        raise configuration.ConfigError(
+        raise ConfigError(
             f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} "
             f"MB for "
             f"checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: another disk"

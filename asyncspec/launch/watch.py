@@ -13,15 +13,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncspec import transport
 from asyncspec.actors.base import ActorSpec, first_name
 from asyncspec.actors.controller import RESTART
 from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
-from asyncspec.heartbeat import Vigil
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.messages import Beat, Interrupt, Kill, Stop
+from asyncspec.wire import transport
+from asyncspec.wire.heartbeat import Vigil
+from asyncspec.wire.messages import Beat, Interrupt, Kill, Stop
 
 
 class Supervisor:

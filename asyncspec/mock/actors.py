@@ -1,5 +1,5 @@
-"""Trainer and logprob actors whose passes take time and compute nothing; their queues, order, lag and broadcasts are
-the real ones.
+"""Generator, trainer and logprob actors that wait where a GPU would compute. Their queues, order, lag and broadcasts
+are the real ones.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ import time
 
 import torch
 
-from asyncspec import checkpoint
-from asyncspec import messages as m
+from asyncspec.actors.generator import Generator
 from asyncspec.actors.logprob import Logprob
 from asyncspec.actors.logprob_rank import LogprobRank
 from asyncspec.actors.trainer import Trainer
 from asyncspec.actors.trainer_rank import TrainerRank
-from asyncspec.mock.engine import MockModel
-from asyncspec.parallel import Ranks
+from asyncspec.ledger import checkpoint
+from asyncspec.mock.engine import MockEngine, MockModel
+from asyncspec.models.parallel import Ranks
 from asyncspec.rl.learner import Learner
 from asyncspec.rl.scorer import Scorer
+from asyncspec.wire import messages as m
 
 
 class MockAccumulator:
@@ -66,6 +67,11 @@ class MockLearner(Learner):
         seconds = c.mock.train_s * c.mock.time_scale / c.rl.groups_per_step  # of a group, with all ranks at it
         self.accumulator = MockAccumulator(self.model, seconds * self.ranks.data_size, self.ranks)
         self._hold()
+
+
+class MockGenerator(Generator):
+    def make_engine(self) -> MockEngine:
+        return MockEngine(self.config)
 
 
 class MockTrainer(Trainer):

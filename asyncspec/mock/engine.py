@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from asyncspec.clock import now
 from asyncspec.config import Config, MockConfig
-from asyncspec.engine.base import Completion, Request
+from asyncspec.engine.protocol import Completion, Request
 from asyncspec.mock.timings import acceptance_of_a_position, response_tokens, tokens_per_s
-from asyncspec.timing.clock import now
 
 LONGEST_WAIT_S = 0.01  # of one poll
 

@@ -89,7 +89,7 @@ class ExactExperts(GroupedExperts):
         return times(F.silu(times(x_RD, w1_EFD)) * times(x_RD, w3_EFD), w2_EDF)
 
 
-# torchtitan's block and model, and how several ranks would divide it, see parallel.py.
+# torchtitan's block and model, and how several ranks would divide it, see models/parallel.py.
 _LLAMA = Llama3TransformerBlock, Llama3Model, partial(set_llama3_sharding_config, enable_sp=True)
 _QWEN3 = Qwen3TransformerBlock, Qwen3Model, partial(set_qwen3_sharding_config, enable_sp=True, enable_ep=False)
 

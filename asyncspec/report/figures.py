@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from asyncspec.messages import StepDone
-from asyncspec.report.run import COLORS, Run
-from asyncspec.timing.attribution import PARTS, critical_path
-
-GANTT_STEPS = 4
+from asyncspec.report.run import Run
+from asyncspec.timing.attribution import COLORS, PARTS
 
 
 def _side_by_side(runs: Sequence[Run], draw: Callable, height: float = 2.8, share_y: bool = True) -> Figure:
@@ -95,51 +92,3 @@ def lengths(runs: Sequence[Run]) -> Figure:
         axis.set_ylabel("responses", fontsize=8)
 
     return _side_by_side(runs, draw, 2.2)
-
-
-def gantt(steps: Sequence[StepDone]) -> Figure:
-    """What the trainer and each group did during some steps."""
-    figure = Figure(figsize=(12, 0.9 + 0.045 * sum(len(s.groups) for s in steps) + 0.5), layout="constrained")
-    axis = figure.subplots()
-    zero, height, tall = steps[0].start, 0, 4
-    for step in steps:
-        for segment in critical_path(step):
-            axis.broken_barh(
-                [(segment.start - zero, segment.seconds)], (0, tall), color=COLORS[segment.part], linewidth=0
-            )
-        axis.axvline(step.end - zero, color="black", linewidth=0.6)
-        axis.text(step.start - zero, -0.2, f"step {step.step}", fontsize=6)
-    height = tall + 2
-    colors = {
-        "generate": COLORS["exposed_generation"],
-        "reward": COLORS["exposed_reward"],
-        "logprob": COLORS["exposed_logprob"],
-        "weights": COLORS["prepare"],
-        "swap": COLORS["prepare"],
-        "logprob_weights": COLORS["prepare"],
-        "lost": COLORS["recovery"],
-        "queued": "#f3d9d6",
-        "logprob_queue": "#e2d8ec",
-    }
-    for step in steps:
-        for group in sorted(step.groups, key=lambda g: g.ticket_id):
-            for phase in group.phases:
-                axis.broken_barh(
-                    [(phase.start - zero, phase.end - phase.start)],
-                    (height, 0.9),
-                    color=colors[phase.name],
-                    linewidth=0,
-                )
-            height += 1
-    axis.set_ylim(height, -2)
-    axis.set_yticks([tall / 2, (tall + 2 + height) / 2], ["trainer", "groups"], fontsize=8)
-    axis.set_xlabel("seconds", fontsize=8)
-    axis.set_xlim(min(0.0, min(g.phases[0].start for s in steps for g in s.groups) - zero), steps[-1].end - zero)
-    axis.tick_params(labelsize=7)
-    handles = [
-        axis.broken_barh([(0, 0)], (0, 0), color=COLORS[part], label=part.replace("_", " "))
-        for part in PARTS
-        if part not in ("data", "other")
-    ]
-    axis.legend(handles=handles, fontsize=6, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.08), frameon=False)
-    return figure

@@ -7,26 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncspec import ledger
-from asyncspec.config import Config, ConfigError, from_yaml
-from asyncspec.messages import StepDone
+from asyncspec.config import Config, from_yaml
+from asyncspec.errors import UserError
+from asyncspec.ledger import ledger
 from asyncspec.timing import timeline
 from asyncspec.timing.attribution import PARTS
-from asyncspec.timing.exporters import read_rows
+from asyncspec.timing.metrics import read_rows
+from asyncspec.wire.messages import StepDone
 
 STATES = ("busy", "blocked_input", "blocked_output", "idle")
-COLORS = {  # of the parts of a step, everywhere
-    "data": "#8c8c8c",
-    "transport": "#b5b5b5",
-    "prepare": "#e6a532",
-    "admission": "#f2d37f",
-    "exposed_generation": "#c9362b",
-    "exposed_reward": "#e88fb0",
-    "exposed_logprob": "#7a4fa3",
-    "recovery": "#111111",
-    "train": "#2f6db5",
-    "other": "#dddddd",
-}
 
 
 @dataclass(frozen=True)
@@ -40,21 +29,21 @@ class Run:
     @classmethod
     def read(cls, directory: Path) -> Run:
         """Raises:
-        ConfigError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
+        UserError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
         """
         for name in ("config.yaml", "metrics.jsonl"):
             if not (directory / name).is_file():
-                raise ConfigError(
+                raise UserError(
                     f"report {directory}: no {name} in it; expected the directory of a run, for example "
                     f"runs/20261121-120000"
                 )
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
-            raise ConfigError(f"report {directory}: no step was finished; {directory}/logs says what happened")
+            raise UserError(f"report {directory}: no step was finished; {directory}/logs says what happened")
         try:
             dropped = _dropped(directory / "ledger.jsonl")
         except ValueError as error:
-            raise ConfigError(f"report {directory}: {error}") from None
+            raise UserError(f"report {directory}: {error}") from None
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
         return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, dropped)
 

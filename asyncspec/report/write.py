@@ -11,11 +11,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from asyncspec.config import ConfigError, to_yaml
+from asyncspec.config import to_yaml
 from asyncspec.console import terminal
-from asyncspec.report.run import COLORS, STATES, Run
+from asyncspec.errors import UserError
+from asyncspec.report.run import STATES, Run
 from asyncspec.timing import whatif
-from asyncspec.timing.attribution import PARTS, explain
+from asyncspec.timing.attribution import COLORS, PARTS, explain
+from asyncspec.timing.gantt import GANTT_STEPS, gantt
 
 SLOWEST = 5
 CHANGES = (
@@ -62,7 +64,7 @@ def html(runs: Sequence[Run]) -> str:
     def worst(run: Run) -> int:
         steady = range(len(run.steps))[run.steady]
         middle = max(steady, key=lambda i: run.steps[i].end - run.steps[i].start)
-        return max(0, min(middle - figures.GANTT_STEPS // 2, len(run.steps) - figures.GANTT_STEPS))
+        return max(0, min(middle - GANTT_STEPS // 2, len(run.steps) - GANTT_STEPS))
 
     summaries = [run.summary() for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name, _ in summary))
@@ -108,9 +110,7 @@ def html(runs: Sequence[Run]) -> str:
         breakdown=svg(figures.breakdown(runs)),
         slowest=[(run, slowest(run)) for run in runs],
         whatif=what_ifs(runs),
-        gantt=[
-            svg(figures.gantt(run.steps[worst(run) : worst(run) + figures.GANTT_STEPS])) for run in runs if run.steps
-        ],
+        gantt=[svg(gantt(run.steps[worst(run) : worst(run) + GANTT_STEPS])) for run in runs if run.steps],
         pictures=[(caption, svg(figure)) for caption, figure in pictures],
     )
 
@@ -158,7 +158,7 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
     """Write the report of one run or two; returns the exit code.
 
     Raises:
-        ConfigError: a directory holds no run.
+        UserError: a directory holds no run.
     """
     runs = [Run.read(Path(directory)) for directory in directories]
     console = terminal()
@@ -170,6 +170,6 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
     try:
         path.write_text(page)
     except OSError as error:
-        raise ConfigError(f"report: --out {path}: {error.strerror}; expected a file that can be written") from None
+        raise UserError(f"report: --out {path}: {error.strerror}; expected a file that can be written") from None
     console.print(f"written: {path}", soft_wrap=True)
     return 0

@@ -1,1 +1,1 @@
-"""RL: tasks and rewards, advantages, losses."""
+"""Reinforcement learning: advantages, losses, the learner and the scorer of groups."""

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncspec import checkpoint
-from asyncspec import messages as m
 from asyncspec.config import OptimizerConfig, RLConfig
-from asyncspec.parallel import Ranks
+from asyncspec.ledger import checkpoint
+from asyncspec.models.parallel import Ranks
 from asyncspec.rl.batch import padded, passes, response_logprobs
 from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
+from asyncspec.wire import messages as m
 
 
 class GradientAccumulator:

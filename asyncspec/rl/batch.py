@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncspec.messages import Arrays
+from asyncspec.wire.messages import Arrays
 
 
 def padded(prompt: list[int], arrays: Arrays, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncspec import checkpoint
 from asyncspec.config import Config, resolve_path
-from asyncspec.parallel import Ranks
-from asyncspec.weights import Layout, Snapshot, WholeSnapshot
+from asyncspec.ledger import checkpoint
+from asyncspec.models.parallel import Ranks
+from asyncspec.wire.weights import Layout, Snapshot, WholeSnapshot
 
 
 class Learner:

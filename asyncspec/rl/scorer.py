@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncspec import messages as m
 from asyncspec.config import Config, resolve_path
-from asyncspec.parallel import Ranks, let_go, local, share
+from asyncspec.models.parallel import Ranks, let_go, local, share
 from asyncspec.rl.batch import padded, passes, response_logprobs
-from asyncspec.weights import Layout
+from asyncspec.wire import messages as m
+from asyncspec.wire.weights import Layout
 
 
 class Scorer:

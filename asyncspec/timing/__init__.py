@@ -1,1 +1,1 @@
-"""Timing: spans, attribution of waits to their causes, exporters."""
+"""Timing: spans, the attribution of waits to their causes, and what is written of them."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from asyncspec.messages import GroupRecord, Phase, StepDone, Wait
+from asyncspec.wire.messages import GroupRecord, Phase, StepDone, Wait
 
 # What each phase of a group is charged to when the trainer waits for it.
 CAUSES = {
@@ -35,6 +35,18 @@ CAUSES = {
 BETWEEN, BEFORE = "transport", "admission"
 WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob", "recovery")
 PARTS = ("data", *WAITED, "train", "other")
+COLORS = {  # of the parts of a step, in every figure
+    "data": "#8c8c8c",
+    "transport": "#b5b5b5",
+    "prepare": "#e6a532",
+    "admission": "#f2d37f",
+    "exposed_generation": "#c9362b",
+    "exposed_reward": "#e88fb0",
+    "exposed_logprob": "#7a4fa3",
+    "recovery": "#111111",
+    "train": "#2f6db5",
+    "other": "#dddddd",
+}
 
 
 class Segment(NamedTuple):

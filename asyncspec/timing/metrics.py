@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 
-from asyncspec.messages import StepDone, summed
 from asyncspec.timing.attribution import break_down, covered
+from asyncspec.wire.messages import StepDone, summed
+
+# The parts of a step as the table at a run's end shows them: (label, metric).
+TABLE_ROWS = (
+    ("data", "time/data"),
+    ("transport", "time/transport"),
+    ("prepare (weight sync)", "time/prepare"),
+    ("admission by lag", "time/admission"),
+    ("exposed generation", "time/exposed_generation"),
+    ("exposed reward", "time/exposed_reward"),
+    ("exposed logprob", "time/exposed_logprob"),
+    ("recovery", "time/recovery"),
+    ("train", "time/train"),
+    ("other", "time/other"),
+    ("step", "time/step"),
+    ("generation, hidden or not", "time/generation"),
+    ("logprob, hidden or not", "time/logprob"),
+)
 
 
 def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict:
@@ -65,3 +84,17 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
 
 def stage_time(groups, name: str) -> float:
     return covered((p.start, p.end) for g in groups for p in g.phases if p.name == name)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl, up to one that a crash cut short or that is damaged."""
+    rows: list[dict] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
+    return rows

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from asyncspec.messages import Span
-from asyncspec.timing.clock import now
+from asyncspec.clock import now
+from asyncspec.wire.messages import Span
 
 IDLE_S = 50e-6  # within which an event passes in a stream that is empty
 

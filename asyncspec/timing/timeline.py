@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec.messages import StepDone
+from asyncspec.wire.messages import StepDone
 
 FILE = "timeline.jsonl"
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncspec.messages import GroupRecord, StepDone
+from asyncspec.wire.messages import GroupRecord, StepDone
 
 SKIP = 2  # steps that fill the pipeline
 

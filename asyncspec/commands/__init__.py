@@ -1,0 +1,1 @@
+"""Commands other than `train` and `bench`: one file each."""

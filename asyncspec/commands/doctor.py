@@ -1,0 +1,380 @@
+"""asyncspec doctor: what will run where, and whether it can, before a GPU hour is spent.
+
+Alone it looks at this host. Under torchrun, a rank on each node, every node looks at itself, and what only shows
+between nodes is tried as well: whether they reach each other, see the same files, and how far their clocks are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+
+from asyncspec.actors.broadcasts import broadcast_backend
+from asyncspec.actors.crew import actor_names, computing
+from asyncspec.commands import estimate
+from asyncspec.config import Config, resolve_path, topology
+from asyncspec.errors import ConfigError, UserError
+from asyncspec.launch.preflight import check_host
+
+ROUND_TRIPS = 20
+MOST_SKEW_S = 60.0  # clocks of the day; the timeline measures and corrects for itself, but file times and logs do not
+HEADROOM = 1.15  # for allocators and libraries
+
+
+@dataclass
+class Finding:
+    ok: bool
+    text: str
+
+
+@dataclass
+class Node:
+    """What one node has, as it says itself."""
+
+    host: str
+    address: str
+    gpus: list[float]  # bytes of each one's memory
+    memory: float  # bytes that are free
+    cores: int
+    findings: list[Finding] = field(default_factory=list)
+    skew_s: float = 0.0
+
+
+def examine(config: Config) -> int:
+    """Look, print, and return 0 if nothing speaks against the run, else 1.
+
+    Raises:
+        ConfigError: torchrun has another number of ranks than the topology has nodes.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    names = {"controller": "controller", **actor_names(config)}
+    nodes = topology.parse(config.deployment.nodes) if config.deployment.nodes else None
+    placed = [list(names)] if nodes is None else topology.place(nodes, names)
+    if size > 1 and size != len(placed):
+        raise ConfigError(
+            f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of "
+            f"torchrun's {size} ranks; "
+            f"nearest valid choice: torchrun --nnodes {len(placed)} --nproc-per-node 1"
+        )
+    here = _here(config)
+    if size == 1:
+        return _report(config, placed, names, [here])
+    everyone = _meet(config, here, rank, size)
+    return _report(config, placed, names, everyone) if rank == 0 else int(not all(f.ok for f in here.findings))
+
+
+def _here(config: Config) -> Node:
+    """Look at this host."""
+    import torch
+
+    gpus = [float(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count())]
+    free = next(
+        int(line.split()[1]) * 1024.0
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
+    node.findings += [*_versions(config), *_backends(config, gpus)]
+    node.findings.append(_binds(config))
+    return node
+
+
+def _versions(config: Config) -> list[Finding]:
+    """Whether the packages are there that this version asks for."""
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(text) for text in metadata.requires("asyncspec") or ()]
+    extra = {"vllm": "vllm-cpu" if config.deployment.device == "cpu" else "vllm"}.get(config.engine.kind, "")
+    findings = []
+    for requirement in wanted:
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            findings.append(
+                Finding(False, f"{requirement.name} is not installed; expected {requirement.specifier or 'any'}")
+            )
+            continue
+        fits = requirement.specifier.contains(re.split(r"\+", found)[0], prereleases=True)
+        if not fits or requirement.name in ("torch", "torchtitan", "vllm", "vllm-cpu"):
+            findings.append(
+                Finding(fits, f"{requirement.name} {found}" + ("" if fits else f"; expected {requirement.specifier}"))
+            )
+    return findings
+
+
+def _backends(config: Config, gpus: list[float]) -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not gpus:
+        return [
+            Finding(
+                config.deployment.device != "cuda",
+                "no GPU" + ("; deployment.device=cuda asks for one" if config.deployment.device == "cuda" else ""),
+            )
+        ]
+    if not dist.is_nccl_available():
+        return [Finding(False, "torch has no NCCL; expected a CUDA build of torch")]
+    return [Finding(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")]
+
+
+def _binds(config: Config) -> Finding:
+    try:
+        return Finding(True, f"can listen on {check_host(config)}")
+    except UserError as error:
+        return Finding(False, str(error))
+
+
+def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
+    """Try what goes between nodes; returns what each says, in rank 0."""
+    from torch.distributed import TCPStore
+
+    from asyncspec.wire.transport import own_address
+
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
+    here.address = own_address(master, port)
+    listener = socket.create_server((here.address, 0))
+    store.set(f"doctor/address/{rank}", f"{here.address}:{listener.getsockname()[1]}")
+    for other in range(size):
+        host, _, other_port = store.get(f"doctor/address/{other}").decode().rpartition(":")
+        try:
+            socket.create_connection((host, int(other_port)), timeout=5).close()
+        except OSError as error:
+            here.findings.append(
+                Finding(
+                    False, f"cannot reach node {other} at {host}: {error}; all nodes must reach each other on any port"
+                )
+            )
+    here.findings.append(_same_files(config, store, rank))
+    if rank:
+        here.skew_s = _skew(store, rank)
+    else:
+        _tell_time(store, size)
+    store.set(f"doctor/node/{rank}", json.dumps(asdict(here)))
+    said = [json.loads(store.get(f"doctor/node/{other}")) for other in range(size)] if rank == 0 else []
+    store.set(f"doctor/done/{rank}", "")
+    for other in range(size):  # nobody's listener closes before all have tried it
+        store.get(f"doctor/done/{other}")
+    listener.close()
+    return [Node(**{**node, "findings": [Finding(**f) for f in node["findings"]]}) for node in said]
+
+
+def _same_files(config: Config, store, rank: int) -> Finding:
+    """Whether all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
+    folder = Path(config.run_dir or "runs").expanduser().absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    if rank == 0:
+        file = folder / f".doctor-{uuid.uuid4().hex}"
+        try:
+            file.write_text("doctor")
+        except OSError as error:
+            file, problem = folder, error.strerror
+        store.set("doctor/file", str(file))
+        for other in range(1, int(os.environ["WORLD_SIZE"])):
+            store.get(f"doctor/seen/{other}")
+        if file == folder:
+            return Finding(False, f"{folder}: {problem}; expected a directory to write to")
+        file.unlink()
+        return Finding(True, f"{folder} can be written to")
+    file = Path(store.get("doctor/file").decode())
+    seen = file.exists()
+    store.set(f"doctor/seen/{rank}", "")
+    return Finding(
+        seen,
+        f"{file.parent} is {'the same' if seen else 'not the same'} as on node 0"
+        + ("" if seen else "; expected a shared file system"),
+    )
+
+
+def _skew(store, rank: int) -> float:
+    """Seconds this host's clock is ahead of node 0's: the round trip with the least delay."""
+    found = []
+    for i in range(ROUND_TRIPS):
+        sent = time.time()
+        store.set(f"doctor/ask/{rank}/{i}", "")
+        told = float(store.get(f"doctor/time/{rank}/{i}"))
+        back = time.time()
+        found.append((back - sent, (sent + back) / 2 - told))
+    return min(found)[1]
+
+
+def _tell_time(store, size: int) -> None:
+    for other in range(1, size):
+        for i in range(ROUND_TRIPS):
+            store.get(f"doctor/ask/{other}/{i}")
+            store.set(f"doctor/time/{other}/{i}", repr(time.time()))
+
+
+def judge(
+    config: Config, policy: dict, placed: list[list[str]], names: dict[str, str], nodes: list[Node]
+) -> list[tuple[str, str, list[Finding]]]:
+    """What each node plays, what the fullest of its devices needs, and what is wrong with that.
+
+    Args:
+        policy: the content of the policy's config.json.
+        placed: the actors' names by node; nodes: what each has, or only the first's where only one was looked at.
+    """
+    result, where_dealt = [], {}
+    for index, here in enumerate(placed):
+        known = nodes[index] if index < len(nodes) else None
+        needs = {name: HEADROOM * sum(estimate.of_actor(config, policy, names[name]).values()) for name in here}
+        on_devices = computing(config, {name: names[name] for name in here})
+        on_cpu = (
+            config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
+        )
+        if on_cpu:
+            needed, where = sum(needs.values()), "memory"
+            room = known.memory if known else None
+        else:
+            gpus = len(known.gpus) if known else max(1, len(on_devices))
+            dealt = topology.deal([names[name] for name in on_devices], gpus)
+            together = [[name for name, gpu in zip(on_devices, dealt) if gpu == i] for i in range(gpus)]
+            fullest_gpu = max(together, key=lambda on: sum(needs[name] for name in on))
+            needed, where = sum(needs[name] for name in fullest_gpu), "a GPU"
+            room = min(known.gpus) if known else None
+        findings = []
+        if room is not None and needed > room:
+            fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
+            parts = estimate.of_actor(config, policy, names[fullest])
+            findings.append(
+                Finding(
+                    False,
+                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for "
+                    f"{fullest}: "
+                    + ", ".join(
+                        f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1])
+                    ),
+                )
+            )
+        if known is not None and not on_cpu:
+            if sharing := [f"{' and '.join(on)} share a GPU" for on in together if len(on) > 1]:
+                findings.append(Finding(True, f"node {index}: {'; '.join(sharing)}"))
+            host = sum(estimate.on_host(config, policy, names[name]) for name in here)
+            if host > known.memory:
+                findings.append(
+                    Finding(
+                        False,
+                        f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} "
+                        f"free; "
+                        "each of several ranks reads the whole policy when it starts",
+                    )
+                )
+            where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}
+        if known is not None and abs(known.skew_s) > MOST_SKEW_S:
+            findings.append(
+                Finding(
+                    False,
+                    f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than "
+                    f"{MOST_SKEW_S:.0f}: set up NTP",
+                )
+            )
+        result.append((_summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))
+    if where_dealt and len(nodes) == len(placed):
+        result[0][2].extend(_broadcasts(config, names, where_dealt))
+    return result
+
+
+def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) -> list[Finding]:
+    """What carries the weights of each broadcast group.
+
+    Args:
+        devices: of the actors that have a GPU, told apart between nodes too.
+    """
+    roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator")} | (
+        {"draft": (config.draft_trainer, "generator")} if config.draft_trainer else {}
+    )
+    findings = []
+    for kind, members in roles.items():
+        at = [devices.get(name, "cpu") for name, role in names.items() if role in members]
+        nccl = broadcast_backend(at) == "nccl"
+        why = (
+            ""
+            if nccl
+            else ", through host memory: " + ("some members have no GPU" if "cpu" in at else "some members share a GPU")
+        )
+        findings.append(Finding(True, f"{kind} weights travel over {'NCCL' if nccl else 'gloo'}{why}"))
+    return findings
+
+
+def _summary(names: list[str]) -> str:
+    """generator0, generator1, generator2 as generator0-2."""
+    runs: list[list] = []
+    for name in names:
+        stem, digits = re.fullmatch(r"(.*?)(\d*)", name).groups()
+        if runs and digits and runs[-1][0] == stem and runs[-1][2] is not None and int(digits) == runs[-1][2] + 1:
+            runs[-1][2] = int(digits)
+        else:
+            runs.append([stem, digits, int(digits) if digits else None])
+    return ", ".join(
+        f"{stem}{first}" + (f"-{last}" if last is not None and str(last) != first else "") for stem, first, last in runs
+    )
+
+
+def _report(config: Config, placed: list[list[str]], names: dict[str, str], nodes: list[Node]) -> int:
+    from rich.table import Table
+    from rich.text import Text
+
+    from asyncspec.console import terminal
+
+    policy = json.loads((resolve_path(config.model.path) / "config.json").read_text())
+    judged = judge(config, policy, placed, names, nodes)
+    console = terminal(width=max(100, shutil.get_terminal_size().columns))
+    size = (
+        "waits instead of a policy"
+        if config.trainer.kind == "mock"
+        else f"a policy of {estimate.parameters(policy) / 1e6:,.1f} M parameters"
+    )
+    console.print(
+        f"asyncspec doctor: {size}, {len(placed)} node{'s' * (len(placed) > 1)}, engine {config.engine.kind}, "
+        f"trainer of {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}, policy lag {config.policy_lag}",
+        soft_wrap=True,
+    )
+    table = Table("node", "host", "has", "plays", "needs about", "clock")
+    for index, (plays, needs, _) in enumerate(judged):
+        node = nodes[index] if index < len(nodes) else None
+        has = (
+            "not looked at"
+            if node is None
+            else f"{len(node.gpus)} GPUs of {min(node.gpus) / 1e9:.0f} GB"
+            if node.gpus
+            else f"{node.cores} cores, {node.memory / 1e9:.0f} GB free"
+        )
+        table.add_row(
+            str(index), node.host if node else "?", has, plays, needs, f"{1e3 * node.skew_s:+.1f} ms" if node else "?"
+        )
+    console.print(table)
+    findings = [(f"node {i}: " if len(nodes) > 1 else "", f) for i, node in enumerate(nodes) for f in node.findings]
+    findings += [("", finding) for _, _, found in judged for finding in found]
+    shown = set()
+    for where, finding in sorted(findings, key=lambda item: not item[1].ok):
+        if not finding.ok or finding.text not in shown:  # what all nodes have is said once
+            console.print(
+                Text("ok  ", "green") if finding.ok else Text("WRONG", "red"),
+                finding.text if finding.ok else f"{where}{finding.text}",
+                soft_wrap=True,
+            )
+        shown.add(finding.text)
+    if len(nodes) < len(placed):
+        console.print(
+            f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 "
+            f"--no-python asyncspec doctor ...",
+            soft_wrap=True,
+        )
+    bad = sum(not finding.ok for _, finding in findings)
+    console.print(
+        f"{bad} of {len(findings)} checks speak against this run" if bad else "nothing speaks against this run"
+    )
+    return int(bool(bad))

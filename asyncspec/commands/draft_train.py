@@ -1,0 +1,294 @@
+"""`asyncspec draft train`: make a draft for a policy, from prompts or from rollouts.
+
+With prompts the policy samples its own rollouts, fresh ones all the time, and the draft learns the policy's
+distributions on them. What comes of it is measured by really drafting on prompts that were held out.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from asyncspec.commands.draft_settings import Training
+from asyncspec.config import resolve_path
+from asyncspec.console import terminal
+from asyncspec.drafters.make import drafter_for
+from asyncspec.drafts import draft as drafts
+from asyncspec.drafts.draft import Draft
+from asyncspec.drafts.supervision import supervise
+from asyncspec.drafts.training import DraftTrainer
+from asyncspec.engine.protocol import Completion, Request
+from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.errors import UserError
+from asyncspec.loading import use_threads
+from asyncspec.models import CheckpointError, policy
+from asyncspec.models import tokenizer as tokenizers
+from asyncspec.tasks.data import read_jsonl
+from asyncspec.tasks.sums import sums
+
+ROUND = 256  # rollouts sampled before each stretch of training
+SEEN = 4  # times a rollout is learned from, once the policy has read it
+POOL = 4  # batches sorted by length together, so that rows of a batch are about as long
+LINE_EVERY_S = 15.0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+
+class Sampler:
+    """A policy that answers prompts, with a draft or without."""
+
+    def __init__(
+        self, model, shape: policy.PolicyShape, settings: Training, draft: Draft | None = None, draft_length: int = 0
+    ) -> None:
+        # The engine takes a draft for its own; this one may be training.
+        maker = (
+            None if draft is None else drafter_for(drafts.Draft(draft.method, copy.deepcopy(draft.module), draft.shape))
+        )
+        self.limit = settings.max_response_tokens
+        self.engine = TorchEngine(
+            shape,
+            maker,
+            slots=64,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_response_tokens=self.limit,
+            draft_length=draft_length,
+            temperature=settings.temperature,
+        )
+        self.engine.load_policy(dict(model.named_parameters()), 0)
+
+    def __call__(self, prompts: Sequence[Sequence[int]], seed: int, samples: int = 1) -> list[tuple[int, Completion]]:
+        """(index of the prompt, completion) of all samples, as they finish."""
+        for i, prompt in enumerate(prompts):
+            self.engine.submit(Request(i, prompt, [seed + i * samples + j for j in range(samples)], self.limit))
+        done = []
+        while self.engine.live or self.engine.waiting:
+            done += [(c.request_id, c) for c in self.engine.poll()]
+        return done
+
+
+def acceptance_length(done: Sequence[tuple[int, Completion]]) -> float:
+    """Tokens emitted by one verification, the target's own included: as `spec/acceptance_length` of a run."""
+    return sum(len(c.tokens) - 1 for _, c in done) / max(1, sum(c.verifications for _, c in done))
+
+
+def batches(
+    rollouts: Sequence[Rollout], size: int, rng: np.random.Generator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens_BL, mask_BL of response tokens), rows of like length together, each rollout once."""
+    order = rng.permutation(len(rollouts))
+    for start in range(0, len(order), size * POOL):
+        pool = sorted(
+            (rollouts[i] for i in order[start : start + size * POOL]), key=lambda r: len(r.prompt) + len(r.response)
+        )
+        parts = [pool[i : i + size] for i in range(0, len(pool), size)]
+        for i in rng.permutation(len(parts)):
+            longest = max(len(r.prompt) + len(r.response) for r in parts[i])
+            tokens_BL = torch.tensor(
+                [[*r.prompt, *r.response, *[0] * (longest - len(r.prompt) - len(r.response))] for r in parts[i]]
+            )
+            yield (
+                tokens_BL,
+                torch.tensor(
+                    [[len(r.prompt) <= p < len(r.prompt) + len(r.response) for p in range(longest)] for r in parts[i]]
+                ),
+            )
+
+
+def sampled(model, shape, prompts: Sequence[Sequence[int]], settings: Training) -> Iterator[list[Rollout]]:
+    """Fresh rollouts, endlessly, each round of other prompts until all had their turn."""
+    sampler, rng = Sampler(model, shape, settings), np.random.default_rng([settings.seed, 1])
+    while True:
+        chosen = [prompts[i] for i in rng.choice(len(prompts), min(ROUND, len(prompts)), replace=False)]
+        done = sampler(chosen, int(rng.integers(1 << 40)))
+        yield [Rollout(tuple(chosen[i]), tuple(c.tokens.tolist())) for i, c in done]
+
+
+def train_draft(draft: Draft, model, rounds: Iterator[list[Rollout]], settings: Training, shown) -> DraftTrainer:
+    """Train until the minutes are over or the steps done, whichever is set and comes first; an interrupt ends it early.
+
+    Args:
+        rounds: rollouts to learn from.
+        shown: callable(trainer, progress from 0 to 1, loss, expected acceptance rate of each position), after each
+            step.
+    """
+    lr = settings.lr or 2e-3 * (64 / policy_width(model)) ** 0.5
+    trainer = DraftTrainer(draft.module, draft.loss(settings.unroll, settings.temperature), lr)
+    rng, began = np.random.default_rng([settings.seed, 2]), time.monotonic()
+    try:
+        for rollouts in rounds:
+            for part in range(0, len(rollouts), ROUND):
+                made = [
+                    supervise(model, draft.aux_layers, *batch, settings.temperature)
+                    for batch in batches(rollouts[part : part + ROUND], settings.batch, rng)
+                ]
+                for index in (i for _ in range(SEEN) for i in rng.permutation(len(made))):
+                    progress = max(
+                        trainer.steps / settings.steps if settings.steps else 0.0,
+                        (time.monotonic() - began) / (60 * settings.minutes) if settings.minutes else 0.0,
+                    )
+                    if progress >= 1:
+                        return trainer
+                    trainer.anneal(progress)
+                    shown(trainer, progress, *trainer.step(made[index]))
+    except KeyboardInterrupt:
+        pass
+    return trainer
+
+
+def policy_width(model) -> int:
+    return model.tok_embeddings.weight.shape[1]
+
+
+def run(settings: Training) -> int:
+    """Train as told, write the draft, print what it is worth; returns the exit code."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    use_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    console = terminal()
+    path = resolve_path(settings.policy)
+    try:
+        model, shape = policy.load(path)
+        model.requires_grad_(False)
+        tokenizer = tokenizers.load(path)
+        prompts, held_out, rollouts = _data(settings, tokenizer, shape)
+        tokens = _draft_vocabulary(settings, model, shape, prompts, rollouts)
+        draft = (
+            drafts.load(settings.method, resolve_path(settings.init), shape, model)
+            if settings.init
+            else drafts.new(settings.method, shape, model, tokens)
+        )
+    except (CheckpointError, ValueError) as error:
+        raise UserError(f"draft train: {error}") from None
+    parameters = sum(p.numel() for p in draft.module.parameters())
+    console.print(
+        f"{settings.method}: {parameters:,} parameters for a policy of {sum(p.numel() for p in model.parameters()):,}; "
+        f"{len(held_out)} prompts held out",
+        soft_wrap=True,
+    )
+
+    def measured() -> float:
+        return acceptance_length(
+            Sampler(model, shape, settings, draft, settings.draft_length)(held_out, 10**6 * (settings.seed + 1))
+        )
+
+    if settings.init:
+        console.print(f"acceptance length before: {measured():.3f} at k={settings.draft_length}")
+    out, lines = Path(settings.out), [time.monotonic()]
+    try:
+        writer = SummaryWriter(str(out / "tensorboard"))
+    except OSError as error:
+        raise UserError(f"draft train: --out {out}: {error.strerror}; expected a directory to write to") from None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        bar = bars.add_task(settings.method, total=1.0)
+
+        def shown(trainer: DraftTrainer, progress: float, loss: float, rates: list[float]) -> None:
+            by_position = " ".join(f"{rate:.2f}" for rate in rates)
+            bars.update(
+                bar,
+                completed=progress,
+                description=f"step {trainer.steps}, loss {loss:.3f}, acceptance by position {by_position}",
+            )
+            writer.add_scalar("draft/loss", loss, trainer.steps)
+            for position, rate in enumerate(rates, 1):
+                writer.add_scalar(f"draft/expected_acceptance_{position}", rate, trainer.steps)
+            if not console.is_terminal and time.monotonic() - lines[-1] > LINE_EVERY_S:
+                lines.append(time.monotonic())
+                console.print(
+                    f"step {trainer.steps} ({progress:.0%}): loss {loss:.3f}, acceptance by position {by_position}",
+                    soft_wrap=True,
+                )
+
+        rounds = iter([rollouts] * 10**6) if rollouts else sampled(model, shape, prompts, settings)
+        trainer = train_draft(draft, model, rounds, settings, shown)
+        bars.update(bar, completed=1.0)
+    draft.save(out, path)
+    length = measured()
+    writer.add_scalar("draft/acceptance_length", length, trainer.steps)
+    writer.close()
+    console.print(
+        f"{trainer.steps} steps; acceptance length {length:.3f} at k={settings.draft_length} on held-out prompts, "
+        f"temperature {settings.temperature:g}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"written: {out}; use it with speculation.method={settings.method} speculation.draft_path={out}", soft_wrap=True
+    )
+    return 0
+
+
+def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[list, list, list[Rollout]]:
+    """Prompts to learn on, those held out, and the rollouts that were given.
+
+    Raises:
+        ValueError: a line of a file is malformed, or nothing is left.
+    """
+    rollouts: list[Rollout] = []
+    rng = np.random.default_rng([settings.seed, 3])
+    if settings.rollouts:
+        texts = [
+            (item["prompt"], item["response"])
+            for item in read_jsonl(settings.rollouts, settings.rollouts, ("prompt", "response"))
+        ]
+        rollouts = [
+            Rollout(tuple(tokenizer.encode(p).ids), (*tokenizer.encode(r).ids, shape.eos_token_id)) for p, r in texts
+        ]
+        prompts = list(dict.fromkeys(r.prompt for r in rollouts))
+    elif settings.prompts:
+        prompts = list(
+            dict.fromkeys(
+                tuple(tokenizer.encode(item["prompt"]).ids)
+                for item in read_jsonl(settings.prompts, settings.prompts, ("prompt",))
+            )
+        )
+    else:
+        prompts = list(dict.fromkeys(tuple(tokenizer.encode(p.prompt).ids) for p in sums(settings.seed + 1000, 16384)))
+    fitting = [p for p in prompts if 0 < len(p) <= settings.max_prompt_tokens]
+    if len(fitting) < 2:
+        raise ValueError(
+            f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are no "
+            f"longer than "
+            "that; expected at least 2"
+        )
+    held = set(rng.permutation(len(fitting))[: min(settings.held_out, max(1, len(fitting) // 10))].tolist())
+    held_out = [p for i, p in enumerate(fitting) if i in held]
+    prompts = [p for i, p in enumerate(fitting) if i not in held]
+    kept = set(prompts)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    usable = [r for r in rollouts if r.prompt in kept and len(r.prompt) + len(r.response) <= longest]
+    if rollouts and not usable:
+        raise ValueError(
+            f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into "
+            f"{longest} tokens, prompt "
+            f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}"
+        )
+    return prompts, held_out, usable
+
+
+def _draft_vocabulary(settings: Training, model, shape, prompts, rollouts: list[Rollout]) -> torch.Tensor | None:
+    """The most frequent tokens of responses, ascending; None for all."""
+    if not 0 < settings.draft_vocab < shape.vocab_size:
+        return None
+    counts = np.zeros(shape.vocab_size, dtype=np.int64)
+    for rollout in rollouts or next(sampled(model, shape, prompts, settings)):
+        counts += np.bincount(rollout.response, minlength=shape.vocab_size)
+    counts[shape.eos_token_id] += 1
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[: settings.draft_vocab]))

@@ -1,0 +1,194 @@
+"""How much memory each actor takes, from the configuration and the policy's config.json alone: bytes, by what they are
+for.
+
+What is derived is exact (weights, moments; the KV cache but for what aligns it, up to `numpy_cache.LINE` positions a
+row); activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token, layer and unit of width in 16
+bits, twice that in 32, and two bytes where they are recomputed. Allocators and libraries come on top.
+"""
+
+from __future__ import annotations
+
+import json
+
+from asyncspec.config import Config, resolve_path
+
+FLOAT = 4
+ADAM = 2 * FLOAT  # its two moments
+# of a pass of an unrolled draft, a token and unit of width, beside logits and attention weights; measured
+UNROLLED = 31 * FLOAT
+FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # of the policy's width, which a draft reads of each position
+SORTED = 4 * FLOAT + 8  # of a probability, while top-p and top-k sort it
+LIBRARIES = 5e8  # that a process has loaded, its CUDA context included; measured on CPUs
+
+
+def parameters(policy: dict) -> int:
+    """Of a dense policy, from its config.json; of one with experts, all of them."""
+    D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    heads, kv_heads, V = policy["num_attention_heads"], policy["num_key_value_heads"], policy["vocab_size"]
+    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
+    width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
+    qk_norm = 2 * H if str(policy.get("model_type", "")).startswith("qwen3") else 0
+    layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + qk_norm
+    return policy["num_hidden_layers"] * layer + D + V * D * (1 if policy.get("tie_word_embeddings") else 2)
+
+
+def kv_bytes_per_token(policy: dict, element: int) -> int:
+    """Keys and values of one position.
+
+    Args:
+        element: bytes of a number.
+    """
+    H = policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    return 2 * policy["num_hidden_layers"] * policy["num_key_value_heads"] * H * element
+
+
+def eagle3_parameters(draft: dict) -> int:
+    """Of an EAGLE-3 draft, from its config.json."""
+    D, H, heads, kv_heads = (
+        draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
+    attention = 2 * D * H * (heads + 2 * kv_heads) + heads * H * D
+    return (
+        3 * D * D
+        + attention
+        + 3 * D * draft["intermediate_size"]
+        + 4 * D
+        + D * (draft.get("draft_vocab_size") or draft["vocab_size"])
+    )
+
+
+def draft_parameters(method: str, draft: dict) -> int:
+    """Of a draft, from its config.json; of MTP without the head, which is the policy's."""
+    if method == "eagle3":
+        return eagle3_parameters(draft)
+    if method == "mtp":
+        D = draft["hidden_size"]
+        return parameters(draft | {"num_hidden_layers": 1, "vocab_size": 0}) + 2 * D * D + 2 * D
+    return parameters(draft)
+
+
+def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
+    """Bytes that an actor holds at most where it computes, by what for; of one that only waits, what it has loaded.
+
+    Args:
+        policy: the content of the policy's config.json.
+        role: as in topology.actor_names.
+    """
+    if config.trainer.kind == "mock":
+        return {"libraries": LIBRARIES}
+    return {"libraries": LIBRARIES, **_of_role(config, policy, role)}
+
+
+def on_host(config: Config, policy: dict, role: str) -> float:
+    """Bytes that an actor whose node has GPUs holds at most in host memory."""
+    if config.trainer.kind == "mock":
+        return LIBRARIES
+    if role == "generator" and config.engine.kind == "sglang":
+        return sum(of_actor(config, policy, role).values())
+    whole = FLOAT * parameters(policy)
+    if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.model.dtype != "float32"):
+        # what it reads; the first rank holds two at the end, to write the policy
+        return LIBRARIES + whole * (2 if role == "trainer" else 1)
+    return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
+
+
+def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
+    P, V = parameters(policy), policy["vocab_size"]
+    longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+    tokens = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
+    trainer, element = config.trainer, FLOAT if config.model.dtype == "float32" else 2
+    if role in ("trainer", "trainer_rank"):
+        share, wide = P / trainer.ranks, element / 2
+        kept = 2 if trainer.recompute else 34
+        return {
+            "weights and gradients": 2 * FLOAT * share,
+            "optimizer": ADAM * share,
+            "snapshot": FLOAT * share,
+            "activations": kept
+            * wide
+            * tokens
+            * policy["hidden_size"]
+            * policy["num_hidden_layers"]
+            / trainer.tensor_parallel,
+            "logits": 4 * FLOAT * tokens * V,
+        }
+    if role in ("logprob", "logprob_rank"):
+        ranks = config.logprob.ranks
+        found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 3 * FLOAT * tokens * V}
+        if ranks == 1:
+            return found | {"arriving weights": FLOAT * P}
+        # Each keeps its share of a version that waits for the other ranks and of one that arrives, tensor by tensor;
+        # the embedding is the largest,
+        # also of what a pass gathers.
+        largest = V * policy["hidden_size"]
+        return found | {
+            "arriving weights": 2 * element * P / ranks + FLOAT * largest,
+            "gathered weights": element * largest / config.logprob.tensor_parallel,
+        }
+    if role == "generator" and config.engine.kind == "torch":
+        from asyncspec.engine.numpy_cache import LINE
+        from asyncspec.engine.prompts import PROMPT_ROWS
+
+        verified = 1 + config.longest_draft  # tokens of a step, of each row
+        positions = -(-(longest + verified) // LINE) * LINE
+        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
+        method = config.speculation.method
+        if method in FEATURES:
+            cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())
+            own = cfg | {"num_hidden_layers": 1} if FEATURES[method] else cfg
+            each = element * FEATURES[method] * cfg["hidden_size"] + kv_bytes_per_token(own, element)
+            draft = {
+                "draft": (2 * element + FLOAT) * draft_parameters(method, cfg),
+                "draft's features and cache": each * cached,
+            }
+        # Of each token that may come next: its logit, this over the temperature, and its probability for the target and
+        # for the draft.
+        of_token = element + 3 * FLOAT + SORTED * (config.sampling.top_p < 1 or config.sampling.top_k > 0)
+        # the matrices its own pass is made of beside the module's
+        return {
+            "weights": 2 * element * P,
+            "arriving weights": FLOAT * P,
+            "KV cache": kv_bytes_per_token(policy, element) * cached,
+            "distributions": of_token * config.engine.slots * verified * V,
+            **draft,
+        }
+    if role == "generator" and config.engine.kind == "vllm":
+        # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
+        return {
+            "weights": element * P,
+            "arriving weights": FLOAT * P,
+            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest,
+        }
+    if role == "generator" and config.engine.kind == "sglang":
+        # a copy, and a file in memory
+        return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}
+    if role == "draft_adapter":
+        return _of_draft(config, tokens, longest)
+    return {}
+
+
+def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:
+    """
+    Args:
+        tokens: of the first pass over a group, which the draft learns from.
+        longest: positions of a sequence.
+    """
+    draft, unroll = json.loads((resolve_path(config.draft_directory) / "config.json").read_text()), config.draft.unroll
+    window = min(longest, config.draft.window or longest)
+    tokens = min(tokens, config.rl.group_size * window)
+    if config.speculation.method == "eagle3":
+        vocabulary = draft.get("draft_vocab_size") or draft["vocab_size"]
+        # Until the backward pass each of the unrolled ones keeps its logits and attention weights; one makes them, in
+        # several steps.
+        working = {
+            "activations": unroll * UNROLLED * tokens * draft["hidden_size"],
+            "logits": (unroll + 2) * FLOAT * tokens * vocabulary,
+            "attention weights": (unroll + 2) * FLOAT * tokens * draft["num_attention_heads"] * window,
+        }
+    else:
+        working = {
+            "activations": 2 * 34 * tokens * draft["hidden_size"] * draft["num_hidden_layers"],
+            "logits": 3 * FLOAT * tokens * draft["vocab_size"],
+        }
+    P = draft_parameters(config.speculation.method, draft)
+    return {"weights and gradients": 2 * FLOAT * P, "optimizer": ADAM * P, "snapshot": FLOAT * P, **working}

@@ -1,0 +1,35 @@
+"""The configuration of a run: its fields, how they are composed, what is refused, and who plays where."""
+
+from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
+from asyncspec.config.paths import CONFIG_DIR, PACKAGE_DIR, default_run_dir, resolve_path
+from asyncspec.config.schema import (
+    LONGEST_DRAFT,
+    Config,
+    MockConfig,
+    OptimizerConfig,
+    RLConfig,
+    TrainerConfig,
+    default_of,
+)
+from asyncspec.errors import ConfigError, UserError, first_line
+
+__all__ = [
+    "CONFIG_DIR",
+    "LONGEST_DRAFT",
+    "PACKAGE_DIR",
+    "Config",
+    "ConfigError",
+    "MockConfig",
+    "OptimizerConfig",
+    "RLConfig",
+    "TrainerConfig",
+    "UserError",
+    "default_of",
+    "default_run_dir",
+    "first_line",
+    "from_yaml",
+    "load",
+    "nearest_field",
+    "resolve_path",
+    "to_yaml",
+]

@@ -1,0 +1,326 @@
+"""Refuses configurations that cannot run, before anything starts.
+
+Bounds and choices of single fields stand in their metadata (schema.py); here are the combinations of fields, and what
+the files must hold that they name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncspec.config.fields import describe, refusal, value_of
+from asyncspec.config.paths import resolve_path
+from asyncspec.config.schema import Config, default_of
+from asyncspec.deadlines import COLLECTIVE_S
+from asyncspec.errors import ConfigError, first_line
+from asyncspec.faults import parse as parse_faults
+from asyncspec.models import CheckpointError
+from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
+from asyncspec.timing.delays import parse as parse_delays
+
+# What a directory's architecture can draft as.
+_DRAFTS = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"),
+    **dict.fromkeys(ARCHITECTURES.values(), "draft_model"),
+}
+
+
+def check(config: Config) -> None:
+    """Refuse values and combinations that cannot run.
+
+    Raises:
+        ConfigError: one line that names field, value, what is expected and a valid choice.
+    """
+    for name, default, metadata in describe(Config):
+        if refused := refusal(value_of(config, name), default, metadata, name.endswith("_s")):
+            _need(config, False, name, *refused)
+    for part in (
+        _check_notations,
+        _check_ranks,
+        _check_engine,
+        _check_rewards,
+        _check_files,
+        _check_models,
+        _check_lengths,
+    ):
+        part(config)
+
+
+def _need(config: Config, held: bool, name: str, expected: str, nearest: Any) -> None:
+    if not held:
+        raise ConfigError(
+            f"{name}={value_of(config, name)!r}: expected {expected}; nearest valid choice: {name}={nearest}"
+        )
+
+
+def _check_notations(config: Config) -> None:
+    """Fields whose text has a form of its own."""
+    for name, parse, example in (
+        ("deployment.delays", parse_delays, "generate=0.01,train=0.1"),
+        ("deployment.faults", parse_faults, "generator0:swap:2:kill"),
+    ):
+        text = value_of(config, name)
+        try:
+            parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{name}={text!r}: {error}; expected for example {example}") from None
+    _need(config, bool(config.deployment.host), "deployment.host", "auto, or an address of this host", "auto")
+    if config.drafting and config.speculation.draft_length != "auto":
+        name, text = "speculation.draft_length", config.speculation.draft_length
+        _need(config, re.fullmatch("-?[0-9]{1,9}", text) is not None, name, "auto or a whole number", "auto")
+        expected = "at least 1 with a draft (speculation.method=none turns drafting off)"
+        _need(config, int(text) >= 1, name, expected, 1)
+        _need(config, int(text) <= 16, name, "at most 16", 16)
+
+
+def _check_ranks(config: Config) -> None:
+    for who in ("trainer", "logprob"):
+        ranks, parallel = value_of(config, f"{who}.ranks"), value_of(config, f"{who}.tensor_parallel")
+        expected, nearest = f"a divisor of {who}.ranks={ranks}", math.gcd(ranks, parallel)
+        _need(config, ranks % parallel == 0, f"{who}.tensor_parallel", expected, nearest)
+    ranks, parallel, groups = config.trainer.ranks, config.trainer.tensor_parallel, config.rl.groups_per_step
+    expected = f"at most {groups} ranks that read different groups, as rl.groups_per_step"
+    _need(config, ranks // parallel <= groups, "trainer.ranks", expected, groups * parallel)
+    if config.draft_trainer == "trainer":
+        plain = ranks == 1 and config.model.dtype == "float32"
+        expected = "another than mtp, which only one rank in float32 trains with the policy; or draft.adapt=false"
+        _need(config, plain, "speculation.method", expected, "eagle3")
+
+
+def _check_engine(config: Config) -> None:
+    """What each kind of engine can do."""
+    kind, length = config.engine.kind, config.fixed_draft_length
+    trainer = "mock" if kind == "mock" else "torch"
+    why = "a mock trainer learns nothing" if trainer == "torch" else "a mock engine produces nothing to learn from"
+    _need(config, config.trainer.kind == trainer, "trainer.kind", f"{trainer} with engine.kind={kind}: {why}", trainer)
+    expected = f"false with engine.kind={kind}: only vllm compiles its policy"
+    _need(config, kind == "vllm" or not config.engine.compile, "engine.compile", expected, "false")
+    if config.engine.compile and config.deployment.device != "cuda":  # for GPUs vllm's compiler writes no C++
+        held = cxx_compiler() is not None
+        _need(config, held, "engine.compile", "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
+    if kind == "vllm":
+        methods = "eagle3, draft_model, ngram, suffix or none with engine.kind=vllm"
+        _need(config, config.speculation.method != "mtp", "speculation.method", methods, "eagle3")
+        expected = "a whole number with engine.kind=vllm: its k is fixed"
+        _need(config, length is not None, "speculation.draft_length", expected, 3)
+        held = config.sampling.temperature >= 0.01
+        _need(config, held, "sampling.temperature", "at least 0.01 with engine.kind=vllm", 0.01)
+    if kind == "sglang":
+        _check_sglang(config)
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use."""
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
+
+
+def _check_rewards(config: Config) -> None:
+    patience = min(config.deployment.turn_timeout_s, COLLECTIVE_S)
+    expected = (
+        f"less than {patience:g}, deployment.turn_timeout_s or what a broadcast may take: a generator waits for each "
+        "reward"
+    )
+    held = config.data.reward_timeout_s < patience
+    _need(config, held, "data.reward_timeout_s", expected, min(10.0, patience / 2))
+
+
+def _check_files(config: Config) -> None:
+    """The directories and files that the configuration names must be there."""
+    for name, path in (
+        ("model.path", config.model.path),
+        ("model.reference_path", config.model.reference_path),
+        ("speculation.draft_path", config.draft_directory),
+    ):
+        if path and not (resolve_path(path) / "config.json").is_file():
+            shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
+            raise ConfigError(
+                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; put it there, or name "
+                f"another{shipped}"
+            )
+    expected = f"data.train_file beside it: the task {config.data.task} holds out prompts of its own"
+    _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
+    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+
+
+def _check_sglang(config: Config) -> None:
+    """What an SGLang server can do for us, and where each generator has its own."""
+    urls, count, kind = config.server_urls, config.deployment.generators, "with engine.kind=sglang"
+    _need(config, bool(urls), "engine.url", f"where each generator's server is {kind}", "http://127.0.0.1:30000")
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            held = (
+                parts.scheme == "http"
+                and bool(parts.hostname)
+                and parts.port is not None
+                and not parts.path.strip("/")
+                and not parts.query
+            )
+        except ValueError:
+            held = False
+        _need(
+            config,
+            held,
+            "engine.url",
+            "http://HOST:PORT, for several generators with commas between",
+            "http://127.0.0.1:30000",
+        )
+    _need(
+        config,
+        len(set(urls)) == len(urls),
+        "engine.url",
+        "a server of its own for each generator",
+        ",".join(dict.fromkeys(urls)),
+    )
+    if len(urls) != count:
+        raise ConfigError(
+            f"engine.url={config.engine.url!r}: names {len(urls)} servers; expected {count}, one for each generator; "
+            f"nearest valid choice: deployment.generators={len(urls)}"
+        )
+    _need(
+        config,
+        config.speculation.method in ("ngram", "none"),
+        "speculation.method",
+        f"ngram or none {kind}: its weight update would overwrite a draft with the policy",
+        "none",
+    )
+    _need(
+        config,
+        config.fixed_draft_length is not None,
+        "speculation.draft_length",
+        f"a whole number {kind}: its k is fixed",
+        3,
+    )
+    _need(
+        config,
+        config.engine.kv_at_swap == "recompute",
+        "engine.kv_at_swap",
+        f"recompute {kind}: where it keeps the KV cache it does not say exactly which tokens are older than a swap",
+        "recompute",
+    )
+    for name, whole in (("sampling.top_p", 1.0), ("sampling.top_k", 0)):
+        _need(
+            config,
+            value_of(config, name) == whole,
+            name,
+            f"{whole} {kind}: its logprobs are of the whole distribution",
+            whole,
+        )
+
+
+def _check_models(config: Config) -> None:
+    """The policy must be of a known kind, and divide as it is told to."""
+    policy = _read_json("model.path", config.model.path)
+    try:
+        shape = PolicyShape.from_hf(resolve_path(config.model.path))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: {first_line(error)}; "
+            f"model.path={default_of('model.path')} is the shipped one"
+        ) from None
+    if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one"
+        )
+    heads = shape.n_kv_heads
+    for name in ("trainer.tensor_parallel", "logprob.tensor_parallel"):
+        parallel = value_of(config, name)
+        # With tensor parallelism torchtitan's mixture wants a number of samples that it divides.
+        if parallel > 1 and shape.experts is not None:
+            raise ConfigError(f"{name}={parallel}: expected 1 with a policy of experts; nearest valid choice: {name}=1")
+        if heads % parallel:
+            raise ConfigError(
+                f"{name}={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest "
+                f"valid choice: {name}={math.gcd(heads, parallel)}"
+            )
+    if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
+        raise ConfigError(
+            f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with "
+            f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch"
+        )
+    _check_reference(config, policy)
+    _check_draft(config, policy)
+
+
+def _check_reference(config: Config, policy: dict) -> None:
+    if config.model.reference_path and config.rl.kl_coef > 0:
+        found = _read_json("model.reference_path", config.model.reference_path).get("vocab_size")
+        if found != policy.get("vocab_size"):
+            raise ConfigError(
+                f"model.reference_path={config.model.reference_path!r}: made for vocab_size={found}; expected "
+                f"{policy.get('vocab_size')}, as the policy of model.path has; nearest valid choice: "
+                "model.reference_path=, which is that policy"
+            )
+
+
+def _check_draft(config: Config, policy: dict) -> None:
+    """The draft must be what the method takes, made for this policy."""
+    method, directory = config.speculation.method, config.draft_directory
+    if not directory:
+        return
+    draft = _read_json("speculation.draft_path", directory)
+    found = (draft.get("architectures") or ["?"])[0]
+    fits = _DRAFTS.get(str(found), "?")
+    # A policy's own checkpoint may hold its MTP module.
+    if method != fits and (method, fits) != ("mtp", "draft_model"):
+        nearest = (
+            f"speculation.method={fits}"
+            if fits != "?"
+            else f"speculation.draft_path={default_of('speculation.draft_path')}"
+        )
+        raise ConfigError(
+            f"speculation.draft_path={directory!r}: holds a {found}, which speculation.method={method} does not take; "
+            f"nearest valid choice: {nearest}"
+        )
+    keys = {"draft_model": ("vocab_size",), "mtp": ("model_type", "vocab_size", "hidden_size")}
+    for key in keys.get(method, ("vocab_size", "hidden_size")):
+        if draft.get(key) != policy.get(key):
+            raise ConfigError(
+                f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
+                f"as the policy of model.path has; speculation.method=ngram needs no draft"
+            )
+
+
+def _read_json(name: str, path: str) -> dict:
+    file = resolve_path(path) / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={path!r}: {file}: {first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}={path!r}: {file}: expected an object")
+    return content
+
+
+def _check_lengths(config: Config) -> None:
+    """Prompt, response and proposals must fit the positions the policy knows."""
+    positions = _read_json("model.path", config.model.path).get("max_position_embeddings")
+    if not isinstance(positions, int):
+        raise ConfigError(
+            f"model.path={config.model.path!r}: config.json has no max_position_embeddings; expected a number"
+        )
+    drafted = 1 + config.longest_draft if config.drafting else 0
+    room = positions - config.engine.max_prompt_tokens - drafted
+    if room < 1:
+        rest = positions - drafted - config.sampling.max_response_tokens
+        nearest = rest if rest > 0 else (positions - drafted) // 2
+        raise ConfigError(
+            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response: the policy "
+            f"has {positions} positions; nearest valid choice: engine.max_prompt_tokens={nearest}"
+        )
+    if config.sampling.max_response_tokens > room:
+        raise ConfigError(
+            f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "
+            f"policy has {positions} positions, prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
+            f"choice: sampling.max_response_tokens={room}"
+        )

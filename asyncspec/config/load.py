@@ -1,0 +1,181 @@
+"""Composes a configuration from YAML and overrides, and reads and writes it.
+
+`load` merges, in this order: the dataclass defaults, a YAML file, dotlist overrides. A key that does not exist, a value
+of the wrong type or an impossible combination (check.py) raises `ConfigError`: one line that names the field, the
+value, what was expected and the nearest valid choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from asyncspec.config import topology
+from asyncspec.config.check import check
+from asyncspec.config.fields import hint, leaves, type_of, value_of
+from asyncspec.config.paths import CONFIG_DIR
+from asyncspec.config.schema import Config, default_of
+from asyncspec.errors import ConfigError, first_line
+
+
+def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
+    """Compose and check a configuration.
+
+    Args:
+        config: path of a YAML file, or the name of one in the package's configs folder ("tiny").
+        overrides: "a.b=value" strings, applied last, in order.
+
+    Raises:
+        ConfigError: one line that says what is wrong and what would be right.
+    """
+    path = _config_path(config)
+    try:
+        file_cfg = OmegaConf.load(path)
+    except Exception as error:  # YAML's own errors are of many types
+        raise ConfigError(f"--config {config}: not readable as YAML: {first_line(error)}") from None
+    if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
+        raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
+    given = OmegaConf.to_container(file_cfg)
+    for key in leaves(given):
+        _check_key(key, f"in {path.name}")
+        _check_type(key, _inner(given, key))
+    for item in overrides:
+        if "=" not in item or item.startswith(("-", "=")):
+            raise ConfigError(
+                f"override {item!r}: expected field=value without spaces, for example trainer.optimizer.lr=1e-4"
+            )
+        _check_key(item.split("=", 1)[0], "in the overrides")
+    merged = OmegaConf.structured(Config)
+    try:
+        merged = OmegaConf.merge(merged, file_cfg)
+        for item in overrides:
+            _override(merged, *item.split("=", 1))
+        result = OmegaConf.to_object(merged)
+        _apply_nodes(result, {*leaves(given), *(item.split("=", 1)[0] for item in overrides)})
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key}: {first_line(error)}; expected {_expected(key)}") from None
+    check(result)
+    return result
+
+
+def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
+    """The topology says how many actors there are; what is given besides must agree."""
+    text = config.deployment.nodes
+    if not text:
+        return
+    try:
+        totals = topology.total(topology.parse(text))
+    except ValueError as error:
+        raise ConfigError(f"deployment.nodes={text!r}: {error}") from None
+    ranks = max(1, config.logprob.ranks)
+    if totals["logprob"] % ranks:
+        raise ConfigError(
+            f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of "
+            f"logprob.ranks={ranks}; "
+            f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}"
+        )
+    totals["logprob"] //= ranks
+    for name, role in (
+        ("trainer.ranks", "trainer"),
+        ("deployment.logprobs", "logprob"),
+        ("deployment.generators", "generator"),
+    ):
+        if name in given and value_of(config, name) != totals[role]:
+            raise ConfigError(
+                f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an "
+                f"empty deployment.nodes"
+            )
+        section, field_name = name.split(".")
+        setattr(getattr(config, section), field_name, totals[role])
+
+
+def _override(merged, key: str, text: str) -> None:
+    try:
+        # A string field takes its text as it stands; for all others YAML's reading of the text counts.
+        value = (
+            text if type_of(Config, key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
+        )
+        _check_type(key, value)
+        OmegaConf.update(merged, key, value)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, YAMLError, ValueError):  # Python reads no number of more than 4300 digits
+        raise ConfigError(f"{key}={text!r}: expected {_expected(key)}") from None
+
+
+def _check_type(key: str, value: Any) -> None:
+    """Yes and no are no numbers, and no number is yes or no: omegaconf takes either for the other."""
+    interpolated = isinstance(value, str) and value.startswith("${")
+    if not interpolated and (type_of(Config, key) is bool) != isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r}: expected {_expected(key)}")
+
+
+def _inner(tree: dict, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load` and `from_yaml` read back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration that `to_yaml` wrote; it was checked then.
+
+    Raises:
+        ConfigError: it is damaged, or of another version.
+    """
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    except Exception as error:  # YAML's own errors are of many types
+        raise ConfigError(f"config.yaml: {first_line(error)}; expected what this version of asyncspec writes") from None
+
+
+def _config_path(config: str) -> Path:
+    for candidate in (Path(config), CONFIG_DIR / f"{config}.yaml"):
+        if candidate.is_file():
+            return candidate
+    names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
+    raise ConfigError(
+        f"--config {config}: no such file; expected a YAML file or one of {', '.join(names)}"
+        + hint(Path(config).stem, names)
+    )
+
+
+def _check_key(key: str, where: str) -> None:
+    known = leaves(dataclasses.asdict(Config()))
+    if key in known:
+        return
+    inner = [name for name in known if name.startswith(key + ".")]
+    if inner:
+        raise ConfigError(f"{key} {where}: names a section, not a field; expected for example {inner[0]}=...")
+    near = nearest_field(key)
+    if not near:
+        raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all")
+    raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near} (default {default_of(near)!r})")
+
+
+def nearest_field(key: str) -> str | None:
+    """The field most like what was given, if any is."""
+    known = leaves(dataclasses.asdict(Config()))
+    # A right last name under a wrong section is the commonest slip, so it is offered first.
+    same_name = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    return next(iter(same_name[:1] or difflib.get_close_matches(key, known, 1, 0.5)), None)
+
+
+def _expected(key: str) -> str:
+    try:
+        return f"a value of type {type_of(Config, key).__name__}; nearest valid choice: {key}={default_of(key)}"
+    except (KeyError, TypeError):
+        return "a known field"

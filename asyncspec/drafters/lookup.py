@@ -1,0 +1,267 @@
+"""Drafters that look proposals up in tokens already seen: n-gram (the sequence's own), suffix (those of earlier
+rollouts).
+
+Both find where the last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a
+point mass, and is verified as one. Where nothing matches a row has no proposal. Some of the finished rollouts are
+looked back at, to tell what would have been proposed in them.
+
+Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths), T tokens of finished rollouts, R
+those of responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from asyncspec.config import LONGEST_DRAFT as LONGEST
+from asyncspec.engine.kv_cache import runs
+from asyncspec.speculation.drafter import Proposal, Slots
+
+_BASE = 6364136223846793005  # of hashes
+
+
+class _Lookup:
+    aux_layers: tuple[int, ...] = ()
+    remembers, looks_up = False, True
+    learn = None  # see `LookupLength.learn`
+    HINDSIGHT = 32  # one finished rollout in so many is looked back at
+    STRETCH = 512  # tokens of it, at most
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots, self._left = slots, 0
+
+    def enter(self, first_row: int, count: int) -> None:
+        pass
+
+    def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
+        pass
+
+    def prefill(self, first_row: int, count: int) -> None:
+        pass
+
+    def catch_up(self) -> None:
+        pass
+
+    def unread(self, count: int) -> int:
+        return 1
+
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        pass
+
+    def leave(self, row: int) -> None:
+        pass
+
+    def reload(self) -> None:
+        pass
+
+    def launch_by(self, graphs) -> None:
+        pass
+
+    def _due(self) -> bool:
+        """Whether to look back at the next of the finished rollouts."""
+        self._left += 1
+        return self.learn is not None and self._left % self.HINDSIGHT == 1
+
+    def _stretch(self, start: int, end: int) -> slice:
+        """The part of a response that is looked back at: all of it, or a stretch somewhere in a long one, lest it
+        outweigh many others.
+        """
+        more = max(0, end - start - self.STRETCH)
+        start += self._left * 7919 % (more + 1)
+        return slice(start, min(end, start + self.STRETCH))
+
+
+class NGramDrafter(_Lookup):
+    """Prompt lookup (Saxena 2023): the most recent place in the row's own tokens that matches its last ones longest."""
+
+    MATCHES = (2, 3, 4)  # tokens, least to most
+
+    def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        slots = self.slots
+        span = int(slots.length[:count].max())
+        length_B1 = slots.length_S[:count].unsqueeze(1)
+        token_BP = slots.token_SP[:count, :span]
+        # match_BP: how many tokens that end at each position equal the row's last ones.
+        equal_BP = token_BP == token_BP.gather(1, length_B1 - 1)
+        match_BP = equal_BP.to(torch.int64)
+        for back in range(1, self.MATCHES[-1]):
+            last_B1 = token_BP.gather(1, (length_B1 - 1 - back).clamp(min=0))
+            equal_BP = equal_BP[:, 1:] & (token_BP[:, : span - back] == last_B1)
+            match_BP[:, back:] += equal_BP
+        # Longest match first, then the most recent; not the end itself.
+        key_BP = (match_BP * span + slots.index_P[:span]).masked_fill_(slots.index_P[:span] >= length_B1 - 1, 0)
+        best_B = key_BP.amax(1)
+        found_B, at_B = best_B // span >= self.MATCHES[0], best_B % span
+        index_BK = at_B.unsqueeze(1) + 1 + slots.index_P[:draft_length]
+        draft_BK = token_BP.gather(1, index_BK.clamp(max=span - 1))
+        count_B = torch.where(found_B, (length_B1.squeeze(1) - 1 - at_B).clamp(max=draft_length), 0)
+        return Proposal(draft_BK, None, count_B)
+
+    def leave(self, row: int) -> None:
+        if not self._due():
+            return
+        token_T = self.slots.token_SP[row, : int(self.slots.length[row])].cpu().numpy()
+        T, first = len(token_T), int(self.slots.prompt_S[row]) + 1  # the first token of a response is never proposed
+        at_T, key_T = np.full(T, -1), np.zeros(T, dtype=np.int64)
+        for order in range(1, self.MATCHES[-1] + 1):
+            key_T[order - 1 :] += (token_T[: T - order + 1] + 1) * (_BASE**order % (1 << 61))  # overflows as a hash may
+            if order in self.MATCHES and T > order:
+                # Where the same tokens ended before: the last place of the same key.
+                sorted_T = key_T[order - 1 :].argsort(kind="stable") + order - 1
+                same = key_T[sorted_T[1:]] == key_T[sorted_T[:-1]]
+                at_T[sorted_T[1:][same]] = sorted_T[:-1][same]
+        last_R, index_K = np.arange(T)[self._stretch(first - 1, T - 1)], np.arange(LONGEST)
+        count_R = np.where(at_T[last_R] >= 0, np.minimum(last_R - at_T[last_R], LONGEST), 0)
+        draft_RK = token_T[np.minimum(at_T[last_R, None] + 1 + index_K, T - 1)]
+        token_RK = np.append(token_T, [-1] * LONGEST)[last_R[:, None] + 1 + index_K]
+        kept_R = ((draft_RK == token_RK) & (index_K < count_R[:, None])).cumprod(1).sum(1)
+        self.learn(count_R, kept_R)
+
+
+class SuffixDrafter(_Lookup):
+    """Suffix decoding (after Oliaro et al. 2024, arXiv 2411.04975) over finished rollouts, of this step and of earlier
+    ones.
+
+    In place of a suffix tree, whose nodes would be Python objects, hash tables over contexts of several lengths: each
+    context of a finished rollout, with its prompt and without, points to the place in a ring of past tokens where it
+    was seen last. Old rollouts are overwritten as the ring turns, so proposals follow the policy as it moves. A context
+    that collides proposes wrong tokens, which costs acceptance, not exactness.
+    """
+
+    remembers = True
+    ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
+    RING = 1 << 20
+    UNREMEMBERED = 64  # finished rollouts that wait at most
+    TABLE = 1 << 20
+    _SALT, _MIX = 1442695040888963407, -7046029254386353131
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__(slots)
+        device, longest = slots.device, self.ORDERS[0]
+        # A margin behind the ring, so that reading on never leaves it.
+        self.ring = torch.zeros(self.RING + slots.positions, dtype=torch.int64, device=device)
+        # the context's hash, the place after it
+        self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)
+        self.end = 1  # where the next rollout goes; place 0 means nothing
+        power = [1]
+        for _ in range(longest - 1):
+            power.append((power[-1] * _BASE) % (1 << 64))
+        self._power_N = torch.tensor([p - (1 << 64) if p >= 1 << 63 else p for p in power], device=device)
+        self._order_N, self._back_N = torch.tensor(self.ORDERS, device=device), torch.arange(longest, device=device)
+        self._salt_N = self._order_N * self._SALT
+        self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
+        self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
+        # tokens, the prompt's hash, and how many are its; not remembered yet
+        self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def past(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A copy of all it remembers, for `restore`."""
+        self._remember()
+        return self.ring.clone(), self.seen_T2.clone(), self.end
+
+    def restore(self, past: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+        self.ring.copy_(past[0])
+        self.seen_T2.copy_(past[1])
+        self.end = past[2]
+        self._finished.clear()
+
+    def enter(self, first_row: int, count: int) -> None:
+        rows, slots = slice(first_row, first_row + count), self.slots
+        prompt_B1 = slots.prompt_S[rows].unsqueeze(1)
+        width = int(slots.length[rows].max())
+        inside_BP = slots.index_P[:width] < prompt_B1
+        mixed_BP = (slots.token_SP[rows, :width] + 1) * self._MIX + slots.index_P[:width] * _BASE
+        mixed_BP = (mixed_BP ^ (mixed_BP >> 29)) * self._MIX
+        self._prompt_S[rows] = torch.where(inside_BP, mixed_BP, 0).sum(1)
+
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        for source, copies in runs(sources, rows):
+            self._prompt_S[copies] = self._prompt_S[source]
+
+    def leave(self, row: int) -> None:
+        slots = self.slots
+        length = int(slots.length[row])
+        # What follows the last token is nothing, -1.
+        self._finished.append(
+            (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row]))
+        )
+        if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
+            self._remember()
+
+    def catch_up(self) -> None:
+        self._remember()
+
+    def _remember(self) -> None:
+        """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of
+        an engine step.
+        """
+        finished, self._finished = self._finished, []
+        for start in range(0, len(finished), self.HINDSIGHT):
+            part = finished[start : start + self.HINDSIGHT]
+            self._enter_past(part, any([self._due() for _ in part]))
+
+    def _enter_past(self, rollouts: list, look_back: bool) -> None:
+        """Enter rollouts, after looking back at the first of them, if so."""
+        tokens, hashes, prompts = zip(*rollouts)
+        lengths, token_T = np.array([len(t) for t in tokens]), torch.cat(tokens)
+        position_T = np.arange(len(token_T)) - np.repeat(lengths.cumsum() - lengths, lengths)
+        response_T = (position_T >= np.repeat(prompts, lengths)) & (position_T < np.repeat(lengths - 1, lengths))
+        at_R = torch.from_numpy(response_T.nonzero()[0]).to(token_T.device)  # each response token, and its contexts
+        window_RN = pad(token_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[at_R].flip(1)
+        hash_R = torch.stack(hashes).repeat_interleave(torch.from_numpy(lengths).to(token_T.device))[at_R]
+        key_RN, valid_RN = self._keys(window_RN, hash_R, torch.from_numpy(position_T[response_T]).to(token_T.device))
+        if look_back:
+            # The response without its first token, which is never proposed, and without the end mark.
+            here = self._stretch(1, int(lengths[0]) - prompts[0] - 1)
+            self._look_back(token_T, at_R[here], key_RN[here], valid_RN[here])
+        if self.end + len(token_T) > self.RING:
+            self.end = 1
+        self.ring[self.end : self.end + len(token_T)] = token_T
+        keys, places = key_RN[valid_RN], (self.end + at_R).unsqueeze(1).expand_as(key_RN)[valid_RN]
+        self.seen_T2[self._bucket(keys)] = torch.stack([keys, places], 1)
+        self.end += len(token_T)
+
+    def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
+        self._remember()
+        slots, length_B = self.slots, self.slots.length_S[:count]
+        window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - self._back_N).clamp_(min=0))
+        key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)
+        draft_BK, count_B = self._found(key_BN, valid_BN, draft_length)
+        return Proposal(draft_BK.clamp_(min=0), None, count_B)
+
+    def _found(self, key_BN, valid_BN, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """draft_BK, with -1 where a rollout ended, and count_B."""
+        seen_BN2 = self.seen_T2[self._bucket(key_BN)]
+        rank_B, best_B = (((seen_BN2[..., 0] == key_BN) & valid_BN) * self._rank_N).max(1)
+        place_B = seen_BN2[..., 1].gather(1, best_B.unsqueeze(1)).squeeze(1) * (rank_B > 0)
+        draft_BK = self.ring[place_B.unsqueeze(1) + self.slots.index_P[:draft_length]]
+        follows_BK = (draft_BK >= 0).cumprod(1) * (rank_B > 0).unsqueeze(1)
+        return draft_BK, follows_BK.sum(1)
+
+    def _look_back(self, token_T, at_R, key_RN, valid_RN) -> None:
+        """What would have been proposed at these places of a rollout."""
+        index_K = self.slots.index_P[:LONGEST]
+        draft_RK, count_R = self._found(key_RN, valid_RN, LONGEST)
+        token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
+        kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
+        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy())
+
+    def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.
+
+        Args:
+            window_BN: the last tokens, newest first.
+        """
+        rolling_BN = ((window_BN + 1) * self._power_N).cumsum(1)[:, self._order_N - 1] + self._salt_N
+        rolling_BN = (rolling_BN ^ (rolling_BN >> 31)) * self._MIX
+        exists_BN = self._order_N <= length_B.unsqueeze(1)
+        # With the prompt first at each order: the past of the same prompt is the better guide.
+        keys = torch.stack([rolling_BN + prompt_B.unsqueeze(1), rolling_BN], -1).flatten(1)
+        return keys, torch.stack([exists_BN, exists_BN], -1).flatten(1)
+
+    def _bucket(self, keys: torch.Tensor) -> torch.Tensor:
+        return (keys ^ (keys >> 33)) & (self.TABLE - 1)

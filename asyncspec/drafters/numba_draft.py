@@ -1,0 +1,428 @@
+"""Drafting on a CPU as one compiled function: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read
+before them.
+
+A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is
+thirty operations that cost what launching them costs. So the whole proposal is one function, compiled by numba when it
+is first called and kept on disk; its products are BLAS's. On GPUs graphs do the same (engine/graphs.py). Whatever
+computes a proposal, it is verified against the very distributions it was drawn from, which come with it.
+
+Shape suffixes: B rows, K draft length, N positions read, D model dimension, E fused features, I = 2D inputs, V
+vocabulary, U the draft's own; G key-value groups, R = queries of a group, then its key, then its value; H head size, W
+= G * R * H, A attended, F hidden dimension, S slots, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import scipy.linalg.cython_blas  # noqa: F401  its BLAS is numba's; loaded here, so that `use_threads` finds it
+import torch
+from numba import njit
+
+from asyncspec.engine.numpy_cache import NumpyKVCache, Packed
+from asyncspec.loading import use_threads
+from asyncspec.speculation.drafter import Slots
+
+_FUNCTIONS: list[Callable] = []  # all that numba compiles here
+_ALL = np.empty(0, np.int64)
+_1, _0 = np.float32(1.0), np.float32(0.0)
+# exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its
+# Taylor series to r^7.
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: what it is added to is rounded to an integer
+_LEAST = np.float32(-87.0)
+_T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
+
+
+class Weights(NamedTuple):
+    """float32, as (inputs, outputs); what a draft does not have is empty. engine/decode.py says what has gone into
+    them.
+    """
+
+    embedding_VD: np.ndarray
+    wqkv: np.ndarray  # [I, W], or of MTP [D, W]
+    wo_AD: np.ndarray
+    inward_DF: np.ndarray  # [D, 2F]
+    outward_FD: np.ndarray
+    head_DU: np.ndarray
+    turn_PH2: np.ndarray  # cosine and sine of each position and pair of a head, [P, H / 2, 2]
+    fuse_ED: np.ndarray = np.empty((0, 0), np.float32)  # EAGLE-3: the target's layers into one
+    join_ID: np.ndarray = np.empty((0, 0), np.float32)  # MTP: both inputs into one
+    inverse_RH: np.ndarray = np.empty((0, 0), np.float32)  # of norms of heads, as `HeadNorm` has it, [R - 1, H]
+    norm_D: np.ndarray = np.empty(0, np.float32)  # MTP: of what is fed back
+    token_U: np.ndarray = np.empty(0, np.int64)  # which tokens it can propose; empty: all
+
+
+class State(NamedTuple):
+    """What rows hold. Only the cache is written to."""
+
+    token_SP: np.ndarray  # int64
+    length_S: np.ndarray  # int64
+    read_S: np.ndarray  # int64, positions below are in the cache
+    feature_SPE: np.ndarray
+    key_SGHP: np.ndarray
+    value_SGPH: np.ndarray
+
+
+class CompiledDraft:
+    """The rows of a drafter, and its passes over them."""
+
+    def __init__(
+        self, slots: Slots, read_S: np.ndarray, feature_SPE: torch.Tensor, cache: NumpyKVCache, eps: float
+    ) -> None:
+        """
+        Args:
+            read_S: int64, positions below are in the cache; whose it is keeps it so.
+            feature_SPE: float32, what the target has computed at each position.
+            cache: of a single layer.
+            eps: of RMSNorm.
+        """
+        prepare()
+        use_threads(torch.get_num_threads())
+        self._state = State(
+            slots.token_SP.numpy(),
+            slots.length,
+            read_S,
+            feature_SPE.numpy(),
+            cache.keys[0].numpy(),
+            cache.values[0].numpy(),
+        )
+        self._eps = np.float32(eps)
+
+    def reload(self, weights: Weights) -> None:
+        self._weights = Weights(*(np.ascontiguousarray(array) for array in weights))
+
+    def store(
+        self, features_BLD: Sequence[torch.Tensor], first_row: int, position_BL: torch.Tensor, packed: Packed | None
+    ) -> None:
+        """Keep the features of these positions; see `Drafter.observe`."""
+        parts = tuple(features.numpy().reshape(-1, features.shape[-1]) for features in features_BLD)
+        _store(
+            self._state.feature_SPE,
+            parts,
+            first_row,
+            np.ascontiguousarray(position_BL.numpy()),
+            _ALL if packed is None else packed.at_T,
+        )
+
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Each of these rows becomes a copy of its source."""
+        _copy(self._state, np.array(sources), np.array(rows))
+
+    def read(self, first_row: int, end_B: np.ndarray) -> None:
+        """Keys and values of the positions that rows from `first_row` have not read before `end_B`, int64."""
+        _read(self._weights, self._state, first_row, end_B, self._eps)
+
+    def propose(self, uniform_BK: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Proposals for rows from 0: token_BK, int64, and q_BKV, float32, the distributions they were drawn from by
+        these numbers in [0, 1).
+        """
+        token_BK, q_BKV = _draft(
+            self._weights, self._state, np.ascontiguousarray(uniform_BK.numpy()), np.float32(temperature), self._eps
+        )
+        return torch.from_numpy(token_BK), torch.from_numpy(q_BKV)
+
+
+@cache
+def prepare() -> None:
+    """Compile all that a proposal takes, for some ten seconds, or load it where that was done before."""
+    try:
+        _rehearse()
+    except Exception:  # what was kept is damaged
+        for function in _FUNCTIONS:
+            function.recompile()  # forgets it
+        _rehearse()
+
+
+def _rehearse() -> None:
+    """Call everything once, on rows of nothing."""
+
+    def zeros(*size: int) -> np.ndarray:
+        return np.zeros(size, np.float32)
+
+    one, none = np.float32(1.0), np.zeros(1, np.int64)
+    weights = Weights(zeros(8, 8), zeros(16, 32), zeros(16, 8), zeros(8, 16), zeros(8, 8), zeros(8, 8), zeros(9, 4, 2))
+    state = State(np.zeros((1, 9), np.int64), np.full(1, 3), none, zeros(1, 9, 8), zeros(1, 1, 8, 9), zeros(1, 1, 9, 8))
+    _draft(weights, state, zeros(1, 1), one, one)
+    _read(weights, state, 0, none, one)
+    _copy(state, none, none)
+    for parts in (1, 3):  # of MTP and of EAGLE-3
+        _store(zeros(1, 9, 8 * parts), (zeros(1, 8),) * parts, 0, np.zeros((1, 1), np.int64), _ALL)
+
+
+def _compiled(**options) -> Callable:
+    """As numba's njit; kept on disk, where there is a place for it."""
+
+    def decorate(function: Callable) -> Callable:
+        try:
+            compiled = njit(cache=True, **options)(function)
+        except RuntimeError:  # neither beside the source nor in the user's own cache can anything be written
+            compiled = njit(**options)(function)
+        _FUNCTIONS.append(compiled)
+        return compiled
+
+    return decorate
+
+
+_FAST = {"reassoc", "contract", "arcp"}  # sums in any order; infinities and NaN mean what they mean
+
+
+@_compiled()
+def _exp(x, bits, n):
+    """x[:n] = exp(x[:n]), for x up to 0 or a little above; `bits` is scratch, int32."""
+    for i in range(n):
+        v = max(x[i], _LEAST)
+        t = (v * _LOG2E + _ROUND) - _ROUND
+        r = (v - t * _LN2_HIGH) - t * _LN2_LOW
+        x[i] = _1 + r * (_1 + r * (_T2 + r * (_T3 + r * (_T4 + r * (_T5 + r * (_T6 + r * _T7))))))
+        bits[i] = (np.int32(t) + np.int32(127)) << np.int32(23)
+    power = bits.view(np.float32)
+    for i in range(n):
+        x[i] *= power[i]
+
+
+@_compiled(fastmath=_FAST)
+def _unit(x, start, out, eps):
+    """out[start:] = x / sqrt(sum(x^2) + D * eps)."""
+    total = np.float32(len(x)) * eps
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    by = _1 / math.sqrt(total)
+    for i in range(len(x)):
+        out[start + i] = x[i] * by
+
+
+@_compiled(fastmath=_FAST)
+def _heads(w, x_ND, token_N, eps):
+    """Of N tokens and the hidden states before them: heads [N, G, R, H] not yet turned; x becomes what comes into the
+    layer.
+    """
+    N, D = x_ND.shape
+    units_NI = np.empty((N, 2 * D), np.float32)
+    for n in range(N):
+        _unit(w.embedding_VD[token_N[n]], 0, units_NI[n], eps)
+        _unit(x_ND[n], D, units_NI[n], eps)
+    if not w.join_ID.size:
+        return np.dot(units_NI, w.wqkv)
+    np.dot(units_NI, w.join_ID, x_ND)
+    if w.inverse_RH.size:
+        return np.dot(x_ND, w.wqkv)
+    unit_ND = np.empty_like(x_ND)
+    for n in range(N):
+        _unit(x_ND[n], 0, unit_ND[n], eps)
+    return np.dot(unit_ND, w.wqkv)
+
+
+@_compiled(fastmath=_FAST)
+def _place(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
+    """Norm and turn the heads of one position, and write its keys and values."""
+    (G, H, _), inverse_RH, turn_H2 = key_GHP.shape, w.inverse_RH, w.turn_PH2[position]
+    R = len(heads_W) // (G * H)
+    length = _0
+    if inverse_RH.size:
+        length = np.float32(len(x_D)) * eps
+        for i in range(len(x_D)):
+            length += x_D[i] * x_D[i]
+    for g in range(G):
+        for r in range(R):
+            at = (g * R + r) * H
+            if inverse_RH.size:
+                total = length
+                if r < R - 1:
+                    total = length * (np.float32(H) * eps)
+                    for h in range(H):
+                        total += heads_W[at + h] * heads_W[at + h] * inverse_RH[r, h]
+                by = _1 / math.sqrt(total)
+                for h in range(H):
+                    heads_W[at + h] *= by
+            if r < R - 1:
+                for i in range(H // 2):
+                    real, imaginary, cos, sin = (
+                        heads_W[at + 2 * i],
+                        heads_W[at + 2 * i + 1],
+                        turn_H2[i, 0],
+                        turn_H2[i, 1],
+                    )
+                    heads_W[at + 2 * i] = real * cos - imaginary * sin
+                    heads_W[at + 2 * i + 1] = real * sin + imaginary * cos
+        at = (g * R + R - 2) * H
+        for h in range(H):
+            key_GHP[g, h, position] = heads_W[at + h]
+            value_GPH[g, position, h] = heads_W[at + H + h]
+
+
+@_compiled(fastmath=_FAST)
+def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
+    """out = what the queries of one position attend to, over the first `span` positions."""
+    G, H, _ = key_GHP.shape
+    R = len(heads_W) // (G * H)
+    for g in range(G):
+        for r in range(R - 2):
+            at, to = (g * R + r) * H, (g * (R - 2) + r) * H
+            for p in range(span):
+                score_P[p] = _0
+            for h in range(H):
+                query, key_P = heads_W[at + h], key_GHP[g, h]
+                for p in range(span):
+                    score_P[p] += query * key_P[p]
+            most = score_P[0]
+            for p in range(1, span):
+                most = max(most, score_P[p])
+            for p in range(span):
+                score_P[p] -= most
+            _exp(score_P, bits_P, span)
+            total = _0
+            for p in range(span):
+                total += score_P[p]
+            by, out_H = _1 / total, out_A[to : to + H]
+            for h in range(H):
+                out_H[h] = _0
+            for p in range(span):
+                weight, value_H = score_P[p] * by, value_GPH[g, p]
+                for h in range(H):
+                    out_H[h] += weight * value_H[h]
+
+
+@_compiled(fastmath=_FAST)
+def _mlp(w, x_ND, eps):
+    """x += down(silu(gate(norm(x))) * up(norm(x)))."""
+    N, F = len(x_ND), len(w.outward_FD)
+    unit_ND, gate_NF = np.empty_like(x_ND), np.empty((N, F), np.float32)
+    for n in range(N):
+        _unit(x_ND[n], 0, unit_ND[n], eps)
+    inward_NF, flat_NF = np.dot(unit_ND, w.inward_DF), gate_NF.reshape(-1)
+    for n in range(N):
+        for f in range(F):
+            gate_NF[n, f] = -abs(inward_NF[n, f])
+    _exp(flat_NF, np.empty(N * F, np.int32), N * F)
+    for n in range(N):
+        for f in range(F):
+            gate, e = inward_NF[n, f], gate_NF[n, f]
+            gate_NF[n, f] = gate * (_1 if gate >= _0 else e) / (_1 + e) * inward_NF[n, F + f]
+    change_ND = np.dot(gate_NF, w.outward_FD)
+    for n in range(N):
+        for d in range(x_ND.shape[1]):
+            x_ND[n, d] += change_ND[n, d]
+
+
+@_compiled(fastmath=_FAST)
+def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
+    """out = the distribution that is sampled from, zero before; returns the token drawn by inverting its cumulative
+    sum.
+    """
+    U = len(logits_U)
+    by, most, total = _1 / temperature, logits_U[0], _0
+    for u in range(1, U):
+        most = max(most, logits_U[u])
+    for u in range(U):
+        logits_U[u] = (logits_U[u] - most) * by
+    _exp(logits_U, bits_U, U)
+    for u in range(U):
+        total += logits_U[u]
+    by, whole, below, drawn = _1 / total, 0.0, 0.0, 0
+    for u in range(U):
+        logits_U[u] *= by
+        whole += logits_U[u]
+    for u in range(U):  # in float64, in which a number below one times the whole stays below the whole
+        below += logits_U[u]
+        if below > uniform * whole:
+            drawn = u
+            break
+    if not token_U.size:
+        for u in range(U):
+            out_V[u] = logits_U[u]
+        return drawn
+    for u in range(U):
+        out_V[token_U[u]] = logits_U[u]
+    return token_U[drawn]
+
+
+@_compiled()
+def _store(feature_SPE, parts, first_row, position_BL, at_T):
+    """Of each part, [T, D], in turn, the features of these positions; `at_T` tells which they are if not all."""
+    L, D = position_BL.shape[1], parts[0].shape[1]
+    for t in range(len(parts[0])):
+        n = at_T[t] if at_T.size else t
+        feature_E = feature_SPE[first_row + n // L, position_BL[n // L, n % L]]
+        for i in range(len(parts)):
+            feature_E[i * D : (i + 1) * D] = parts[i][t]
+
+
+@_compiled()
+def _copy(s, source_N, row_N):
+    """Of each source what it has read, and its features."""
+    for n in range(len(row_N)):
+        source, row = source_N[n], row_N[n]
+        read, length = s.read_S[source], s.length_S[source]
+        s.key_SGHP[row, :, :, :read] = s.key_SGHP[source, :, :, :read]
+        s.value_SGPH[row, :, :read] = s.value_SGPH[source, :, :read]
+        s.feature_SPE[row, :length] = s.feature_SPE[source, :length]  # all: passes launched one by one read some again
+
+
+@_compiled()
+def _read(w, s, first_row, end_B, eps):
+    """Keys and values of the positions that rows from `first_row` have not read before `end_B`."""
+    B = len(end_B)
+    N = 0
+    for b in range(B):
+        N += max(0, end_B[b] - s.read_S[first_row + b])
+    if not N:
+        return
+    row_N, position_N, token_N = np.empty(N, np.int64), np.empty(N, np.int64), np.empty(N, np.int64)
+    feature_NE = np.empty((N, s.feature_SPE.shape[2]), np.float32)
+    n = 0
+    for b in range(B):
+        row = first_row + b
+        for position in range(s.read_S[row], end_B[b]):
+            row_N[n], position_N[n], token_N[n] = row, position, s.token_SP[row, position + 1]
+            feature_NE[n] = s.feature_SPE[row, position]
+            n += 1
+    x_ND = np.dot(feature_NE, w.fuse_ED) if w.fuse_ED.size else feature_NE
+    heads_NW = _heads(w, x_ND, token_N, eps)
+    for n in range(N):
+        _place(w, heads_NW[n], x_ND[n], position_N[n], s.key_SGHP[row_N[n]], s.value_SGPH[row_N[n]], eps)
+
+
+@_compiled()
+def _draft(w, s, uniform_BK, temperature, eps):
+    """Proposals for rows from 0, and the distributions they were drawn from."""
+    B, K = uniform_BK.shape
+    V, D = w.embedding_VD.shape
+    S, G, H, P = s.key_SGHP.shape
+    _read(w, s, 0, s.length_S[:B] - 2, eps)
+    q_BKV, token_BK = np.zeros((B, K, V), np.float32), np.empty((B, K), np.int64)
+    feature_BE, token_B = np.empty((B, s.feature_SPE.shape[2]), np.float32), np.empty(B, np.int64)
+    for b in range(B):
+        position = max(s.length_S[b] - 2, 0)
+        feature_BE[b] = s.feature_SPE[b, position]
+        token_B[b] = s.token_SP[b, position + 1]
+    x_BD = np.dot(feature_BE, w.fuse_ED) if w.fuse_ED.size else feature_BE
+    attended_BA, unit_BD = np.empty((B, len(w.wo_AD)), np.float32), np.empty((B, D), np.float32)
+    change_BD, logits_BU = np.empty((B, D), np.float32), np.empty((B, w.head_DU.shape[1]), np.float32)
+    score_P, bits = np.empty(P, np.float32), np.empty(max(P, w.head_DU.shape[1]), np.int32)
+    for k in range(K):
+        heads_BW = _heads(w, x_BD, token_B, eps)
+        for b in range(B):
+            position = max(s.length_S[b] - 2 + k, 0)
+            _place(w, heads_BW[b], x_BD[b], position, s.key_SGHP[b], s.value_SGPH[b], eps)
+            _attend(heads_BW[b], position + 1, s.key_SGHP[b], s.value_SGPH[b], attended_BA[b], score_P, bits)
+        np.dot(attended_BA, w.wo_AD, change_BD)
+        for b in range(B):
+            for d in range(D):
+                x_BD[b, d] += change_BD[b, d]
+        _mlp(w, x_BD, eps)
+        for b in range(B):
+            _unit(x_BD[b], 0, unit_BD[b], eps)
+            if w.norm_D.size:
+                for d in range(D):
+                    unit_BD[b, d] *= w.norm_D[d]
+                    x_BD[b, d] = unit_BD[b, d]
+        np.dot(unit_BD, w.head_DU, logits_BU)
+        for b in range(B):
+            token_B[b] = _draw(logits_BU[b], temperature, uniform_BK[b, k], w.token_U, q_BKV[b, k], bits)
+            token_BK[b, k] = token_B[b]
+    return token_BK, q_BKV

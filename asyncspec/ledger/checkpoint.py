@@ -1,0 +1,221 @@
+"""Checkpoints to resume from: written in the background, whole or not at all, the newest few kept.
+
+    RUN/checkpoints/trainer-000040/    files of torch.distributed.checkpoint, and manifest.json: each file's bytes and
+    CRC-32
+
+A checkpoint is written under another name and renamed when its manifest is on disk, so one that a crash cut short has
+never had its name; one that was damaged later disagrees with its manifest and is passed over for the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from asyncspec.errors import first_line
+
+FOLDER, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
+_BLOCK = 1 << 22
+
+
+class Checkpoints:
+    """The checkpoints one actor writes in a run."""
+
+    def __init__(self, run_dir: Path, kind: str, keep: int, ranks=None) -> None:
+        """
+        Args:
+            kind: whose they are: trainer or draft.
+            keep: how many complete ones stay.
+            ranks: the `Ranks` that write one together, into a directory that all reach; None: this process alone.
+        """
+        import torch.distributed.checkpoint  # noqa: F401  it takes a second, which belongs to loading
+
+        self.run_dir, self.folder, self.kind, self.keep = run_dir, run_dir / FOLDER, kind, keep
+        self._leads, self._group = (True, None) if ranks is None else (ranks.rank == 0, ranks.checkpoints)
+        if self._leads:
+            drop_cut_short(run_dir, kind)  # by one whose place this actor takes
+        self._pool = ThreadPoolExecutor(1, f"checkpoint-{kind}")
+        self._writing: tuple[int, Future] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._writing is not None and not self._writing[1].done()
+
+    def save(self, version: int, state: dict[str, Any]) -> None:
+        """Snapshot now, write in the background; `saved` tells of the end. One at a time: look at `busy` before."""
+        import torch.distributed.checkpoint as dcp
+
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that this is one process
+        partial = self._partial(version)
+        if self._leads:
+            shutil.rmtree(partial, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+        staged = dcp.async_save(
+            state, checkpoint_id=str(partial), no_dist=self._group is None, process_group=self._group
+        )
+        self._writing = version, self._pool.submit(self._seal, staged, partial, version)
+
+    def saved(self, wait: bool = False) -> int | None:
+        """The version of a checkpoint that has become complete since the last call, if any.
+
+        Raises:
+            OSError: it could not be written (a full disk, say); those before it are as they were.
+        """
+        if self._writing is None or (self.busy and not wait):
+            return None
+        version, future = self._writing
+        self._writing = None
+        try:
+            future.result()
+        except BaseException as error:  # as torch wraps what the file system raised
+            if self._leads:
+                shutil.rmtree(self._partial(version), ignore_errors=True)
+            raise OSError(f"checkpoint of version {version}: {_root(error)}") from error
+        return version
+
+    def _partial(self, version: int) -> Path:
+        final = where(self.run_dir, self.kind, version)
+        return final.with_name(final.name + PARTIAL)
+
+    def _seal(self, staged: Future, partial: Path, version: int) -> None:
+        staged.result()  # of all ranks
+        if not self._leads:
+            return
+        files = {file.name: [file.stat().st_size, _crc(file)] for file in sorted(partial.iterdir())}
+        with open(partial / MANIFEST, "w") as manifest:
+            json.dump({"kind": self.kind, "version": version, "files": files}, manifest)
+            manifest.flush()
+            os.fsync(manifest.fileno())
+        final = where(self.run_dir, self.kind, version)
+        shutil.rmtree(final, ignore_errors=True)  # one of the same version, from before a rewind
+        partial.rename(final)
+        _sync(self.folder)
+        for _, old in _found(self.folder, self.kind)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def newest(
+    run_dir: Path, kind: str, passed_over: Callable[[str], None] = lambda text: None, at_most: int | None = None
+) -> tuple[int, Path] | None:
+    """Version and path of the newest complete checkpoint; None if there is none.
+
+    Args:
+        passed_over: told, in a line, of each newer one that is damaged.
+        at_most: leave out later versions.
+    """
+    for version, found in _found(run_dir / FOLDER, kind):
+        if at_most is not None and version > at_most:
+            continue
+        if not (fault := damage(found)):
+            return version, found
+        passed_over(f"checkpoint {found.name} is passed over: {fault}")
+    return None
+
+
+def where(run_dir: Path, kind: str, version: int) -> Path:
+    """Where a version's checkpoint lies, or would."""
+    return run_dir / FOLDER / f"{kind}-{version:06d}"
+
+
+def learned(module, optimizer) -> dict[str, Any]:
+    """A module's parameters and its AdamW's moments, for `save`; they are the live tensors, so that `load` fills them
+    in place.
+    """
+    import torch
+
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        if not optimizer.state[parameter]:  # as AdamW itself begins
+            optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+    moments = {
+        f"{name}/{key}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return {"parameters": parameters, "moments": moments}
+
+
+def load(path: Path, state: dict[str, Any]) -> None:
+    """Fill a state of the same form as was saved, in place."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+
+
+def drop_after(run_dir: Path, kind: str, version: int) -> None:
+    """Remove the checkpoints of versions that a rewind has unmade."""
+    for later, found in _found(run_dir / FOLDER, kind):
+        if later > version:
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def drop_cut_short(run_dir: Path, kind: str) -> None:
+    """Remove what a writer that died had begun."""
+    for path in (run_dir / FOLDER).glob(f"{kind}-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint's files, in a line; "" if nothing is."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+        for name, (size, crc) in files.items():
+            if (found := (path / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+            if _crc(path / name) != crc:
+                return f"{name} is not what was written"
+    except OSError as error:
+        return f"{Path(error.filename or path).name}: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return ""
+
+
+def _found(folder: Path, kind: str) -> list[tuple[int, Path]]:
+    """Versions and paths of all that bear a checkpoint's name, the newest first."""
+    named = [
+        (re.fullmatch(rf"{kind}-(\d+)", item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())
+    ]
+    return sorted(((int(match[1]), item) for match, item in named if match), reverse=True)
+
+
+def _crc(file: Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _root(error: BaseException) -> str:
+    """The operating system's own words inside what torch makes of them."""
+    waiting, seen = [error], []
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, OSError):
+            return str(current)
+        seen.append(current)
+        # A CheckpointException keeps what went wrong in each rank apart, with its stack.
+        inside = [failure[0] for failure in getattr(current, "failures", {}).values()]
+        waiting += [e for e in (*inside, current.__cause__, current.__context__) if e is not None and e not in seen]
+    return first_line(seen[-1])

@@ -1,0 +1,304 @@
+"""Several ranks that hold one policy together: FSDP2 over the data, tensor parallelism within a layer, or both.
+
+torchtitan shards the model; this file joins the ranks, gives torchtitan our few settings, and gathers what is sharded.
+The ranks are a grid [data, tensor]: those of one row read the same groups, those of one column hold shards of the same
+part of each matrix.
+
+    4 ranks, tensor_parallel=2:    0 1    read one group
+                                   2 3    read another
+
+The trainer's weights are published from a snapshot of each rank's shards, gathered a bucket at a time in a thread, on
+process groups that training does not use; of those that arrive each rank of a logprob actor keeps its `share`: no rank
+ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from asyncspec.wire.transport import own_address
+from asyncspec.wire.weights import Layout
+
+_SIOCGIFADDR = 0x8915
+
+
+class Ranks:
+    """This process among the ranks of one model."""
+
+    def __init__(self, name: str, rank: int, size: int = 1, tensor_parallel: int = 1, dtype: str = "") -> None:
+        """
+        Args:
+            name: by which they find each other: that of the actor that leads them.
+            rank: of this process, from 0 to size - 1.
+            tensor_parallel: so many of them divide each matrix.
+            dtype: what float32 weights are computed with; "": weights are computed with as they are.
+        """
+        self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
+        self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
+        self.sharded = size > 1 or dtype not in ("", "float32")  # otherwise nothing of this is needed
+        self.checkpoints: dist.ProcessGroup | None = None  # for checkpoints alone, which are written in a thread
+
+    def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
+        """Find the other ranks. Collective.
+
+        Args:
+            store_host, store_port: of a store that all ranks reach.
+            device: of this rank's shards.
+            join_s: seconds to wait for the others.
+            collective_s: seconds one collective may take.
+
+        Raises:
+            RuntimeError: not all ranks came.
+        """
+        if not self.sharded:
+            return
+        if dist.is_initialized():  # this process was a rank before, in a run that was started again
+            dist.destroy_process_group()
+        kind, timeout = torch.device(device).type, timedelta(seconds=collective_s)
+        _tell_torchtitan(kind)
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  the backend that torchtitan gives axes of one rank
+        from torchtitan.distributed import ParallelDims
+
+        # gloo and NCCL would take an interface by the host's name.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(
+            own_address(store_host, store_port)
+        )
+        store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=join_s))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=dist.PrefixStore(self.name, store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        T = self.tensor_parallel
+        self._dims = ParallelDims(
+            dp_replicate=1,
+            dp_shard=self.data_size,
+            cp=1,
+            tp=T,
+            pp=1,
+            ep=1,
+            world_size=self.size,
+            spmd_backend="partial_dtensor",
+        )  # the default one needs a later torch than 2.13
+        self._dims.build_mesh()
+        self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)
+        self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
+
+    def shard(self, model, trained: bool, recompute: bool = False) -> None:
+        """Distribute a policy that every rank holds whole; in place. Collective.
+
+        Args:
+            trained: passes go forward and backward; otherwise what one has gathered is let go of right after it.
+            recompute: activations in the backward pass.
+        """
+        from torch.utils.checkpoint import checkpoint
+
+        if recompute:  # inside FSDP's hooks, so that it is recomputed while its weights are there
+            for layer in model.layers.values():
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if not self.sharded:
+            return
+        from torch.distributed.fsdp import FSDPModule
+        from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+        if self.tensor_parallel > 1:
+            model.parallelize(self._dims)
+            if model.enable_weight_tying:  # which distributing the two by themselves has undone
+                model.lm_head.weight = model.tok_embeddings.weight
+        apply_fsdp_to_decoder(
+            model,
+            self._dims.get_mesh(["fsdp"]),
+            param_dtype=getattr(torch, self.dtype) if self.dtype else None,
+            reduce_dtype=torch.float32,
+            pp_enabled=False,
+            reshard_after_forward_policy="default" if trained else "always",
+        )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # gloo cannot divide while it sums; nothing is to be divided
+                module.set_force_sum_reduction_for_comms(True)
+
+    def sum_over_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of what was counted over groups, each counted in its first rank; in place. Collective."""
+        if self.sharded:
+            if self.rank % self.tensor_parallel:
+                values.zero_()
+            dist.all_reduce(values)
+        return values
+
+    def snapshot(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], tell: Callable[[], None]
+    ) -> ShardedSnapshot:
+        """Of this rank's shards, as they are now."""
+        return ShardedSnapshot(layout, tensors, self._gatherer, tell)
+
+
+def share(parameter: torch.Tensor) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part of a parameter lies."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return ()
+    sizes, firsts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + size) for size, first in zip(sizes, firsts))
+
+
+def let_go(model) -> None:
+    """Forget what FSDP, if it divides a model, notes in each pass forward for the one backward, which does not come
+    where nothing is trained.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardedSnapshot:
+    """A version's shards in this rank. `begin` gathers them, with the same call in every rank; rank 0 is given what is
+    gathered.
+    """
+
+    def __init__(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: _Gatherer, tell: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            tell: has the other ranks begin too; called in rank 0.
+        """
+        self.layout, self.shards, self._gatherer, self._tell = (
+            layout,
+            {k: v.detach().clone() for k, v in tensors.items()},
+            gatherer,
+            tell,
+        )
+
+    def begin(self) -> Iterator[torch.Tensor]:
+        self._tell()
+        return self._gatherer.start(self)
+
+
+class _Job:
+    def __init__(self, snapshot: ShardedSnapshot) -> None:
+        self.snapshot, self.abandoned = snapshot, threading.Event()
+        self.ready: queue.Queue = queue.Queue(maxsize=1)
+
+    def put(self, item) -> None:
+        while not self.abandoned.is_set():
+            try:
+                return self.ready.put(item, timeout=0.05)
+            except queue.Full:
+                pass
+
+
+class _Gatherer:
+    """A thread that gathers snapshots one after the other: in each rank the same ones in the same order, each to its
+    end.
+    """
+
+    def __init__(self, grid: torch.Tensor, rank: int, timeout: timedelta) -> None:
+        """Collective.
+
+        Args:
+            grid: the ranks [data, tensor].
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        column, row = (
+            dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout, backend="gloo")[0]
+            for part in (grid.T, grid)
+        )
+        self._meshes = {
+            ("fsdp",): DeviceMesh.from_group(column, "cpu", mesh_dim_names=("fsdp",)),
+            ("fsdp", "tp"): DeviceMesh.from_group([column, row], "cpu", grid, mesh_dim_names=("fsdp", "tp")),
+        }
+        self._leads, self._job = rank == 0, None
+        self._jobs: queue.Queue[_Job] = queue.Queue()
+        threading.Thread(target=self._run, name="gather", daemon=True).start()
+
+    def start(self, snapshot: ShardedSnapshot) -> Iterator[torch.Tensor]:
+        """Begin a gathering, in place of the one before: whoever iterates that may hang in a broadcast. Other ranks
+        than 0 get nothing.
+        """
+        if self._job is not None:
+            self._job.abandoned.set()
+        self._job = _Job(snapshot)
+        self._jobs.put(self._job)
+        if self._leads:
+            return self._results(self._job)
+        self._job.abandoned.set()
+        return iter(())
+
+    @staticmethod
+    def _results(job: _Job) -> Iterator[torch.Tensor]:
+        try:
+            while (item := job.ready.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            job.abandoned.set()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                for names, _, _ in job.snapshot.layout.buckets:
+                    job.put(torch.cat([self._whole(job.snapshot.shards[name]).reshape(-1).float() for name in names]))
+                job.put(None)
+            except Exception as error:  # a rank is gone, which the main thread will hear of too
+                job.put(error)
+
+    def _whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """A tensor gathered from all ranks, in host memory."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(shard, DTensor):
+            return shard.cpu()
+        mesh = self._meshes[shard.device_mesh.mesh_dim_names]
+        return DTensor.from_local(
+            shard.to_local().cpu(), mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        ).full_tensor()
+
+
+def _tell_torchtitan(kind: str) -> None:
+    """torchtitan takes its device from what it finds when it is imported."""
+    import torchtitan.tools.utils as utils
+
+    utils.device_type, utils.device_module = kind, getattr(torch, kind)
+    import torchtitan.distributed.parallel_dims as dims
+
+    dims.device_type = kind
+
+
+def _interface(address: str) -> str:
+    """The network interface that has an address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    raise RuntimeError(f"no network interface has the address {address}")

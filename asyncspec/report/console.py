@@ -1,0 +1,151 @@
+"""Lines on the console for the person who watches a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from asyncspec.console import terminal
+from asyncspec.timing.exporters import RunMetrics
+from asyncspec.timing.metrics import TABLE_ROWS
+
+RESULTS = (
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "tb/",
+    "trace.json",
+    "ledger.jsonl",
+    "logs/",
+    "checkpoint/",
+    "checkpoints/",
+)
+
+
+class Console:
+    """Lines for the person who watches: one a step, a table at the end; on a terminal, bars below them for steps,
+    queues and lag.
+    """
+
+    def __init__(self, config, run_dir: Path, first_step: int = 0) -> None:
+        self.config, self.run_dir, self.first_step = config, run_dir, first_step
+        self._out = terminal(soft_wrap=True)
+        self._started = time.monotonic()
+        self._filled: float | None = None  # when the first step ended
+        self._accuracies: list[float] = []
+        k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
+        self._bars: Progress | None = None
+        self.line(
+            f"asyncspec: {config.steps} steps of {config.rl.groups_per_step} prompts x {config.rl.group_size} samples, "
+            f"policy lag {config.policy_lag}, {k}, seed {config.seed} -> {run_dir}"
+        )
+
+    def resumed(self, metrics: RunMetrics) -> None:
+        """Say where a run goes on that was begun before; its first accuracy was measured then."""
+        if metrics.first_accuracy is not None:
+            self._accuracies = [metrics.first_accuracy, metrics.last["eval/accuracy"]]
+        self.line(f"going on from version {self.first_step}, with {self.first_step} steps trained")
+
+    def line(self, text: str) -> None:
+        self._out.print(text)
+
+    def status(self, steps: int, generating: int, generated: int, lag: int) -> None:
+        """What the bars show; plain output has none.
+
+        Args:
+            steps: trained so far.
+            generating, generated: tickets in a generator, and past it but not trained.
+            lag: versions that the tickets of the newest step issued are ahead of the policy.
+        """
+        if not self._out.is_terminal:
+            return
+        if self._bars is None:
+            self._bars = Progress(
+                TextColumn("{task.description:>12}"),
+                BarColumn(40),
+                MofNCompleteColumn(),
+                console=self._out,
+                refresh_per_second=4,
+                transient=True,
+            )
+            admitted = (self.config.policy_lag + 1) * self.config.rl.groups_per_step
+            for name, total in (
+                ("steps", self.config.steps),
+                ("generating", admitted),
+                ("generated", admitted),
+                ("lag", self.config.policy_lag),
+            ):
+                self._bars.add_task(name, total=total)
+            self._bars.start()
+        for task, value in zip(self._bars.task_ids, (steps, generating, generated, lag)):
+            self._bars.update(task, completed=value)
+
+    def evaluated(self, accuracy: dict, rollouts: int) -> None:
+        self._accuracies.append(accuracy["eval/accuracy"])
+        oldest, newest = accuracy["eval/policy_version"], accuracy["eval/policy_version_max"]
+        versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        self.line(f"held-out accuracy {self._accuracies[-1]:.1%} with {versions} ({rollouts} rollouts)")
+
+    def step(self, row: dict) -> None:
+        done = row["step"] + 1
+        if self._filled is None:  # the first step holds the filling of the pipeline, and tells nothing of the others
+            self._filled, left = time.monotonic(), ""
+        else:
+            seconds = int((time.monotonic() - self._filled) / (done - self.first_step - 1) * (self.config.steps - done))
+            left = f"  left {seconds // 60}:{seconds % 60:02d}"
+        self.line(
+            f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag "
+            f"{row['lag/mean']:.2f}/{row['lag/max']:.0f}  "
+            f"tokens {row['tokens/response_mean']:.0f}  acceptance {row['spec/acceptance_length']:.2f}  "
+            f"step {row['time/step']:.2f} s (train {row['time/train']:.2f}, exposed generation "
+            f"{row['time/exposed_generation']:.2f}){left}"
+        )
+
+    def end(self, failure: str, reason: str, metrics: RunMetrics, resuming: bool = False) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        if resuming:
+            self.line(f"{reason}: all is started again from the last checkpoint")
+            return
+        columns = metrics.columns
+        if steps := len(columns["time/step"]):
+            # The first step holds the filling of the pipeline; with more than one it is shown apart.
+            table = Table(
+                title=f"Seconds per step, median and mean of {steps - 1 or 1} steps after the first",
+                title_justify="left",
+            )
+            for heading in ("part", "median", "mean", "share", "first step"):
+                table.add_column(heading, justify="left" if heading == "part" else "right")
+            total = float(np.mean(columns["time/step"][1:] or columns["time/step"]))
+            for label, key in TABLE_ROWS:
+                values = columns[key][1:] or columns[key]
+                table.add_row(
+                    label,
+                    f"{np.median(values):.3f}",
+                    f"{np.mean(values):.3f}",
+                    f"{np.mean(values) / total:.0%}",
+                    f"{columns[key][0]:.3f}",
+                    end_section=key in ("time/other", "time/step"),
+                )
+            self._out.print(table)
+        if self._accuracies and steps:
+            reached = f" -> {self._accuracies[-1]:.1%}" if len(self._accuracies) > 1 else ""
+            self.line(
+                f"held-out accuracy {self._accuracies[0]:.1%}{reached}; "
+                f"largest lag {max(columns['lag/max']):.0f} of {self.config.policy_lag} allowed; "
+                f"{time.monotonic() - self._started:.0f} s"
+            )
+        if failure:
+            self.line(f"failed: {failure}")
+        elif reason != "finished":
+            self.line(
+                f"stopped early: {reason}; "
+                + ("the checkpoint holds what was trained" if steps else "nothing was trained yet")
+            )
+        if reason != "finished" and steps:
+            self.line(f"to go on: asyncspec train --resume {self.run_dir}")
+        left = [name for name in RESULTS if (self.run_dir / name).exists()]
+        self.line(f"results in {self.run_dir}: {', '.join(left)}")

@@ -1,0 +1,35 @@
+"""The built-in task "sums", made from a seed.
+
+A prompt is a sum of many small numbers, "8+7+5="; a worked response carries a running total, "8+7=15,15+5=20,#20", and
+what follows "#" is the answer. The number of terms is 2 + a log-normal, so most responses are short and some have
+hundreds of tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncspec.tasks.problem import Problem
+
+MAX_TERMS = 32
+
+
+def sum_terms(rng: np.random.Generator) -> list[int]:
+    count = min(MAX_TERMS, 2 + int(rng.lognormal(1.0, 0.8)))
+    return [int(t) for t in rng.integers(1, 10, count)]
+
+
+def sums(seed: int, count: int) -> list[Problem]:
+    """`count` problems of the sums task; the same seed gives the same problems."""
+    rng = np.random.default_rng([seed, 0x5375])
+    problems = []
+    for _ in range(count):
+        terms = sum_terms(rng)
+        problems.append(Problem("+".join(map(str, terms)) + "=", str(sum(terms))))
+    return problems
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:
+    """1.0 if the text after the last '#' is the answer, else 0.0."""
+    head, mark, tail = response.rpartition("#")
+    return float(bool(mark) and tail.strip() == answer)

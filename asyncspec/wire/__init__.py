@@ -1,0 +1,1 @@
+"""What travels between actors: messages, queues, heartbeats and versioned weights."""

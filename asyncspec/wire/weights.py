@@ -1,0 +1,392 @@
+"""Versioned weight broadcast: an immutable snapshot, a shadow buffer, a commit record, a swap between two engine steps.
+
+One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group: NCCL
+where each member has a GPU of its own, else gloo through host memory; one code path. The controller decides who is a
+member and how; each membership has its epoch, its group and, in each member, a thread of its own. When a member dies
+the others get a new epoch without it, in which the sender begins with its newest version; a thread that still hangs in
+the old epoch is left to its deadline.
+
+    sender    snapshot(v+1) | announce -> broadcast buckets, record          (a thread; training goes on)
+    receiver                    staging <- buckets, record matches v+1       (a thread; generation goes on)
+    receiver                                                      take() -> v+1, between two engine steps
+
+A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record
+(version, epoch, elements) arrived and matched. Every collective has a deadline, and so has the wait for a new epoch
+after a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from asyncspec.deadlines import COLLECTIVE_S, REGROUP_S
+from asyncspec.errors import first_line
+from asyncspec.wire.messages import Broken, Membership, Message, Publish
+from asyncspec.wire.transport import own_address
+
+BUCKET_ELEMENTS = 1 << 24  # 64 MB: what travels, and is gathered from several ranks, at a time
+
+
+class BroadcastError(RuntimeError):
+    """A broadcast that failed or delivered something else than announced."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How named float32 tensors lie in one flat buffer."""
+
+    entries: tuple[tuple[str, tuple[int, ...], int], ...]  # name, shape, first element
+    elements: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        entries, offset = [], 0
+        for name, tensor in tensors.items():
+            entries.append((name, tuple(tensor.shape), offset))
+            offset += tensor.numel()
+        return cls(tuple(entries), offset)
+
+    @property
+    def buckets(self) -> list[tuple[list[str], int, int]]:
+        """Stretches of the buffer, of whole tensors each: their names, first element and end."""
+        found, names, first = [], [], 0
+        for name, shape, offset in self.entries:
+            end = offset + torch.Size(shape).numel()
+            names.append(name)
+            if end - first >= BUCKET_ELEMENTS or end == self.elements:
+                found.append((names, first, end))
+                names, first = [], end
+        return found
+
+    @torch.no_grad()
+    def snapshot(self, tensors: Mapping[str, torch.Tensor], device: str) -> torch.Tensor:
+        """A copy of all tensors on `device`, float32 [elements]; later changes of the tensors do not reach it."""
+        flat = torch.empty(self.elements, dtype=torch.float32, device=device)
+        for name, _shape, offset in self.entries:
+            flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
+        return flat
+
+    def views(self, flat: torch.Tensor, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """The named tensors inside a flat buffer; or those of a bucket inside the stretch that it is."""
+        inside = self.entries if names is None else [entry for entry in self.entries if entry[0] in names]
+        first = inside[0][2] if inside else 0
+        return {
+            name: flat[offset - first : offset - first + torch.Size(shape).numel()].view(shape)
+            for name, shape, offset in inside
+        }
+
+
+class Snapshot(Protocol):
+    """One version's weights, which later training does not reach."""
+
+    def begin(self) -> Iterator[torch.Tensor]:
+        """What to send, float32 [elements of the bucket] for each bucket in turn. Called by the owner, iterated in a
+        thread; may be begun again, which ends the iteration before.
+        """
+
+
+class WholeSnapshot:
+    """Of weights that lie whole on one device."""
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: str) -> None:
+        self.layout, self.flat = layout, layout.snapshot(tensors, device)
+
+    def begin(self) -> Iterator[torch.Tensor]:
+        return (self.flat[first:end] for _, first, end in self.layout.buckets)
+
+
+class BroadcastGroup:
+    """One epoch of a broadcast group."""
+
+    def __init__(
+        self, store_host: str, store_port: int, membership: Membership, timeout_s: float, me: str, device: str
+    ):
+        """Joins; collective over the members.
+
+        Args:
+            device: what this member computes on; payloads lie there with NCCL, in host memory with gloo
+                (`self.device`).
+
+        Raises:
+            BroadcastError: not all members joined within timeout_s.
+        """
+        join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_S)
+        self.kind, self.epoch, self.members = kind, epoch, members = (
+            membership.kind,
+            membership.epoch,
+            membership.members,
+        )
+        self.device = device if membership.backend == "nccl" else "cpu"
+        self._stream = None
+        rank, size = members.index(me), len(members)
+        try:
+            store = dist.TCPStore(store_host, store_port, is_master=False, timeout=join_timeout)
+            prefix = dist.PrefixStore(f"{kind}/{epoch}", store)
+            # The group's own rendezvous would wait as long as a collective may take; joining has its own limit.
+            prefix.set(f"joined/{me}", "")
+            prefix.wait([f"joined/{member}" for member in members], join_timeout)
+            if membership.backend == "nccl":
+                # A collective that outlives a dead member ends its communicator, not this process.
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+                torch.cuda.set_device(device)  # each thread has its own current device
+                self._stream = torch.cuda.Stream(device)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(prefix, rank, size, options)
+            else:
+                options = dist.ProcessGroupGloo._Options()
+                options._timeout = timeout
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store_host, store_port))]
+                self._group = dist.ProcessGroupGloo(prefix, rank, size, options)
+        except RuntimeError as error:
+            raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send (first member) or receive (others) in place. Collective; blocks this thread until done or too late."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        data = flat.view(torch.uint8)  # bytes, so that every backend carries every dtype
+        try:
+            if self._stream is None:
+                self._group.broadcast([data], options).wait()
+                return
+            # After what the default stream has been given so far (the snapshot), but not in its way from then on.
+            self._stream.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                self._group.broadcast([data], options).wait()
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise BroadcastError(
+                f"{self.kind} broadcast, epoch {self.epoch}, members {self.members}: {error}"
+            ) from None
+
+    def record(self, version: int, elements: int) -> torch.Tensor:
+        """The commit record that follows a payload."""
+        return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
+
+
+class _Lane:
+    """One epoch in one member: its group, its thread, and what that has to do, in order."""
+
+    def __init__(self, membership: Membership, device: str) -> None:
+        self.membership = membership
+        self.device = device if membership.backend == "nccl" else "cpu"
+        self.group: BroadcastGroup | None = None
+        self.busy = False
+        self.error: BaseException | None = None
+        self.failed_at = 0.0
+        self.tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+
+    def run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:  # handed to the owner by check()
+                self.failed_at, self.error, self.busy = time.monotonic(), error, False
+                return
+
+
+class _Worker:
+    """Does collectives in a thread; errors surface in the owner's calls."""
+
+    def __init__(self, name: str, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
+        self._name, self._where, self.kind = name, (store_host, store_port), kind
+        self._me, self._device = me, device
+        self._lane: _Lane | None = None
+        self._reported = 0  # the newest epoch whose failure the controller was told of
+
+    @property
+    def epoch(self) -> int:
+        return self._lane.membership.epoch if self._lane is not None else 0
+
+    def tend(self, send: Callable[[Message], None]) -> None:
+        """Do what the owner must do between two turns: tell the controller, once, that this epoch has failed.
+
+        Args:
+            send: to the controller.
+        """
+        if self._lane is not None and self._lane.error is not None and self._reported != self.epoch:
+            self._reported = self.epoch
+            send(Broken(self._me, self.kind, self.epoch, first_line(self._lane.error)))
+
+    def form(self, membership: Membership, timeout_s: float, joined: Callable[[], None]) -> None:
+        """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
+        self.close()
+        lane = self._lane = _Lane(membership, self._device)
+
+        def task() -> None:
+            lane.group = BroadcastGroup(*self._where, membership, timeout_s, self._me, self._device)
+            joined()
+
+        lane.tasks.put(task)
+        threading.Thread(target=lane.run, name=f"{self._name}-{membership.epoch}", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises what the thread raised, once no new epoch has come for REGROUP_S."""
+        lane = self._lane
+        if lane is not None and lane.error is not None and time.monotonic() - lane.failed_at > REGROUP_S:
+            raise BroadcastError(str(lane.error)) from lane.error
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.tasks.put(None)
+
+
+class Publisher(_Worker):
+    """The sending end: one snapshot under way at a time."""
+
+    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, delay_s: float = 0.0) -> None:
+        """
+        Args:
+            delay_s: how long each version is held back, to test what that is charged to.
+        """
+        self.delay_s = delay_s
+        self._newest: tuple[Publish, Snapshot] | None = None
+        self._sent_in = 0  # the newest epoch in which anything was sent
+        super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
+
+    @property
+    def busy(self) -> bool:
+        return self._lane is not None and self._lane.busy
+
+    def tend(self, send: Callable[[Message], None]) -> None:
+        """As of every worker; and send the newest version to the members of a new epoch."""
+        super().tend(send)
+        lane = self._lane
+        behind = self._newest is not None and lane is not None and lane.group is not None and self._sent_in < self.epoch
+        if behind and not lane.busy and lane.error is None:
+            self._send(send)
+
+    def publish(self, announcement: Publish, snapshot: Snapshot, send: Callable[[Message], None]) -> None:
+        """Announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`tend`).
+
+        Args:
+            announcement: what the controller is told; the epoch is filled in.
+            send: to the controller.
+
+        Raises:
+            BroadcastError: the broadcast before this one is still under way (wait until `busy` is False), or no new
+                epoch came after a failure.
+        """
+        self.check()
+        if self.busy:
+            raise BroadcastError(f"version {announcement.version} published while the broadcast before it is under way")
+        self._newest = (announcement, snapshot)
+        self._send(send)
+
+    def begin_with(self, announcement: Publish, snapshot: Snapshot) -> None:
+        """What the members of the first epoch are sent: the version that is gone on from."""
+        self._newest = (announcement, snapshot)
+
+    def _send(self, send: Callable[[Message], None]) -> None:
+        """Announce and broadcast the newest version in this epoch."""
+        lane, (announcement, snapshot) = self._lane, self._newest
+        self._sent_in = self.epoch
+        lane.busy = lane.error is None
+        send(msgspec.structs.replace(announcement, epoch=self.epoch))
+        payloads = snapshot.begin()
+
+        def task() -> None:
+            time.sleep(self.delay_s)
+            elements = 0
+            for payload in payloads:
+                lane.group.broadcast(payload.to(lane.device))
+                elements += payload.numel()
+            lane.group.broadcast(lane.group.record(announcement.version, elements))
+            lane.busy = False
+
+        lane.tasks.put(task)
+
+
+class Receiver(_Worker):
+    """The receiving end: staging buffers fill in the background, `take` hands over the newest complete version."""
+
+    def __init__(
+        self,
+        store_host: str,
+        store_port: int,
+        kind: str,
+        me: str,
+        device: str,
+        layout: Layout,
+        received: Callable[[int], None],
+        keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            received: called in the thread with each version that is complete in staging.
+            keep: for one of several ranks that take versions together: callable(name, tensor that has arrived) -> a
+                copy of what of it is this rank's. A complete version then stays until that or a newer one is taken.
+                None: the newest stays, all of it.
+        """
+        self.layout = layout
+        self._received, self._keep = received, keep
+        self._complete: dict[int, dict[str, torch.Tensor]] = {}
+        self._taken = 0
+        self._lock = threading.Lock()
+        super().__init__(f"receive-{kind}", store_host, store_port, kind, me, device)
+
+    def expect(self, version: int, epoch: int) -> None:
+        """Take part in the broadcast of `version`; one of another epoch is past."""
+        lane = self._lane
+        if lane is None or epoch != self.epoch:
+            return
+
+        def task() -> None:
+            tensors: dict[str, torch.Tensor] = {}
+            for names, first, end in self.layout.buckets:
+                bucket = torch.empty(end - first, dtype=torch.float32, device=lane.device)
+                lane.group.broadcast(bucket)
+                arrived = self.layout.views(bucket, names)
+                tensors |= (
+                    arrived
+                    if self._keep is None
+                    else {name: self._keep(name, tensor) for name, tensor in arrived.items()}
+                )
+            expected = lane.group.record(version, self.layout.elements)
+            record = torch.zeros_like(expected)
+            lane.group.broadcast(record)
+            if not torch.equal(record, expected):
+                raise BroadcastError(f"{self.kind}: commit record {record.tolist()}, expected {expected.tolist()}")
+            with self._lock:
+                # of an epoch that is past, or sent again to newcomers
+                if lane is not self._lane or version <= self._taken:
+                    return
+                if self._keep is None:
+                    self._complete.clear()
+                self._complete[version] = tensors
+            self._received(version)
+
+        lane.tasks.put(task)
+
+    @property
+    def complete(self) -> list[int]:
+        """Versions that can be taken."""
+        with self._lock:
+            return list(self._complete)
+
+    def take(self, version: int | None = None) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """The newest complete version and its tensors, once; None if there is no new one. Older ones go.
+
+        Args:
+            version: this one, which is complete; None: the newest.
+        """
+        self.check()
+        with self._lock:
+            if not self._complete:
+                return None
+            self._taken = version = max(self._complete) if version is None else version
+            tensors = self._complete[version]
+            self._complete = {later: held for later, held in self._complete.items() if later > version}
+        return version, tensors
