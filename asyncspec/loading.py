@@ -12,7 +12,7 @@ from functools import cache, wraps
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without garbage collection, which as libraries are loaded would go through all that was loaded before, again and
     again.
     """

@@ -97,3 +97,35 @@ def contrary_mtp(small_shape, small_policy):
         for parameter in module.parameters():
             parameter.mul_(1.5)
     return module.requires_grad_(False)
+
+
+@pytest.fixture
+def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
+    """method -> make_drafter, with drafts that disagree with the policy."""
+    from functools import partial
+
+    from asyncspec.drafters.draft_model import DraftModelDrafter
+    from asyncspec.drafters.eagle3 import eagle3_drafter
+    from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
+    from asyncspec.drafters.mtp import mtp_drafter
+    from asyncspec.drafts import draft as drafts
+    from asyncspec.models import policy as policies
+
+    def other_policy(model, slots, settings):
+        torch.manual_seed(6)
+        other = policies.build(small_shape, slots.positions)
+        other.init_states()
+        return DraftModelDrafter(
+            policies.cast(other, policies.dtype_of(model)).requires_grad_(False), small_shape, slots, settings
+        )
+
+    torch.manual_seed(6)
+    few = drafts.new("eagle3", small_shape, small_policy, torch.tensor([1, 3, 4])).module
+    return {
+        "eagle3": partial(eagle3_drafter, contrary_draft),
+        "eagle3 of few tokens": partial(eagle3_drafter, few),
+        "mtp": partial(mtp_drafter, contrary_mtp),
+        "draft_model": other_policy,
+        "ngram": lambda model, slots, settings: NGramDrafter(slots),
+        "suffix": lambda model, slots, settings: SuffixDrafter(slots),
+    }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
+from asyncspec.ledger.audit import audit
 from asyncspec.ledger.ledger import read
 
 ROOT = Path(__file__).parents[1]
@@ -161,3 +162,15 @@ class Running:
                 pass
         self.process.wait()
         assert not outliving(everyone)
+
+
+def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=400, groups=4, **kwargs):
+    command = [*launcher, "--run-dir", str(run_dir), *SMALL, f"rl.groups_per_step={groups}", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent, **kwargs)
+
+
+def check_finished(run_dir, steps, lag=1):
+    """Whatever happened: every step once, within the lag, every ticket accounted for."""
+    metrics = rows(run_dir)
+    assert [row["step"] for row in metrics] == list(range(steps)) and max(row["lag/max"] for row in metrics) <= lag
+    assert audit(str(run_dir)) == 0

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import ledger, rows
-from test_run import train
+from runs import ledger, rows, train
 
 from asyncspec.cli import main
 from asyncspec.config import load, to_yaml

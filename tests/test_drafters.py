@@ -2,72 +2,22 @@
 
 import copy
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from engines import ALPHA, METHODS, RandomLength, check_distribution, engine_of, exact_sequences, run
 from scipy.stats import chisquare
-from test_engine import ALPHA, exact_sequences, run
 
 from asyncspec.drafters.draft_model import DraftModelDrafter
-from asyncspec.drafters.eagle3 import eagle3_drafter
-from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
 from asyncspec.drafters.make import drafter_for, drafter_maker
-from asyncspec.drafters.mtp import mtp_drafter
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import decode, numpy_cache
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
-from asyncspec.speculation.draft_length import LONGEST, FixedLength
+from asyncspec.speculation.draft_length import FixedLength
 from asyncspec.speculation.drafter import Slots
-
-METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suffix"]
-
-
-class RandomLength(FixedLength):
-    """Another k at every step, chosen by nothing; features are kept always, or now and then."""
-
-    def __init__(self, always_keeps=False):
-        self.longest, self.rng, self.always_keeps = LONGEST, np.random.default_rng(0), always_keeps
-
-    def choose(self, live, missed_S=None, attended=None):
-        self.keeps = self.always_keeps or self.rng.random() < 0.5
-        return int(self.rng.integers(0, 5))
-
-
-@pytest.fixture
-def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
-    """method -> make_drafter, with drafts that disagree with the policy."""
-
-    def other_policy(model, slots, settings):
-        torch.manual_seed(6)
-        other = policies.build(small_shape, slots.positions)
-        other.init_states()
-        return DraftModelDrafter(
-            policies.cast(other, policies.dtype_of(model)).requires_grad_(False), small_shape, slots, settings
-        )
-
-    torch.manual_seed(6)
-    few = drafts.new("eagle3", small_shape, small_policy, torch.tensor([1, 3, 4])).module
-    return {
-        "eagle3": partial(eagle3_drafter, contrary_draft),
-        "eagle3 of few tokens": partial(eagle3_drafter, few),
-        "mtp": partial(mtp_drafter, contrary_mtp),
-        "draft_model": other_policy,
-        "ngram": lambda model, slots, settings: NGramDrafter(slots),
-        "suffix": lambda model, slots, settings: SuffixDrafter(slots),
-    }
-
-
-def engine_of(shape, policy, make_drafter, slots=64, k=3, **settings):
-    engine = TorchEngine(
-        shape, make_drafter, slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length="auto", **settings
-    )
-    engine.lengths = RandomLength() if k == "random" else None if k == "auto" else FixedLength(k)
-    engine.load_policy(dict(policy.named_parameters()), 0)
-    return engine
 
 
 @pytest.mark.parametrize("method", [*drafts.METHODS, "ngram"])
@@ -113,24 +63,6 @@ def test_sequences_fit_the_distribution_that_is_computed_in_16_bits(small_shape,
     assert engine.decode.cache.kv.dtype == torch.bfloat16 and {
         p.dtype for p in engine.parameters("draft").values()
     } == {torch.bfloat16}
-
-
-def check_distribution(engine, policy, shape, *settings):
-    """That responses are as probable as the policy says; returns how many tokens were proposed and accepted."""
-    # Many samples of one prompt that repeats itself: n-gram and suffix find plenty to copy.
-    prompt, length, n = [2, 3, 5, 2, 3, 4, 2, 3], 4, 20_000
-    done = run(engine, [prompt], samples=n, length=length)
-    exact = exact_sequences(policy, settings or (1.0, 1.0, 0), length, shape.eos_token_id, prompt)
-    counts = dict.fromkeys(exact, 0)
-    for completion in done.values():
-        counts[tuple(completion.tokens.tolist())] += 1  # KeyError: a sequence of probability zero
-    common = [s for s in sorted(exact, key=exact.get, reverse=True) if exact[s] * n >= 8]
-    observed = [counts[s] for s in common] + [n - sum(counts[s] for s in common)]
-    expected = [exact[s] * n for s in common] + [n - sum(exact[s] for s in common) * n]
-    if expected[-1] < 8:
-        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-    assert chisquare(observed, expected).pvalue > ALPHA
-    return sum(c.proposed for c in done.values()), sum(c.accepted for c in done.values())
 
 
 @pytest.mark.parametrize("k", [1, 4, "random", "auto"])

@@ -5,8 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from test_drafters import engine_of, maker  # noqa: F401  a fixture
-from test_engine import run
+from engines import engine_of, run
 
 from asyncspec.drafters import numba_draft as drafting
 from asyncspec.drafters.make import drafter_for

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_run import rows, train
+from runs import rows, train
 
 from asyncspec.commands import draft_train as offline
 from asyncspec.config import resolve_path

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from engines import ALPHA, PROMPT, exact_sequences, run
 from scipy.stats import chisquare
 
 from asyncspec.config.check import cxx_compiler
@@ -17,12 +18,9 @@ from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import hidden_states
-from asyncspec.speculation.verify import sampling_distribution
-from asyncspec.wire.messages import summed
+from asyncspec.timing.metrics import summed
 
-PROMPT = [2, 3, 5]
 needs_compiler = pytest.mark.skipif(not cxx_compiler(), reason="torch.compile needs a C++ compiler: install g++")
-ALPHA = 1e-4  # chance that one distribution test fails though the engine is exact
 
 
 def make(shape, policy, draft=None, slots=64, k=3, **settings):
@@ -37,32 +35,6 @@ def make(shape, policy, draft=None, slots=64, k=3, **settings):
     )
     engine.load_policy(dict(policy.named_parameters()), 0)
     return engine
-
-
-def run(engine, prompts, samples=1, length=24, first_seed=0):
-    for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, [first_seed + 1000 * i + j for j in range(samples)], length))
-    done = []
-    while engine.live or engine.waiting:
-        done += engine.poll()
-    return {(c.request_id, c.sample): c for c in done}
-
-
-def exact_sequences(policy, settings, length, eos, prompt=PROMPT):
-    """{tokens: probability} of every response of at most `length` tokens."""
-    result, open_ = {}, {(): 1.0}
-    for _ in range(length):
-        prefixes = list(open_)
-        tokens = torch.tensor([prompt + list(p) for p in prefixes])
-        logits = policy.lm_head(hidden_states(policy, tokens)[:, -1])
-        probs = sampling_distribution(logits, *settings).double()
-        extended = {}
-        for prefix, row in zip(prefixes, probs):
-            for token, p in enumerate(row.tolist()):
-                if p > 0:
-                    (result if token == eos else extended)[prefix + (token,)] = open_[prefix] * p
-        open_ = extended
-    return result | open_
 
 
 @pytest.mark.parametrize(

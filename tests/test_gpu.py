@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from engines import METHODS, check_distribution, engine_of, run
 from runs import Running, rows
-from test_drafters import METHODS, check_distribution, engine_of, maker  # noqa: F401
-from test_engine import run
-from test_weights import SHAPES, tensors, wait_until_idle
+from versions import SHAPES, tensors, wait_until_idle
 
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.ledger.audit import audit
@@ -27,7 +26,7 @@ PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
 
 @pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", [None, *METHODS])
-def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method, launched):  # noqa: F811
+def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method, launched):
     torch.manual_seed(9)
     new, results = (
         {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()},
@@ -67,7 +66,7 @@ def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
 @pytest.mark.parametrize("k", [3, "auto"])
 @pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", METHODS)
-def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, settings):  # noqa: F811
+def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, settings):
     engine = engine_of(
         small_shape,
         small_policy,

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
+from engines import METHODS, engine_of, run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_drafters import METHODS, engine_of, maker  # noqa: F401  a fixture
-from test_engine import run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

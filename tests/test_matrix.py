@@ -50,7 +50,7 @@ def test_what_is_derived_from_weights_stays_where_it_is_also_where_there_are_no_
 
 PRODUCTS = """
 import torch
-from asyncspec.actors.base import held
+from asyncspec.actors.base import resource_usage
 from asyncspec.config import load
 from asyncspec.engine.matrix import Matrix
 from asyncspec.actors.engines import make_engine
@@ -61,8 +61,8 @@ product, x = Matrix(torch.ones(128, 128), Arena()), torch.ones(500, 128)
 for rows in range(100, 500):
     product(x[:rows])
     if rows == 199:
-        before = held()["mb"]
-print(held()["mb"] - before)
+        before = resource_usage()["mb"]
+print(resource_usage()["mb"] - before)
 """
 
 

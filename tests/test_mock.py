@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 from runs import Running, rows
-from test_recovery import check
+from runs import check_finished as check
 
 from asyncspec.config import load
 from asyncspec.engine.protocol import Request
 from asyncspec.mock import timings
 from asyncspec.mock.engine import MockEngine
-from asyncspec.wire.messages import summed
+from asyncspec.timing.metrics import summed
 
 
 def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronous_step():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncspec.config import resolve_path
+from asyncspec.files import write_json
 from asyncspec.models import CheckpointError, eagle3, policy, tokenizer
 from asyncspec.models.shape import ARCHITECTURES, Experts
 from asyncspec.models.widen import widened
@@ -117,7 +118,7 @@ def test_other_families_compute_in_bfloat16_nearly_the_same(other):
 )
 def test_what_no_policy_here_has_is_refused_in_one_line(tmp_path, small_shape, kind, change, message):
     shape = replace(small_shape, experts=Experts(4, 2, 16, True)) if kind == "qwen3_moe" else small_shape
-    policy.write_json(
+    write_json(
         tmp_path / "config.json",
         shape.to_hf() | {"model_type": kind, "architectures": [ARCHITECTURES.get(kind)]} | change,
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, descendants, events, rows
+from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, check_finished, descendants, events, rows
 from safetensors.torch import load_file
 
 from asyncspec.actors.crew import Crew
@@ -22,13 +22,6 @@ from asyncspec.wire import messages as m
 from asyncspec.wire.heartbeat import Vigil
 
 CHECKPOINTS = "checkpoint.every=3"
-
-
-def check(run_dir, steps, lag=1):
-    """Whatever happened: every step once, within the lag, every ticket accounted for."""
-    metrics = rows(run_dir)
-    assert [row["step"] for row in metrics] == list(range(steps)) and max(row["lag/max"] for row in metrics) <= lag
-    assert audit(str(run_dir)) == 0
 
 
 def faults(actor, kind, **places):
@@ -70,7 +63,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
     )
     os.kill(run.process.pid, signal.SIGINT)
     output = run.end(130)
-    check(run_dir, len(rows(run_dir)))
+    check_finished(run_dir, len(rows(run_dir)))
     lost, frozen = named("lost"), named("frozen")
     for first, of in places.items():
         for i, (place, times) in enumerate(of.items()):
@@ -103,7 +96,7 @@ def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     )
     output = run.end()
     assert len(list((run_dir / "faults").iterdir())) == count, output
-    check(run_dir, steps)
+    check_finished(run_dir, steps)
     # Each of the controller's faults may come with one of the trainer's, which is one restart.
     assert output.count("all is started again from the last checkpoint") >= count - planned.count("controller:"), output
 
@@ -112,7 +105,7 @@ def test_actors_may_be_lost_while_starting(tmp_path):
     run_dir = tmp_path / "run"
     planned = "generator0:boot:1:kill,logprob:join:1:kill,draft_adapter:boot:1:freeze,trainer:boot:1:kill"
     output = Running.new(run_dir, "--steps", "3", CHECKPOINTS, SILENT, f"deployment.faults={planned}").end()
-    check(run_dir, 3)
+    check_finished(run_dir, 3)
     assert len(list((run_dir / "faults").iterdir())) >= 3, output
     assert output.count("all is started again from the last checkpoint") == 1, output
 
@@ -123,7 +116,7 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     output = Running.new(
         run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze"
     ).end()
-    check(run_dir, 3)
+    check_finished(run_dir, 3)
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 
 
@@ -218,7 +211,7 @@ def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
     for pid in descendants(run.process.pid)[1:]:  # the controller's among them, mostly
         os.kill(pid, signal.SIGKILL)
     assert "died" in run.end()
-    check(run_dir, 2)
+    check_finished(run_dir, 2)
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
@@ -233,7 +226,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     for pid in everyone:
         os.kill(pid, signal.SIGCONT)
     run.end()
-    check(run_dir, 30)
+    check_finished(run_dir, 30)
     assert not [event for event in events(run_dir) if event["event"] == "lost"]
     # nobody was asked where it is
     assert not [log for log in (run_dir / "logs").iterdir() if "most recent call" in log.read_text()]
@@ -246,8 +239,8 @@ def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_pa
     assert len(storm.faults) >= 2
     chaos.cut_and_resume(tmp_path / "cut", ("steps=6", *SMALL, "checkpoint.every=2"), cuts=1)
     assert sum(event["event"] == "resumed" for event in events(tmp_path / "cut")) == 1
-    check(tmp_path / "storm", 16)
-    check(tmp_path / "cut", 6)
+    check_finished(tmp_path / "storm", 16)
+    check_finished(tmp_path / "cut", 6)
 
 
 def policy_of(run_dir):
@@ -269,7 +262,7 @@ def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, specu
     cut.kill()  # the launcher and everything else at once
     output = Running.resumed(tmp_path / "cut").end()
     assert "going on from version 2" in output or "going on from version 4" in output, output
-    check(tmp_path / "cut", 6, lag=0)
+    check_finished(tmp_path / "cut", 6, lag=0)
     whole, resumed = policy_of(tmp_path / "whole"), policy_of(tmp_path / "cut")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     for a, b in zip(rows(tmp_path / "whole"), rows(tmp_path / "cut")):
@@ -297,7 +290,7 @@ def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
         launcher=launcher,
     )
     output = run.end()
-    check(run_dir, 10)
+    check_finished(run_dir, 10)
     assert "controller is frozen: no sign of life for 25" in output and "controller died: " in output, output
     assert (
         "trainer died: SIGKILL: all is started again from the last checkpoint" in output

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from test_run import train
+from runs import train
 
 
 @pytest.fixture(scope="module")

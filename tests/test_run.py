@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows
+from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows, train
 
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
@@ -20,11 +20,6 @@ KEYS = """
 step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
 time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
 spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
-
-
-def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "train"), timeout=400, groups=4, **kwargs):
-    command = [*launcher, "--run-dir", str(run_dir), *SMALL, f"rl.groups_per_step={groups}", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent, **kwargs)
 
 
 def check_results(run_dir, steps, lag, groups=4):

@@ -21,8 +21,8 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
     assert parsed == [node for times, node in nodes for _ in range(times)]
     totals = topology.total(parsed)
     ranks = data.draw(st.sampled_from([n for n in range(1, totals["logprob"] + 1) if totals["logprob"] % n == 0]))
-    names = topology.actor_names(totals["trainer"], totals["logprob"] // ranks, ranks, totals["generator"], adapting)
-    placed = topology.place(parsed, names)
+    names = topology.name_actors(totals["trainer"], totals["logprob"] // ranks, ranks, totals["generator"], adapting)
+    placed = topology.assign(parsed, names)
     assert (
         sorted(name for node in placed for name in node) == sorted(["controller", *names])
         and placed[0][0] == "controller"
@@ -151,7 +151,7 @@ def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gp
     )
     loaded = load(name, own)
     parsed, names = topology.parse(loaded.deployment.nodes), {"controller": "controller", **actor_names(loaded)}
-    placed = topology.place(parsed, names)
+    placed = topology.assign(parsed, names)
     assert len(parsed) == nodes
     if gpus:
         assert all(sum(node.values()) <= gpus for node in parsed)

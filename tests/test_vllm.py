@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from runs import SCRIPT, Running, rows
-from test_recovery import check as check_run
+from runs import check_finished as check_run
 
 from asyncspec.config import ConfigError, load
 from asyncspec.launch.preflight import check_inputs

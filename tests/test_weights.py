@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import forking
+from versions import SHAPES, tensors, wait_until_idle
 
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.wire import weights
@@ -18,11 +19,6 @@ from asyncspec.wire.weights import BroadcastError, Layout, Publisher, Receiver, 
 MEMBERS = ["trainer", "generator0", "logprob"]
 MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")
 VERSIONS = 12
-SHAPES = {"a": (300, 200), "b": (7,), "c": (1,), "d": (128, 3, 5)}
-
-
-def tensors(version):
-    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
 
 
 def receive(port, me, announced, results):
@@ -42,13 +38,6 @@ def receive(port, me, announced, results):
             swapped.append(version)
         time.sleep(0.0005)
     results.put((me, swapped, received, worked))
-
-
-def wait_until_idle(publisher):
-    deadline = time.monotonic() + 60
-    while publisher.busy and time.monotonic() < deadline:
-        publisher.check()
-        time.sleep(0.001)
 
 
 def test_each_version_arrives_whole_and_in_order():

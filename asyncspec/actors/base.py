@@ -25,7 +25,7 @@ from asyncspec import clock
 from asyncspec.config import Config, from_yaml
 from asyncspec.deadlines import LOADING_PATIENCE
 from asyncspec.faults import Faults
-from asyncspec.loading import uncollected, use_threads
+from asyncspec.loading import gc_paused, use_threads
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire import messages as m
@@ -119,7 +119,7 @@ class Actor(ABC):
         self.control = transport.ControlClient(self.spec.control_address, self.name)
         self.heart = Heart(self.spec.control_address, self.name)
         try:
-            with uncollected():
+            with gc_paused():
                 import torch
 
                 use_threads(self.threads)
@@ -138,7 +138,7 @@ class Actor(ABC):
             gc.freeze()
             self.fault("boot")
             # Only now: the broadcast groups wait for whoever has said Hello.
-            self.control.send(m.Hello(self.name, self.inbox.address, one_of_its_kind(self.device)))
+            self.control.send(m.Hello(self.name, self.inbox.address, device_uuid(self.device)))
             welcome = self._await(m.Welcome)
             self._to_join = self.connect(welcome)
             self.ready_if_joined()
@@ -252,7 +252,7 @@ class Actor(ABC):
             self._waited = dict.fromkeys(self._waited, 0.0)
             for state, share in {"busy": 1 - sum(shares.values()), **shares}.items():
                 self.counters[f"actors/{self.name}_{state}"] = round(share, 4)
-            self.counters |= {f"process/{self.name}_{what}": value for what, value in held().items()}
+            self.counters |= {f"process/{self.name}_{what}": value for what, value in resource_usage().items()}
             if self.inbox is not None:
                 for what, count in (
                     ("rejected", self.inbox.rejected + self.control.rejected),
@@ -296,7 +296,7 @@ class Actor(ABC):
         transport.context().term()
 
 
-def one_of_its_kind(device: str) -> str:
+def device_uuid(device: str) -> str:
     """A name for a device that no other has: where each process is shown its own GPU only, and on each host, there is a
     cuda:0.
     """
@@ -307,7 +307,7 @@ def one_of_its_kind(device: str) -> str:
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
-def held() -> dict[str, float]:
+def resource_usage() -> dict[str, float]:
     """What this process holds of the machine: resident megabytes, file descriptors, threads."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])

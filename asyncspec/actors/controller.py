@@ -96,7 +96,7 @@ class Controller:
         try:
             self._load_data()
             if self.resume >= 0:
-                self.records.take_up(self.resume)
+                self.records.resume(self.resume)
             self._start()
             while not state.stop_reason:
                 self._issue()

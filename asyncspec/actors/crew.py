@@ -19,7 +19,7 @@ from asyncspec.wire.heartbeat import SUFFIX, Vigil
 
 def actor_names(config: Config) -> dict[str, str]:
     """name -> role of every actor but the controller."""
-    return topology.actor_names(
+    return topology.name_actors(
         config.trainer.ranks,
         config.deployment.logprobs,
         config.logprob.ranks,

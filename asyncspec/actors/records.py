@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncspec.actors.base import REPORT_EVERY_S, held
+from asyncspec.actors.base import REPORT_EVERY_S, resource_usage
 from asyncspec.ledger import ledger as ledgers
 from asyncspec.report.console import Console
 from asyncspec.timing.exporters import RunMetrics, TraceFile
@@ -39,7 +39,7 @@ class Records:
         self._latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self._measured = 0.0
 
-    def take_up(self, version: int) -> None:
+    def resume(self, version: int) -> None:
         """Go on from where a run was left: what its ledger leaves open is void, or ends here."""
         before = list(ledgers.read(self.run_dir))
         self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
@@ -85,7 +85,7 @@ class Records:
             self.metrics.picture(list(self._latest))
         if time.monotonic() - self._measured > REPORT_EVERY_S:
             self._measured = time.monotonic()
-            self.counters |= {f"process/controller_{what}": value for what, value in held().items()}
+            self.counters |= {f"process/controller_{what}": value for what, value in resource_usage().items()}
         row = step_row(done, self.counters, self._accuracy)
         self.metrics.write(row, final)
         self.console.step(row)

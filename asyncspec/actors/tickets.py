@@ -67,8 +67,8 @@ class _Entry:
     ticket: m.Ticket
     generator: str
     sent: float
-    place: str = GENERATING
-    since: float = 0.0  # when it came to that place
+    stage: str = GENERATING
+    since: float = 0.0  # when it came to that stage
 
 
 class TicketBook:
@@ -94,11 +94,11 @@ class TicketBook:
         """Samples in each generator."""
         load = dict.fromkeys(generators, 0)
         for entry in self.open.values():
-            if entry.place == GENERATING and entry.generator in load:
+            if entry.stage == GENERATING and entry.generator in load:
                 load[entry.generator] += len(entry.ticket.seeds)
         return load
 
-    def moved(self, ticket_id: int, place: str, generator: str = "") -> None:
+    def moved(self, ticket_id: int, stage: str, generator: str = "") -> None:
         """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is
         passed over.
 
@@ -106,8 +106,8 @@ class TicketBook:
             generator: whose word it is, if a generator's.
         """
         entry = self.open.get(ticket_id)
-        if entry is not None and entry.place != ARRIVED and generator in ("", entry.generator):
-            entry.place, entry.since = place, time.monotonic()
+        if entry is not None and entry.stage != ARRIVED and generator in ("", entry.generator):
+            entry.stage, entry.since = stage, time.monotonic()
 
     def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
         """Take a ticket off the book; None if it is on it no more."""
@@ -126,11 +126,11 @@ class TicketBook:
         """Issue again what an actor died with; returns how many.
 
         Args:
-            lost: callable(generator, place, since when there) -> whether such a ticket is lost.
+            lost: callable(generator, stage, since when in it) -> whether such a ticket is lost.
         """
         again = []
         for ticket_id, entry in list(self.open.items()):
-            if lost(entry.generator, entry.place, entry.since):
+            if lost(entry.generator, entry.stage, entry.since):
                 del self.open[ticket_id]
                 again.append(msgspec.structs.replace(entry.ticket, lost=entry.ticket.lost or entry.ticket.issued))
                 self.ledger.write("reissued", entry.ticket, reason=reason, generator=entry.generator)
@@ -146,20 +146,20 @@ class TicketBook:
 
     def training(self) -> tuple[int, int]:
         """How many tickets to be trained are in a generator, and how many past it."""
-        places = [entry.place for entry in self.open.values() if not entry.ticket.evaluation]
-        return places.count(GENERATING), len(places) - places.count(GENERATING)
+        stages = [entry.stage for entry in self.open.values() if not entry.ticket.evaluation]
+        return stages.count(GENERATING), len(stages) - stages.count(GENERATING)
 
     def oldest(self) -> str:
         """Where the ticket is that was sent first; "" if none is open."""
         entry = min(self.open.values(), key=lambda e: e.sent, default=None)
         if entry is None:
             return ""
-        place = {
+        where = {
             GENERATING: f"in {entry.generator}",
             GENERATED: f"past {entry.generator}, on its way through logprob",
             ARRIVED: "with the trainer, not trained",
-        }[entry.place]
-        return f"ticket {entry.ticket.ticket_id} of step {entry.ticket.step}, {place}"
+        }[entry.stage]
+        return f"ticket {entry.ticket.ticket_id} of step {entry.ticket.step}, {where}"
 
 
 class Evaluations:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 
 import torch
 
@@ -24,6 +23,7 @@ from asyncspec.loading import use_threads
 from asyncspec.models import eagle3, policy, tokenizer
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 from asyncspec.tasks.sums import sums
+from asyncspec.timing.metrics import summed
 
 # "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
@@ -39,14 +39,10 @@ def accepted(done: Sequence[Completion]) -> dict[str, float]:
     """Of finished rollouts: acceptance length, proposals a verification, and acceptance of each position, given that
     those before were accepted.
     """
-
-    def summed(at: str) -> list[int]:
-        return [sum(counts) for counts in zip_longest(*(getattr(c, at) for c in done), fillvalue=0)]
-
     counts = {"acceptance_length": acceptance_length(list(enumerate(done)))}
     if verifications := sum(c.verifications for c in done):
         counts["proposals"] = sum(c.proposed for c in done) / verifications
-    positions = enumerate(zip(summed("reached_at"), summed("accepted_at")), 1)
+    positions = enumerate(zip(summed(c.reached_at for c in done), summed(c.accepted_at for c in done)), 1)
     return counts | {f"acceptance_{j}": kept / reached for j, (reached, kept) in positions if reached}
 
 

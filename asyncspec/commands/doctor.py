@@ -58,7 +58,7 @@ def examine(config: Config) -> int:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     names = {"controller": "controller", **actor_names(config)}
     nodes = topology.parse(config.deployment.nodes) if config.deployment.nodes else None
-    placed = [list(names)] if nodes is None else topology.place(nodes, names)
+    placed = [list(names)] if nodes is None else topology.assign(nodes, names)
     if size > 1 and size != len(placed):
         raise ConfigError(
             f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of "

@@ -72,7 +72,7 @@ def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
 
     Args:
         policy: the content of the policy's config.json.
-        role: as in topology.actor_names.
+        role: as in topology.name_actors.
     """
     if config.trainer.kind == "mock":
         return {"libraries": LIBRARIES}

@@ -58,7 +58,7 @@ def total(nodes: list[dict[str, int]]) -> dict[str, int]:
     return {role: sum(node.get(role, 0) for node in nodes) for role in ROLES}
 
 
-def actor_names(ranks: int, logprobs: int, logprob_ranks: int, generators: int, adapting: bool) -> dict[str, str]:
+def name_actors(ranks: int, logprobs: int, logprob_ranks: int, generators: int, adapting: bool) -> dict[str, str]:
     """name -> role of every actor but the controller, in order.
 
     Args:
@@ -86,7 +86,7 @@ def rank_of(name: str) -> tuple[str, int]:
     return leader, int(rank or 0)
 
 
-def place(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[str]]:
+def assign(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[str]]:
     """The names of the actors on each node, the controller among them."""
     waiting = {role: [name for name, plays in names.items() if plays.removesuffix(_RANK) == role] for role in ROLES}
     placed = []

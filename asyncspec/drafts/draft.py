@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from asyncspec.drafts.training import distillation_loss, unrolled_loss
+from asyncspec.files import write_json
 from asyncspec.models import CheckpointError, eagle3, mtp, policy
 from asyncspec.models.policy import PolicyShape
 
@@ -53,7 +54,7 @@ class Draft:
             {"eagle3": eagle3, "mtp": mtp}[self.method].save(self.module, directory)
         if policy_version is not None:
             file = directory / "config.json"
-            policy.write_json(file, json.loads(file.read_text()) | {"trained_for_policy_version": policy_version})
+            write_json(file, json.loads(file.read_text()) | {"trained_for_policy_version": policy_version})
 
 
 def new(method: str, shape: PolicyShape, model, tokens: torch.Tensor | None = None) -> Draft:

@@ -1,1 +1,1 @@
-"""Engines: what turns prompts into rollouts. `protocol` says what each does; `torch_engine` runs anywhere torch does."""
+"""Engines: what turns prompts into rollouts. `protocol` is what all share; `torch_engine` runs anywhere torch does."""

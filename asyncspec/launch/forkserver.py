@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncspec.launch import ending
-from asyncspec.loading import uncollected, without_gpus
+from asyncspec.loading import gc_paused, without_gpus
 
 _CLIENT = str(Path(__file__).with_name("fork_client.py"))
 _PR_SET_PDEATHSIG = 1
@@ -233,7 +233,7 @@ def _end(code: object) -> None:
 def _main() -> None:
     parent, descriptor, *modules = sys.argv[1:]
     die_with(int(parent))
-    with uncollected(), without_gpus() if "torch" in modules else nullcontext():
+    with gc_paused(), without_gpus() if "torch" in modules else nullcontext():
         for module in modules:
             importlib.import_module(module)
     gc.collect()

@@ -23,6 +23,7 @@ import msgspec
 from asyncspec import config as configuration
 from asyncspec.config import Config, topology
 from asyncspec.errors import ConfigError, UserError
+from asyncspec.files import replace_file
 from asyncspec.launch import processes, roles
 from asyncspec.launch.forkserver import ForkServer, die_with
 from asyncspec.launch.interrupt import InterruptFlag
@@ -44,10 +45,7 @@ class Rendezvous:
     launch: int = 0  # a number of the launcher's own
 
     def write(self, run_dir: str) -> None:
-        file = Path(run_dir) / FILE
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(file)
+        replace_file(Path(run_dir) / FILE, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, run_dir: str) -> Rendezvous | None:

@@ -106,7 +106,9 @@ class _Pool(attempts.Pool):
         interrupt.arm()  # Ray has taken SIGTERM
         names = {"controller": "controller", **actor_names(config)}
         placed = (
-            topology.place(topology.parse(config.deployment.nodes), names) if config.deployment.nodes else [list(names)]
+            topology.assign(topology.parse(config.deployment.nodes), names)
+            if config.deployment.nodes
+            else [list(names)]
         )
         self._node = {name: node for node, here in enumerate(placed) for name in here}
         on_devices = [computing(config, {name: names[name] for name in here}) for here in placed]

@@ -19,7 +19,7 @@ from asyncspec.errors import ConfigError
 from asyncspec.launch import ending
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.ledger import checkpoint
-from asyncspec.loading import uncollected
+from asyncspec.loading import gc_paused
 from asyncspec.timing.metrics import read_rows
 from asyncspec.wire import transport
 
@@ -60,7 +60,7 @@ def make(spec: ActorSpec):
     ending.make_ready()
     mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
-    with uncollected():
+    with gc_paused():
         return getattr(importlib.import_module(module), name)(spec)
 
 
@@ -103,7 +103,7 @@ def specs(
     from asyncspec.actors.crew import actor_names, computing
 
     text, names = _yaml_at(copy.deepcopy(config), host), {"controller": "controller", **actor_names(config)}
-    here = list(names) if node is None else topology.place(topology.parse(config.deployment.nodes), names)[node]
+    here = list(names) if node is None else topology.assign(topology.parse(config.deployment.nodes), names)[node]
     on_devices = computing(config, {name: names[name] for name in here})
     placed = dict.fromkeys(here, "cpu") | dict(
         zip(on_devices, deal(config.deployment.device, [names[name] for name in on_devices]))
@@ -246,6 +246,6 @@ def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[
 
 def warm(modules: Sequence[str]) -> None:
     """Load these `libraries`, in a process that waits for a role."""
-    with uncollected():
+    with gc_paused():
         for module in modules:
             importlib.import_module(module)

@@ -157,7 +157,7 @@ def share(parameter: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for size, first in zip(sizes, firsts))
 
 
-def let_go(model) -> None:
+def reset_fsdp_state(model) -> None:
     """Forget what FSDP, if it divides a model, notes in each pass forward for the one backward, which does not come
     where nothing is trained.
     """

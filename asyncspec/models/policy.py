@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from asyncspec.files import write_json
 from asyncspec.loading import compiling_later
 from asyncspec.models import CheckpointError
 from asyncspec.models.shape import PolicyShape, RopeScaling
@@ -407,10 +408,3 @@ def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Ten
     partial.chmod(0o644)  # safetensors leaves it readable by its owner alone
     partial.replace(directory / "model.safetensors")
     write_json(directory / "config.json", config)
-
-
-def write_json(file: Path, content: dict) -> None:
-    """Replace a file as a whole."""
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(file)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asyncspec.config import Config, resolve_path
-from asyncspec.models.parallel import Ranks, let_go, local, share
+from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
 from asyncspec.rl.batch import padded, passes, response_logprobs
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Layout
@@ -133,5 +133,5 @@ class Scorer:
             values[self.ranks.data_rank, index, : len(found)] = found
         self._scored = []
         for model in self._models:
-            let_go(model)
+            reset_fsdp_state(model)
         return self.ranks.sum_over_groups(values).cpu().numpy()

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncspec.files import replace_file
 from asyncspec.timing.metrics import TABLE_ROWS, read_rows
 from asyncspec.wire.messages import GroupRecord, Span, StepDone
 
@@ -27,9 +28,7 @@ class RunMetrics:
         path = run_dir / "metrics.jsonl"
         rows = [row for row in read_rows(path) if row["step"] < first_step] if path.exists() else []
         if path.exists():
-            partial = path.with_name("metrics.jsonl.partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            partial.replace(path)
+            replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.last = rows[-1] if rows else None
         # For the table at the end; whole rows of a long run would fill the memory.
         self.columns = {

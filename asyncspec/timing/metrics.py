@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 
 from asyncspec.timing.attribution import break_down, covered
-from asyncspec.wire.messages import StepDone, summed
+from asyncspec.wire.messages import StepDone
 
 # The parts of a step as the table at a run's end shows them: (label, metric).
 TABLE_ROWS = (
@@ -80,6 +81,11 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         # versions the draft's training is behind the step's policy
         row["draft/lag"] = done.step - counters["draft/policy_version"]
     return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
+
+
+def summed(lists: Iterable[Sequence[int]]) -> list[int]:
+    """Sums of counts by position; what a shorter list lacks is 0."""
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 def stage_time(groups, name: str) -> float:

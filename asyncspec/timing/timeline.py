@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncspec.files import replace_file
 from asyncspec.wire.messages import StepDone
 
 FILE = "timeline.jsonl"
@@ -22,9 +23,7 @@ class TimelineFile:
         """
         if (run_dir / FILE).exists():
             kept = [msgspec.json.encode(step) + b"\n" for step in read(run_dir) if step.step < first_step]
-            partial = run_dir / f"{FILE}.partial"
-            partial.write_bytes(b"".join(kept))
-            partial.replace(run_dir / FILE)
+            replace_file(run_dir / FILE, b"".join(kept))
         self._file = open(run_dir / FILE, "ab", buffering=0)
 
     def write(self, step: StepDone) -> None:

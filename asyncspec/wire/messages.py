@@ -7,8 +7,6 @@ follow as raw frames, described by name, dtype and shape. Times are seconds of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 
 import msgspec
 import numpy as np
@@ -85,13 +83,8 @@ class Group(Message, frozen=True):
     draft_version: int
     phases: list[Phase]
     proximal_version: int = -1
-    reached_at: list[int] = []  # by position, as in engine.base.Completion
+    reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
-
-
-def summed(lists: Iterable[Sequence[int]]) -> list[int]:
-    """Of counts by position; what a shorter list lacks is 0."""
-    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 class Supervision(Message, frozen=True):
@@ -243,7 +236,7 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncated: int
     draft_version: int
     phases: list[Phase]
-    reached_at: list[int] = []  # by position, as in engine.base.Completion
+    reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
 
 
