@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncspec import __version__
 from asyncspec import config as configuration
@@ -205,7 +205,7 @@ def _train(args) -> int:
     _end_at_once(code)
 
 
-def _end_at_once(code: int) -> None:
+def _end_at_once(code: int) -> NoReturn:
     """All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy
     machine.
     """

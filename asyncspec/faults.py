@@ -53,7 +53,8 @@ class Faults:
 
     def __init__(self, text: str, actor: str, run_dir: Path) -> None:
         self._at = {(place, times): kind for name, place, times, kind in parse(text) if name == actor}
-        self._actor, self._folder, self._passed = actor, run_dir / "faults", Counter()
+        self._actor, self._folder = actor, run_dir / "faults"
+        self._passed: Counter[str] = Counter()
 
     def __call__(self, place: str) -> None:
         """The actor is at this place."""

@@ -43,7 +43,7 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         raise ConfigError(f"--config {config}: not readable as YAML: {first_line(error)}") from None
     if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
         raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
-    given = OmegaConf.to_container(file_cfg)
+    given = typing.cast(dict, OmegaConf.to_container(file_cfg))
     for key in leaves(given):
         _check_key(key, f"in {path.name}")
         _check_type(key, _inner(given, key))
@@ -53,12 +53,12 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
                 f"override {item!r}: expected field=value without spaces, for example trainer.optimizer.lr=1e-4"
             )
         _check_key(item.split("=", 1)[0], "in the overrides")
-    merged = OmegaConf.structured(Config)
+    merged: Any = OmegaConf.structured(Config)
     try:
         merged = OmegaConf.merge(merged, file_cfg)
         for item in overrides:
             _override(merged, *item.split("=", 1))
-        result = OmegaConf.to_object(merged)
+        result = typing.cast(Config, OmegaConf.to_object(merged))
         _apply_nodes(result, {*leaves(given), *(item.split("=", 1)[0] for item in overrides)})
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
@@ -101,9 +101,9 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
 def _override(merged, key: str, text: str) -> None:
     try:
         # A string field takes its text as it stands; for all others YAML's reading of the text counts.
-        value = (
-            text if type_of(Config, key) is str else OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"]))["v"]
-        )
+        value: Any = text
+        if type_of(Config, key) is not str:
+            value = typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"])))["v"]
         _check_type(key, value)
         OmegaConf.update(merged, key, value)
     except ConfigError:
@@ -137,7 +137,8 @@ def from_yaml(text: str) -> Config:
         ConfigError: it is damaged, or of another version.
     """
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
+        return typing.cast(Config, OmegaConf.to_object(merged))
     except Exception as error:  # YAML's own errors are of many types
         raise ConfigError(f"config.yaml: {first_line(error)}; expected what this version of asyncspec writes") from None
 

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asyncspec.errors import first_line
 
@@ -39,7 +39,8 @@ class Checkpoints:
         import torch.distributed.checkpoint  # noqa: F401  it takes a second, which belongs to loading
 
         self.run_dir, self.folder, self.kind, self.keep = run_dir, run_dir / FOLDER, kind, keep
-        self._leads, self._group = (True, None) if ranks is None else (ranks.rank == 0, ranks.checkpoints)
+        self._leads = ranks is None or ranks.rank == 0
+        self._group = None if ranks is None else ranks.checkpoints
         if self._leads:
             drop_cut_short(run_dir, kind)  # by one whose place this actor takes
         self._pool = ThreadPoolExecutor(1, f"checkpoint-{kind}")
@@ -61,7 +62,7 @@ class Checkpoints:
         staged = dcp.async_save(
             state, checkpoint_id=str(partial), no_dist=self._group is None, process_group=self._group
         )
-        self._writing = version, self._pool.submit(self._seal, staged, partial, version)
+        self._writing = version, self._pool.submit(self._seal, cast(Future, staged), partial, version)
 
     def saved(self, wait: bool = False) -> int | None:
         """The version of a checkpoint that has become complete since the last call, if any.

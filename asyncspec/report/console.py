@@ -45,7 +45,7 @@ class Console:
 
     def resumed(self, metrics: RunMetrics) -> None:
         """Say where a run goes on that was begun before; its first accuracy was measured then."""
-        if metrics.first_accuracy is not None:
+        if metrics.first_accuracy is not None and metrics.last is not None:
             self._accuracies = [metrics.first_accuracy, metrics.last["eval/accuracy"]]
         self.line(f"going on from version {self.first_step}, with {self.first_step} steps trained")
 

@@ -83,7 +83,8 @@ class _GpuSpan:
         self._start, self._mark = now(), self._recorder.mark()
 
     def __exit__(self, *error) -> None:
-        self._recorder.add(self._about[0], self._start, now(), *self._about[1:], since=self._mark)
+        name, step, ticket, version = self._about
+        self._recorder.add(name, self._start, now(), step, ticket, version, self._mark)
 
 
 class _Nothing:
