@@ -1,0 +1,32 @@
+"""The whole system in one run: the smoke test (`pytest -m smoke`, 20 seconds), and ten steps of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from runs import Running, check_finished, events, rows
+
+
+@pytest.mark.smoke
+def test_two_steps_an_audit_and_a_report(tmp_path):
+    run_dir = tmp_path / "run"
+    Running.new(run_dir, "--steps", "2", "eval.every=0").end()
+    check_finished(run_dir, 2)
+    command = [sys.executable, "-m", "asyncspec", "report", str(run_dir)]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+    assert "<svg" in (run_dir / "report.html").read_text()
+
+
+def test_ten_steps_of_four_actors_with_speculation(tmp_path):
+    """Real processes, queues and broadcasts: every ticket once, within the lag, under weights that really changed."""
+    run_dir = tmp_path / "run"
+    output = Running.new(run_dir, "--steps", "10", "--policy-lag", "1", "checkpoint.every=5").end()
+    check_finished(run_dir, 10)
+    assert "step   10/10" in output
+    for row in rows(run_dir):
+        assert row["spec/draft_length"] > 0 and 1 < row["spec/acceptance_length"] <= row["spec/draft_length"] + 1
+    newest = [event["version_max"] for event in events(run_dir) if event["event"] in ("trained", "evaluated")]
+    assert max(newest) >= 9
+    tracks = {e["args"]["name"] for e in json.loads((run_dir / "trace.json").read_text()) if e["name"] == "thread_name"}
+    assert {"generator0", "logprob", "trainer", "draft_adapter"} <= tracks
