@@ -4,7 +4,7 @@ weights of that size cost. It learns nothing useful.
 
     scripts/make_random.py DIRECTORY                     50 MB in float32, the default sizes
     scripts/make_random.py DIRECTORY --like qwen3-0.6b   the sizes of Qwen3-0.6B: 2.4 GB in float32
-    asyncspec train model.path=DIRECTORY speculation.draft_path=DIRECTORY/eagle3 data.reward=scripts.make_random:parity
+    asyncspec train model.path=DIRECTORY speculation.draft_path=DIRECTORY/eagle3 data.reward=asyncspec.tasks.sums:parity
 """
 
 from __future__ import annotations
@@ -39,11 +39,6 @@ LIKE = {
         "tied": True,
     },
 }
-
-
-def parity(prompt: str, response: str, answer: str) -> float:
-    """A reward that random weights earn every other time, so that there is something to train."""
-    return float(len(response) % 2)
 
 
 def main() -> None:

@@ -2,9 +2,9 @@
 """Make the shipped policy and its drafts (asyncspec/assets/tiny) from seeds.
 
 1. policy: a deep, narrow Qwen3 is warmed up by supervision on demonstrations of the sums task, learning rate annealed
-to
-   zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is then
-   carried on: the policy knows the method, does not always use it, and errs at random, which is what RL can mend.
+   to zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is
+   then carried on: the policy knows the method, does not always use it, and errs at random, which is what RL can
+   mend.
    About 6 minutes with --threads 2 on two cores.
 2. eagle3, mtp, draft_model: drafts trained on rollouts of that policy, supervised by the policy's own distributions.
    About an hour each on one core; mtp and draft_model were made with --draft-steps 4000 --unroll 5, in 20 to 26
@@ -18,6 +18,7 @@ generating with it.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -25,13 +26,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import Progress
+from tokenizers import Tokenizer, decoders, models
 
 from asyncspec.commands.draft_train import Sampler, Training, acceptance_length, sampled, train_draft
 from asyncspec.drafts import draft as drafts
 from asyncspec.models import policy
-from asyncspec.models import tokenizer as tokenizers
 from asyncspec.tasks.sums import exact_match, sum_terms, sums
 
+PAD, EOS = "<pad>", "<eos>"
+ALPHABET = "0123456789+-*/=,#.:;?()<> _abcdefghijklmnopqrstuvwxyz'\"!%&@|"
 SHAPE = policy.PolicyShape(
     vocab_size=64,
     dim=64,
@@ -48,6 +51,23 @@ SHAPE = policy.PolicyShape(
     pad_token_id=0,
 )
 TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
+
+
+def make_character_tokenizer() -> Tokenizer:
+    """One token a character: byte-pair encoding without merges, so that any tokenizers-based stack reads it."""
+    vocab = {token: i for i, token in enumerate([PAD, EOS, *ALPHABET])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, EOS])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}, indent=2) + "\n"
+    )
 
 
 def worked_response(terms: list[int], rng: np.random.Generator, slip: float) -> str:
@@ -157,11 +177,11 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.monotonic()
-    tokenizer = tokenizers.make_character_tokenizer()
+    tokenizer = make_character_tokenizer()
     if args.only in (None, "policy"):
         model = warm_up(args, tokenizer)
         policy.save(model, SHAPE, args.out / "policy")
-        tokenizers.save(tokenizer, args.out / "policy")
+        save_tokenizer(tokenizer, args.out / "policy")
     model, _ = policy.load(args.out / "policy")
     model.requires_grad_(False)
     settings = Training(

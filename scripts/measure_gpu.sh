@@ -29,7 +29,7 @@ for part in "$@"; do
         done ;;
     random) # shellcheck disable=SC2086  # fields are words
         own
-        asyncspec train --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=scripts.make_random:parity data.eval_prompts=8 \
+        asyncspec train --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \
             eval.every=0 --steps 4 --run-dir "$out/random"
         asyncspec audit "$out/random" || failed=1
         rm -r "$out/random/checkpoint"* ;;

@@ -246,14 +246,8 @@ def test_spans_are_kept_in_order_also_when_drained_while_open():
             pass
         assert [span.name for span in recorder.drain()] == ["inner"]
 
-    @recorder.recorded("called")
-    def function(x):
-        return x + 1
-
-    assert function(1) == 2
-    outer, called = recorder.drain()
-    assert (outer.name, outer.step, outer.ticket, outer.version) == ("outer", 3, 7, 1) and called.name == "called"
-    assert outer.start <= outer.end <= called.start
+    (outer,) = recorder.drain()
+    assert (outer.name, outer.step, outer.ticket, outer.version) == ("outer", 3, 7, 1) and outer.start <= outer.end
     silent = Recorder(False)
     with silent.span("nothing"):
         silent.add("nothing", 0, 1)

@@ -7,6 +7,7 @@ distributions on them. What comes of it is measured by really drafting on prompt
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def run(settings: Training) -> int:
                     soft_wrap=True,
                 )
 
-        rounds = iter([rollouts] * 10**6) if rollouts else sampled(model, shape, prompts, settings)
+        rounds = itertools.repeat(rollouts) if rollouts else sampled(model, shape, prompts, settings)
         trainer = train_draft(draft, model, rounds, settings, shown)
         bars.update(bar, completed=1.0)
     draft.save(out, path)

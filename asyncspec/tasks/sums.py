@@ -33,3 +33,8 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     """1.0 if the text after the last '#' is the answer, else 0.0."""
     head, mark, tail = response.rpartition("#")
     return float(bool(mark) and tail.strip() == answer)
+
+
+def parity(prompt: str, response: str, answer: str) -> float:
+    """A reward that random weights earn every other time, so that there is something to train."""
+    return float(len(response) % 2)

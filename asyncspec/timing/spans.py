@@ -6,7 +6,6 @@ they have passed: the host never waits for them.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -121,19 +120,6 @@ class Recorder:
         if self._gpu is not None:
             return _GpuSpan(self, (name, step, ticket, version))
         return _Span(self._spans.append, (name, step, ticket, version)) if self.recording else _NOTHING
-
-    def recorded(self, name: str) -> Callable:
-        """A decorator: every call is a span."""
-
-        def decorate(function: Callable) -> Callable:
-            @functools.wraps(function)
-            def call(*args, **kwargs):
-                with self.span(name):
-                    return function(*args, **kwargs)
-
-            return call
-
-        return decorate
 
     def mark(self) -> Mark | None:
         """Where in the GPU's stream a span begins; see `add`."""
