@@ -7,11 +7,13 @@ import difflib
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from asyncspec import __version__
 from asyncspec import config as configuration
+from asyncspec.bench import BENCHMARKS
 from asyncspec.config.fields import describe, hint
 from asyncspec.errors import UserError
 
@@ -361,30 +363,17 @@ def _add_bench(commands) -> None:
         help="measure; writes a table, result.json and a plot",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure, all variants interleaved; prints a table and writes result.json and plot.png.\n\n"
-        "  async        the default job at policy lag 0 and 1: what asynchrony hides (about 5 minutes)\n"
-        "  engine       tokens a second by live sequences and draft length, a step's parts, vLLM and transformers\n"
-        "               beside it where ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON name their\n"
-        "               interpreters (scripts/compare/make_environments.sh makes both; about 15 minutes)\n"
-        "  speculation  every drafter by live sequences and draft length, the default job's rollouts, and whether\n"
-        "               the automatic draft length ever loses (about 50 minutes)\n"
-        "  drafts       where the draft comes from and whether it is adapted: acceptance and speedup (about 25 "
-        "minutes)\n"
-        "  ranks        whether trainers of 1, 2 and 4 ranks learn alike (about 15 minutes)\n"
-        "  adapter      whether a draft adapter that works, is slow or dies changes the trainer's step (about 10 "
-        "minutes)\n"
-        "  attribution  whether time is charged to its cause: delays put into known places, and found again (about "
-        "10 minutes)\n"
-        "  chaos        a hundred actors killed or frozen at random in a default run (about 15 minutes)\n"
-        "  fuzz         a million damaged frames and a thousand damaged configurations: what is refused (about 5 "
-        "minutes)\n"
-        "  soak         half an hour of a small job: memory, file descriptors and threads of each actor\n"
-        "  deployment   12 nodes that generate and 4 that train, in network namespaces with mocked GPUs, beside "
-        "published\n"
-        "               figures; needs root (about 10 minutes)",
+        + "\n".join(
+            textwrap.fill(
+                f"{one.shows} (about {one.minutes} minutes)",
+                118,
+                initial_indent=f"  {name:<13}",
+                subsequent_indent=" " * 15,
+            )
+            for name, one in BENCHMARKS.items()
+        ),
     )
-    bench.add_argument(
-        "name", help="async, engine, speculation, drafts, adapter, ranks, attribution, chaos, fuzz, soak or deployment"
-    )
+    bench.add_argument("name", help=", ".join(BENCHMARKS))
     bench.add_argument(
         "--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)"
     )

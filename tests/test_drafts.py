@@ -19,6 +19,7 @@ from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.supervision import Target, pack, supervise, unpack
 from asyncspec.drafts.training import DraftTrainer, imitation, unrolled_loss
 from asyncspec.models import CheckpointError, policy
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 6
@@ -170,7 +171,7 @@ def test_a_draft_of_few_tokens_is_written_and_read_as_vllm_does(tmp_path, small_
     tokens = torch.tensor([1, 2, 4])
     draft = drafts.new("eagle3", small_shape, small_policy, tokens)
     draft.save(tmp_path)
-    saved, config = policy.read_tensors(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    saved, config = read_tensors(tmp_path), json.loads((tmp_path / "config.json").read_text())
     assert (
         config["draft_vocab_size"] == 3
         and config["vocab_size"] == VOCABULARY
@@ -185,7 +186,7 @@ def test_a_draft_of_few_tokens_is_written_and_read_as_vllm_does(tmp_path, small_
         False,
     ]
     assert drafts.load("eagle3", tmp_path, small_shape).module.d2t_U.tolist() == [1, 2, 4]
-    policy.write_checkpoint(tmp_path, config, saved | {"d2t": torch.tensor([5, 5, 5])})
+    write_checkpoint(tmp_path, config, saved | {"d2t": torch.tensor([5, 5, 5])})
     with pytest.raises(CheckpointError, match="d2t does not name 3 different tokens"):
         drafts.load("eagle3", tmp_path, small_shape)
 
@@ -282,13 +283,13 @@ def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
             groups=1,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        checkpoint = policy.read_tensors(run_dir / "checkpoint" / "policy")
+        checkpoint = read_tensors(run_dir / "checkpoint" / "policy")
         trained[adapt] = {k: v for k, v in checkpoint.items() if not k.startswith("mtp.")}
         if adapt:  # the draft has learned
-            learned = policy.read_tensors(run_dir / "checkpoint" / "draft") if method == "eagle3" else checkpoint
-            before = policy.read_tensors(resolve_path(f"asset:tiny/{method}"))
+            learned = read_tensors(run_dir / "checkpoint" / "draft") if method == "eagle3" else checkpoint
+            before = read_tensors(resolve_path(f"asset:tiny/{method}"))
             assert any(not torch.equal(learned[name], before[name]) for name in before if name.endswith("proj.weight"))
-    start = policy.read_tensors(resolve_path("asset:tiny/policy"))
+    start = read_tensors(resolve_path("asset:tiny/policy"))
     assert any(not torch.equal(trained[True][k], start[k]) for k in start)
     assert all(torch.equal(trained[True][k], trained[False][k]) for k in trained[False])
 
@@ -301,8 +302,8 @@ def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(t
         and not (tmp_path / "run" / "logs" / "draft_adapter.log").exists()
     )
     checkpoint = tmp_path / "run" / "checkpoint" / "policy"
-    before = policy.read_tensors(resolve_path("asset:tiny/mtp"))
-    after = policy.read_tensors(checkpoint)
+    before = read_tensors(resolve_path("asset:tiny/mtp"))
+    after = read_tensors(checkpoint)
     assert all(
         name in after and not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight")
     )

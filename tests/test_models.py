@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from asyncspec.config import resolve_path
 from asyncspec.files import write_json
 from asyncspec.models import CheckpointError, eagle3, policy, tokenizer
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.shape import ARCHITECTURES, Experts
 from asyncspec.models.widen import widened
 
@@ -254,8 +255,8 @@ def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_po
     loaded = mtp.load(tmp_path, replace(small_shape, tied=tied), small_policy.lm_head.weight)
     for name, tensor in contrary_mtp.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
-    broken = {k: v for k, v in policy.read_tensors(tmp_path).items() if k != "mtp.fc.weight"}
-    policy.write_checkpoint(tmp_path, small_shape.to_hf(), broken)
+    broken = {k: v for k, v in read_tensors(tmp_path).items() if k != "mtp.fc.weight"}
+    write_checkpoint(tmp_path, small_shape.to_hf(), broken)
     with pytest.raises(CheckpointError, match="mtp.fc.weight"):
         mtp.load(tmp_path, small_shape, small_policy.lm_head.weight)
 
@@ -305,7 +306,7 @@ def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy,
         (policy.load(TINY)[1], policy.load(TINY)[0], TINY),
     ):
         skeleton = policy.skeleton(shape)
-        written, expected = policy.to_hf(skeleton, dict(model.named_parameters())), policy.read_tensors(directory)
+        written, expected = policy.to_hf(skeleton, dict(model.named_parameters())), read_tensors(directory)
         assert written.keys() == expected.keys() and all(
             torch.equal(written[name], expected[name]) for name in expected
         )

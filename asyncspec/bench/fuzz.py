@@ -24,12 +24,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import yaml
 import zmq
 
-from asyncspec import config as configuration
+from asyncspec.bench.fuzz_configs import COUNTS, fuzz_configs
 from asyncspec.bench.harness import Benchmark, Samples
-from asyncspec.config.fields import describe, value_of
 from asyncspec.errors import UserError
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
@@ -37,14 +35,13 @@ from asyncspec.wire import transport
 FRAMES, OVERSIZED, STRANGERS, CONFIGS = 1_000_000, 40, 5_000, 1_000
 GOOD_EVERY = 50  # frames, or connections, between two good messages
 SETTLE_S = 20.0
-_COUNTS = ("tried", "refused", "accepted", "crashes", "silent", "lost")
 
 
 class FuzzBenchmark(Benchmark):
     name = "fuzz"
     repeats = 1
     variants = ("frames", "oversized", "stranger", "configs")
-    columns = _COUNTS
+    columns = COUNTS
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         rng = np.random.default_rng([repetition, 0xF0])
@@ -55,7 +52,7 @@ class FuzzBenchmark(Benchmark):
         return fuzz_frames(rng, FRAMES) if variant == "frames" else fuzz_strangers(rng, STRANGERS)
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        total = {key: sum(s[key] for variant in self.variants for s in samples[variant]) for key in _COUNTS}
+        total = {key: sum(s[key] for variant in self.variants for s in samples[variant]) for key in COUNTS}
         return {
             "frames": samples["frames"][0]["tried"],
             "frames_unheard": samples["frames"][0]["unheard"],
@@ -142,7 +139,7 @@ def says_so(header: bytes, message: m.Message) -> bool:
 
 def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
     """Damaged frames from a peer that has the keys, to an inbox and a control server, half each."""
-    counts = dict.fromkeys(_COUNTS, 0)
+    counts = dict.fromkeys(COUNTS, 0)
     with _Served() as served:
         queue, control = served.peer(served.inbox.address), served.peer(served.server.address)
         queue.send(b"O")
@@ -198,7 +195,7 @@ def fuzz_oversized(count: int) -> dict[str, float]:
     To the control server alone: what an inbox takes is more than a small machine should send, and both are bounded in
     the same place.
     """
-    counts, frame = dict.fromkeys(_COUNTS, 0), bytes(m.MAX_CONTROL_BYTES + 1)
+    counts, frame = dict.fromkeys(COUNTS, 0), bytes(m.MAX_CONTROL_BYTES + 1)
     with _Served() as served:
         for i in range(count):
             counts["tried"] += 1
@@ -223,7 +220,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
     """Connections of peers without the keys: random bytes, damaged greetings, other keys, no encryption. None gets
     anything through.
     """
-    counts = dict.fromkeys(_COUNTS, 0)
+    counts = dict.fromkeys(COUNTS, 0)
     with _Served() as served:
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
         peers = []
@@ -328,87 +325,6 @@ class _Served:
     def good_lost(self) -> int:
         """Good messages that have not come, or came in another order."""
         return sum(len(self.expected) - came for came in self.came.values())
-
-
-_VALUES = (
-    "",
-    "x",
-    "-1",
-    "0",
-    "1",
-    "1.5",
-    "1e400",
-    "nan",
-    "inf",
-    "-inf",
-    "true",
-    "null",
-    "[]",
-    "{}",
-    "[1, 2]",
-    "{a: 1}",
-    "0x10",
-    "1_000",
-    "1e-9",
-    "9" * 30,
-    "'1'",
-    "~",
-    "../..",
-    "/nonexistent",
-    "none",
-    "auto",
-    "é",
-    "a b",
-    "a=b",
-    "${seed}",
-    "???",
-    "!!python/object:os.system {}",
-)
-
-
-def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
-    """Overrides with damaged names and values."""
-    counts = dict.fromkeys(_COUNTS, 0)
-    names = [name for name, _, _ in describe(configuration.Config)]
-    for _ in range(count):
-        name, text = str(rng.choice(names)), str(rng.choice(_VALUES))
-        misspelt = rng.random() < 0.25
-        if misspelt:
-            at = int(rng.integers(len(name)))
-            name = (name[:at] + name[at + 1 :], name[:at] + "q" + name[at:], name.upper())[int(rng.integers(3))]
-        counts["tried"] += 1
-        try:
-            loaded = configuration.load("tiny", [f"{name}={text}"])
-        except UserError as error:
-            counts["refused"] += 1
-            counts["silent"] += "\n" in str(error) or not str(error)
-            continue
-        except Exception:
-            counts["crashes"] += 1
-            continue
-        counts["accepted"] += 1
-        value = value_of(loaded, name) if name in names else None
-        counts["silent"] += (name not in names) or not same(value, text)
-    return counts
-
-
-def same(value: Any, text: str) -> bool:
-    """Whether a field's value is what its text says."""
-    if text.startswith("${"):  # another field's value
-        return True
-    if isinstance(value, str):
-        return value == text
-    said = yaml.safe_load(text)
-    if isinstance(said, str):  # YAML 1.1 takes 1e-9 for a word
-        try:
-            said = float(said)
-        except ValueError:
-            return False
-    return (
-        type(said) in (int, float, bool)
-        and isinstance(said, bool) == isinstance(value, bool)
-        and value == type(value)(said)
-    )
 
 
 def make(overrides: Sequence[str], out: Path) -> FuzzBenchmark:

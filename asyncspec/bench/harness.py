@@ -24,23 +24,11 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 from threadpoolctl import threadpool_info
 
+from asyncspec.bench import BENCHMARKS
 from asyncspec.config.fields import hint
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
 
-NAMES = {
-    "async": "asyncspec.bench.async_",
-    "engine": "asyncspec.bench.engine",
-    "speculation": "asyncspec.bench.speculation",
-    "drafts": "asyncspec.bench.drafts",
-    "adapter": "asyncspec.bench.adapter",
-    "ranks": "asyncspec.bench.ranks",
-    "attribution": "asyncspec.bench.attribution",
-    "chaos": "asyncspec.bench.chaos",
-    "fuzz": "asyncspec.bench.fuzz",
-    "soak": "asyncspec.bench.soak",
-    "deployment": "asyncspec.bench.deployment",
-}
 TABLE_WIDTH = 150  # of tables written to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
@@ -88,8 +76,8 @@ class Benchmark(ABC):
 
 def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> int:
     """Measure, print, write; returns the exit code."""
-    if name not in NAMES:
-        raise UserError(f"bench {name}: expected one of {', '.join(NAMES)}" + hint(name, NAMES))
+    if name not in BENCHMARKS:
+        raise UserError(f"bench {name}: expected one of {', '.join(BENCHMARKS)}" + hint(name, list(BENCHMARKS)))
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats {repeats}: expected 1 or more")
     directory = Path(out)
@@ -99,7 +87,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
         raise UserError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
     if not os.access(directory, os.W_OK):
         raise UserError(f"--out {out}: expected a directory to write to")
-    benchmark: Benchmark = importlib.import_module(NAMES[name]).make(overrides, directory)
+    benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {}
     repeats = repeats or benchmark.repeats

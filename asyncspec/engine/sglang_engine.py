@@ -37,7 +37,7 @@ from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
 from asyncspec.engine.protocol import Completion, QueueingEngine, Request
 from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
 from asyncspec.errors import first_line
-from asyncspec.models import policy
+from asyncspec.models import hf_files, policy
 from asyncspec.models.policy import PolicyShape
 
 LONGEST_WAIT_S = 0.01  # of one poll
@@ -109,7 +109,7 @@ class SglangEngine(QueueingEngine):
         """
         folder = self._weights / f"version{version}"
         try:
-            policy.write_checkpoint(folder, self.shape.to_hf(), policy.to_hf(self.policy, tensors))
+            hf_files.write_checkpoint(folder, self.shape.to_hf(), policy.to_hf(self.policy, tensors))
             self._swap(folder, version)
         except (OSError, SafetensorError) as error:
             raise ServerError(

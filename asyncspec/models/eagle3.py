@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from asyncspec.models import CheckpointError
-from asyncspec.models.policy import llama_rope, read_tensors, write_checkpoint
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
+from asyncspec.models.policy import llama_rope
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
 

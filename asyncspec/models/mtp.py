@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from asyncspec.models import CheckpointError
-from asyncspec.models.policy import PolicyShape, adapter, build, read_tensors, write_checkpoint
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
+from asyncspec.models.policy import PolicyShape, adapter, build
 from asyncspec.models.shape import MTP_ARCHITECTURES
 
 _RENAMED = {"pre_fc_norm_hidden": "hidden_norm", "pre_fc_norm_embedding": "embed_norm", "fc": "fc", "norm": "norm"}

@@ -10,7 +10,6 @@ layers; E experts, F hidden dimension of one, R tokens sorted by their expert, I
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +18,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from asyncspec.files import write_json
 from asyncspec.loading import compiling_later
 from asyncspec.models import CheckpointError
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
 with compiling_later():
@@ -368,43 +365,3 @@ def save(model: Decoder, shape: PolicyShape, directory: Path, tokenizer_from: Pa
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (tokenizer_from / name).is_file():
                 (directory / name).write_bytes((tokenizer_from / name).read_bytes())
-
-
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name in _shards(directory):
-        try:
-            tensors.update(load_file(directory / name))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{directory / name}: {error}") from None
-    return tensors
-
-
-def _shards(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return ["model.safetensors"]
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index}: expected an object whose weight_map names each tensor's file") from None
-    if missing := sorted(name for name in names if not (directory / name).is_file()):
-        raise CheckpointError(
-            f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files in all)"
-        )
-    return sorted(names)
-
-
-def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """config.json and model.safetensors, each replaced as a whole: a reader never sees half a file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / "model.safetensors.partial"
-    save_file(
-        {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"}
-    )
-    partial.chmod(0o644)  # safetensors leaves it readable by its owner alone
-    partial.replace(directory / "model.safetensors")
-    write_json(directory / "config.json", config)

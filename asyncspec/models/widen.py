@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from asyncspec.models.policy import read_tensors, write_checkpoint
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
 
 
 def widened(source: Path, target: Path, factor: int) -> None:
