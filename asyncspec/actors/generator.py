@@ -21,6 +21,7 @@ from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion, Engine, Request
 from asyncspec.tasks.reward import load_reward
 from asyncspec.tasks.rewarder import Rewarder
+from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import BroadcastError, Layout, Receiver
@@ -179,8 +180,8 @@ class Generator(Actor):
                 sum(c.accepted for c in completions),
                 self.engine.draft_version,
                 phases,
-                reached_at=m.summed(c.reached_at for c in completions),
-                accepted_at=m.summed(c.accepted_at for c in completions),
+                reached_at=summed(c.reached_at for c in completions),
+                accepted_at=summed(c.accepted_at for c in completions),
             ),
             {
                 "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
