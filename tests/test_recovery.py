@@ -12,8 +12,9 @@ import torch
 from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, check_finished, descendants, events, rows
 from safetensors.torch import load_file
 
-from asyncspec.actors.crew import Crew
-from asyncspec.actors.recovery import Recovery, RunState
+from asyncspec.actors.crew import NEXT, ImpossibleTransition, Life, Member
+from asyncspec.actors.recovery import Recovery
+from asyncspec.actors.run import Run
 from asyncspec.bench import chaos
 from asyncspec.config import load
 from asyncspec.deadlines import KILLED_S
@@ -122,19 +123,68 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
 
 def recovery_of(*settings):
     """Of actors that are all being started; and the lines it says."""
-    config, lines = load("tiny", settings), []
-    crew = Crew(config, lambda name, message: True)
-    records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={})
-    book = SimpleNamespace(reissue=lambda which, reason: 0)
-    for name in crew.present:
-        crew.expect(name)
-    return Recovery(config, crew, book, RunState(), records, None), lines
+    lines = []
+    ledger = SimpleNamespace(write=lambda event, ticket, **of: None)
+    records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={}, ledger=ledger)
+    run = Run(load("tiny", settings), records, SimpleNamespace(send=lambda name, message: True))
+    for member in run.crew.present:
+        run.crew.expect(member)
+    return Recovery(run), lines
 
 
 def came(recovery, *names):
     for name in names:
-        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.hellos)}", "cpu"))
-        recovery.crew.ready.add(name)
+        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.present)}/{name}", "cpu"))
+        recovery.crew.members[name].said_ready()
+
+
+WAY = {  # how an actor comes into each state
+    Life.STARTING: [],
+    Life.UP: [Life.UP],
+    Life.READY: [Life.UP, Life.READY],
+    Life.CONDEMNED: [Life.CONDEMNED],
+    Life.CUT_OFF: [Life.CONDEMNED, Life.CUT_OFF],
+    Life.GIVEN_UP: [Life.CONDEMNED, Life.GIVEN_UP],
+    Life.GONE: [Life.GONE],
+}
+LEGAL = {
+    "starting": "up, condemned, gone",
+    "up": "ready, condemned, gone",
+    "ready": "condemned, gone",
+    "condemned": "cut off, given up, gone",
+    "cut off": "starting, up, ready, given up, gone",
+    "given up": "",
+    "gone": "",
+}
+
+
+@pytest.mark.parametrize("to", Life)
+@pytest.mark.parametrize("life", Life)
+def test_an_actor_goes_from_one_state_to_another_only_where_the_table_says_so(life, to):
+    member = Member("generator0", "generator")
+    for state in WAY[life]:
+        member.transition(state)
+    assert member.life is life
+    if to.value in LEGAL[life.value].split(", "):
+        member.transition(to)
+        assert member.life is to and to in NEXT[life]
+    else:
+        with pytest.raises(ImpossibleTransition, match=f"generator0 is {life.value}: it cannot become {to.value}"):
+            member.transition(to)
+        assert member.life is life
+
+
+@pytest.mark.parametrize("life", Life)
+def test_whoever_says_hello_and_ready_is_where_it_came_to_be_once_it_is_heard_of_again(life):
+    member = Member("logprob", "logprob")
+    for state in WAY[life]:
+        member.transition(state)
+    before = member.life
+    member.said_hello(m.Hello("logprob", "tcp://127.0.0.1:1", "cpu"))
+    assert member.life is (Life.UP if before is Life.STARTING else before)
+    member.said_ready()
+    assert member.life is (Life.READY if before in (Life.STARTING, Life.UP, Life.READY) else before)
+    assert member.reached is Life.READY
 
 
 def test_one_that_freezes_right_after_loading_is_not_waited_for_as_while_it_loads():
@@ -151,32 +201,30 @@ def test_one_that_freezes_right_after_loading_is_not_waited_for_as_while_it_load
 def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatch):
     recovery, lines = recovery_of("deployment.logprobs=2")
     crew, both = recovery.crew, ("logprob", "logprob1")
-    came(recovery, *crew.present)
+    came(recovery, *(member.name for member in crew.present))
     for name in both:
-        crew.condemn(name, "frozen")
-        crew.condemned[name] -= KILLED_S
+        crew.condemn(crew.members[name], "frozen")
+        crew.members[name].condemned_at -= KILLED_S
     recovery.watch()
     recovery.watch()
     assert lines == [
         f"nobody answers for {name}: it is waited for, the run cannot go on without it" for name in both
-    ] and crew.present >= set(both)
-    recovery.lost(m.Interrupt("logprob died", "logprob", "logprob.1"))
+    ] and {crew.members[name].life for name in both} == {Life.CUT_OFF}
+    recovery.lost(m.Lost("logprob", "logprob died", "logprob.1"))
     came(recovery, "logprob.1")
     recovery.watch()
-    assert (
-        "logprob1" not in crew.present
-        and crew.addresses["logprob1"] == crew.hellos["logprob.1"].address == crew.addresses["logprob"]
-    )
+    assert crew.members["logprob1"].life is Life.GIVEN_UP
+    assert crew.addresses["logprob1"] == crew.members["logprob.1"].hello.address == crew.addresses["logprob"]
     # Its launcher, reached again, has none to put in its place; and another node that claims its part.
-    recovery.lost(m.Interrupt("logprob1 died: SIGKILL", "logprob1"))
+    recovery.lost(m.Lost("logprob1", "logprob1 died: SIGKILL"))
     assert lines[-1] == "logprob1 died: SIGKILL; no replacement is left for it: the others go on"
-    recovery.broadcasts = SimpleNamespace(
+    recovery.run.broadcasts = SimpleNamespace(
         devices={}, port=1, versions={}, members={"draft": []}, add=lambda hello, kinds: None
     )
-    monkeypatch.setattr(recovery, "welcome", lambda: None)
+    monkeypatch.setattr(recovery.run, "welcome", lambda: None)
     assert recovery.claim(["logprob1"]).names == ["logprob1.100"]
     came(recovery, "logprob1.100")
-    assert crew.addresses["logprob1"] == crew.hellos["logprob1.100"].address
+    assert crew.addresses["logprob1"] == crew.members["logprob1.100"].hello.address
 
 
 def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():

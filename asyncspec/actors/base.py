@@ -30,11 +30,13 @@ from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Heart
 
 REPORT_EVERY_S = 1.0
 PUMP_DUE_S = 0.25  # of a turn, after which what the controller sent should be looked at
 GONE = "the controller or the launcher is gone"
+RESTART = 75  # exit code of a controller that asks its launcher to start all again from the last checkpoint
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
 
 
@@ -116,7 +118,7 @@ class Actor(ABC):
             Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes have one command line
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
         self.fault("start")
-        self.control = transport.ControlClient(self.spec.control_address, self.name)
+        self.control = ControlClient(self.spec.control_address, self.name)
         self.heart = Heart(self.spec.control_address, self.name)
         try:
             with gc_paused():

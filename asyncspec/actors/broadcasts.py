@@ -59,10 +59,10 @@ class Broadcasts:
         for name in members:
             self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
 
-    def end(self, kind: str) -> None:
-        """There is no more sender."""
-        for name in self.members.pop(kind, []):
-            self._send(name, m.Membership(kind, self.epochs[kind] + 1, [], ""))
+    def end_draft(self) -> None:
+        """Nobody sends drafts any more."""
+        for name in self.members.pop("draft", []):
+            self._send(name, m.DraftEnded())
 
     def remove(self, name: str) -> None:
         for kind, members in self.members.items():

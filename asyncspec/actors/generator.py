@@ -89,8 +89,8 @@ class Generator(Actor):
         return {"policy"}  # nobody waits for the draft
 
     def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership) and not message.members:
-            self.receivers.pop(message.kind, None)
+        if isinstance(message, m.DraftEnded):
+            self.receivers.pop("draft", None)
         elif isinstance(message, m.Membership) and message.kind in self.receivers:
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
@@ -171,15 +171,15 @@ class Generator(Actor):
         ]
         self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
             m.Group(
-                ticket,
-                self.name,
-                rewards,
-                sum(c.truncated for c in completions),
-                sum(c.verifications for c in completions),
-                sum(c.proposed for c in completions),
-                sum(c.accepted for c in completions),
-                self.engine.draft_version,
-                phases,
+                ticket=ticket,
+                generator=self.name,
+                rewards=rewards,
+                truncated=sum(c.truncated for c in completions),
+                verifications=sum(c.verifications for c in completions),
+                proposed=sum(c.proposed for c in completions),
+                accepted=sum(c.accepted for c in completions),
+                draft_version=self.engine.draft_version,
+                phases=phases,
                 reached_at=summed(c.reached_at for c in completions),
                 accepted_at=summed(c.accepted_at for c in completions),
             ),

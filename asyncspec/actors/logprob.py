@@ -101,7 +101,7 @@ class Logprob(PolicyHolder):
         return super().connect(welcome)
 
     def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership) and message.kind == "draft":  # the draft adapter is gone
+        if isinstance(message, m.DraftEnded):
             if self.to_adapter is not None:
                 self.outboxes.remove(self.to_adapter)
                 self.to_adapter.close()

@@ -50,15 +50,15 @@ class TicketMaker:
     ) -> m.Ticket:
         seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
         return m.Ticket(
-            ticket_id,
-            step,
-            min_version,
-            problem.prompt,
-            problem.answer,
-            self.tokenizer.encode(problem.prompt).ids,
-            seeds,
-            time.monotonic(),
-            evaluation,
+            ticket_id=ticket_id,
+            step=step,
+            min_version=min_version,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            prompt_tokens=self.tokenizer.encode(problem.prompt).ids,
+            seeds=seeds,
+            issued=time.monotonic(),
+            evaluation=evaluation,
         )
 
 

@@ -264,24 +264,7 @@ class Trainer(Actor):
         if self.mtp is not None and forward is not None and self.mtp_groups < self.config.draft.groups_per_step:
             self.mtp_groups += 1
             self._train_mtp(*forward)
-        return m.GroupRecord(
-            group.ticket.ticket_id,
-            group.generator,
-            float(np.mean(group.rewards)),
-            len(set(group.rewards)) > 1,
-            arrays["lengths"].tolist(),
-            int(versions.min()),
-            int(versions.max()),
-            group.proximal_version,
-            group.verifications,
-            group.proposed,
-            group.accepted,
-            group.truncated,
-            group.draft_version,
-            group.phases,
-            group.reached_at,
-            group.accepted_at,
-        )
+        return m.GroupRecord.of(group, arrays)
 
     def _update(self, step: int) -> tuple[dict[str, float], str]:
         """The optimizer's step; one whose gradient is not finite is left out, kept for inspection and reported.

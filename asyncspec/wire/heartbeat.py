@@ -12,7 +12,7 @@ import threading
 import time
 
 from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
-from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient
 from asyncspec.wire.messages import Beat
 
 SUFFIX = "~beat"  # of the name that a heart's own connection goes by
@@ -45,7 +45,7 @@ class Heart:
         self._thread.join()
 
     def _beat(self) -> None:
-        client = transport.ControlClient(self._address, self.name + SUFFIX)
+        client = ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: one that has loaded in no time may freeze in no time
         while not self._stop.wait(BEAT_EVERY_S):
             client.send(Beat(self.name, self.turn_s))
