@@ -74,7 +74,9 @@ class Actor(ABC):
         self.delay = Delays(self.config.deployment.delays, self.recorder)
         self.fault = Faults(self.config.deployment.faults, self.name, Path(spec.run_dir))
         self.counters: dict[str, float] = {}
-        self.stopping = ""
+        self.stopping = ""  # why it ends; "": it goes on
+        self.control: ControlClient | None = None  # once it runs
+        self.heart: Heart | None = None
         self.idle = False  # nothing is left to do
         self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None

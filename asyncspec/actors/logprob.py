@@ -23,6 +23,8 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.scorer import Scorer
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
+from asyncspec.wire.weights import Receiver
 
 # What the first rank has the others do, see logprob_rank.py.
 SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
@@ -37,24 +39,23 @@ class PolicyHolder(Actor):
         super().__init__(spec)
         self.threads = self.config.logprob.threads
         self.scorer = self.scorer_class(self.config, self.device, *rank_of(first_name(spec.name)))
+        self.receiver: Receiver | None = None  # once connected
+        self._received: deque[int] = deque()  # versions that have arrived
 
     def load(self) -> None:
         self.scorer.load()
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.wire.weights import Receiver
-
         self.scorer.join(welcome.store_host, welcome.store_port, COLLECTIVE_S)
-        self._received: deque[int] = deque()
         self.receiver = Receiver(
             welcome.store_host,
             welcome.store_port,
             "policy",
-            self.name,
-            self.device,
-            self.scorer.layout,
-            self._received.append,
-            self.scorer.keep if self.scorer.ranks.size > 1 else None,
+            me=self.name,
+            device=self.device,
+            layout=self.scorer.layout,
+            received=self._received.append,
+            keep=self.scorer.keep if self.scorer.ranks.size > 1 else None,
         )
         self.workers = [self.receiver]
         return {"policy"}
@@ -81,6 +82,8 @@ class Logprob(PolicyHolder):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.team = Team(self, self.scorer.ranks)
+        self.to_trainer: Outbox | None = None  # once connected
+        self.to_adapter: Outbox | None = None  # None also where no draft is adapted, or none is any more
         self.version, self.swapped, self.looked = 0, 0.0, 0.0
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
         # newer versions: which of the other ranks have all of their share
@@ -93,7 +96,6 @@ class Logprob(PolicyHolder):
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_trainer = self.outbox("trainer", welcome)
-        self.to_adapter = None
         if self.config.adapting:
             self.counters |= {"draft/groups_dropped": 0, "draft/megabytes": 0.0}
             self.to_adapter = self.outbox("draft_adapter", welcome)
@@ -157,7 +159,9 @@ class Logprob(PolicyHolder):
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()
         # the other ranks note theirs
-        self.recorder.add("logprob", start, end, first.step, first.ticket_id, self.version, mark)
+        self.recorder.add(
+            "logprob", start, end, step=first.step, ticket=first.ticket_id, version=self.version, since=mark
+        )
         for group, arrays, arrived in items:
             # Weights that came while the group lay here are what it waited for, if it needed them.
             needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived

@@ -16,6 +16,7 @@ from asyncspec.config.topology import LOGPROB_RANK
 from asyncspec.deadlines import KILLED_S
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
 
 
 class LogprobRank(PolicyHolder, Follower):
@@ -24,6 +25,7 @@ class LogprobRank(PolicyHolder, Follower):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.version = 0
+        self.to_leader: Outbox | None = None  # once connected
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_leader = self.outbox(self.leader, welcome)
@@ -43,8 +45,15 @@ class LogprobRank(PolicyHolder, Follower):
             scorer.add(message, arrays)
             # the first of those that read this group, and not the leader
             if ranks.rank % ranks.tensor_parallel == 0 and ranks.data_rank:
+                ticket = message.ticket
                 self.recorder.add(
-                    "logprob", start, now(), message.ticket.step, message.ticket.ticket_id, self.version, mark
+                    "logprob",
+                    start,
+                    now(),
+                    step=ticket.step,
+                    ticket=ticket.ticket_id,
+                    version=self.version,
+                    since=mark,
                 )
         elif message.what == NOTHING:
             for _ in range(message.number):

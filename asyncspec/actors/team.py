@@ -26,6 +26,7 @@ from asyncspec.config import topology
 from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
 
 NOTHING, END = "nothing", "end"  # orders that all teams have
 
@@ -39,7 +40,7 @@ class Team:
 
     def __init__(self, actor: Actor, ranks: Ranks) -> None:
         self.actor, self.ranks = actor, ranks
-        self.outboxes: list = []  # to ranks 1, 2, ...
+        self.outboxes: list[Outbox] = []  # to ranks 1, 2, ...
         self.lost = False
 
     def connect(self, welcome: m.Welcome) -> None:

@@ -18,6 +18,7 @@ from asyncspec.config.topology import TRAINER_RANK
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.learner import Learner
 from asyncspec.wire import messages as m
+from asyncspec.wire.weights import Snapshot
 
 
 class TrainerRank(Follower):
@@ -29,6 +30,7 @@ class TrainerRank(Follower):
         self.threads = self.config.trainer.threads
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device, self.rank)
         self.step_index = max(0, spec.resume)
+        self.snapshot: Snapshot | None = None  # the newest one
 
     def load(self) -> None:
         self.learner.load()

@@ -224,6 +224,7 @@ class Watched:
     """An end that knows when its connection is lost and stands again: `socket`, and its `_monitor`."""
 
     socket: zmq.Socket
+    _monitor: zmq.Socket
 
     def _watch(self) -> None:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -254,19 +255,20 @@ class Outbox(Watched):
         self.delay_s, self._due = delay_s, deque()
         self.unacknowledged: dict[int, list] = {}  # by number, in order; what a successor of a dead consumer gets again
         self._backlog: deque[list] = deque()
-        self._connect(address)
-
-    def _connect(self, address: str) -> None:
-        self.address, self._sent = address, 0
+        self._sent = 0  # the number of the newest message
         self._window = 0  # messages that may be under way
+        self._cut = False  # the connection is lost and does not stand again yet
+        self.address = address
+        self._connect()
+
+    def _connect(self) -> None:
         self.socket = make_socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = int(1e3 * QUEUE_BEAT_S), int(1e3 * QUEUE_SILENT_S)
         # by which the consumer knows it again where the connection was cut
         self.socket.identity = b"o" + os.urandom(15)
         self._watch()
-        self._cut = False
-        self.socket.connect(address)
+        self.socket.connect(self.address)
         self.socket.send(_OPEN)
 
     def redirect(self, address: str) -> None:
@@ -274,8 +276,9 @@ class Outbox(Watched):
         self.close(0)
         self._due.extendleft([0.0] * (len(self.unacknowledged) if self.delay_s else 0))
         self._backlog.extendleft(reversed(self.unacknowledged.values()))
-        self.unacknowledged = {}
-        self._connect(address)
+        self.unacknowledged, self._sent, self._window, self._cut = {}, 0, 0, False
+        self.address = address
+        self._connect()
 
     @property
     def credits(self) -> int:

@@ -254,7 +254,7 @@ class Publisher(_Worker):
         self.delay_s = delay_s
         self._newest: tuple[Publish, Snapshot] | None = None
         self._sent_in = 0  # the newest epoch in which anything was sent
-        super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
+        super().__init__(f"publish-{kind}", store_host, store_port, kind=kind, me=me, device=device)
 
     @property
     def busy(self) -> bool:
@@ -335,7 +335,7 @@ class Receiver(_Worker):
         self._complete: dict[int, dict[str, torch.Tensor]] = {}
         self._taken = 0
         self._lock = threading.Lock()
-        super().__init__(f"receive-{kind}", store_host, store_port, kind, me, device)
+        super().__init__(f"receive-{kind}", store_host, store_port, kind=kind, me=me, device=device)
 
     def expect(self, version: int, epoch: int) -> None:
         """Take part in the broadcast of `version`; one of another epoch is past."""
