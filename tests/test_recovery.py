@@ -20,7 +20,7 @@ from asyncspec.config import load
 from asyncspec.deadlines import KILLED_S
 from asyncspec.ledger.audit import audit
 from asyncspec.wire import messages as m
-from asyncspec.wire.heartbeat import Vigil
+from asyncspec.wire.heartbeat import SUFFIX, Vigil
 
 CHECKPOINTS = "checkpoint.every=3"
 
@@ -121,12 +121,12 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 
 
-def recovery_of(*settings):
-    """Of actors that are all being started; and the lines it says."""
-    lines = []
+def recovery_of(*settings, sent=None):
+    """Of actors that are all being started; and the lines it says. What it sends comes into `sent`."""
+    lines, sent = [], [] if sent is None else sent
     ledger = SimpleNamespace(write=lambda event, ticket, **of: None)
     records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={}, ledger=ledger)
-    run = Run(load("tiny", settings), records, SimpleNamespace(send=lambda name, message: True))
+    run = Run(load("tiny", settings), records, SimpleNamespace(send=lambda name, message: sent.append((name, message))))
     for member in run.crew.present:
         run.crew.expect(member)
     return Recovery(run), lines
@@ -134,7 +134,7 @@ def recovery_of(*settings):
 
 def came(recovery, *names):
     for name in names:
-        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.present)}/{name}", "cpu"))
+        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.addresses)}", "cpu"))
         recovery.crew.members[name].said_ready()
 
 
@@ -225,6 +225,75 @@ def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatc
     assert recovery.claim(["logprob1"]).names == ["logprob1.100"]
     came(recovery, "logprob1.100")
     assert crew.addresses["logprob1"] == crew.members["logprob1.100"].hello.address
+
+
+@pytest.fixture
+def under_way():
+    """callable(*settings) -> recovery of a run whose actors have all come, the lines it says, and what it sends."""
+    made = []
+
+    def make(*settings):
+        sent = []
+        recovery, lines = recovery_of("deployment.host=127.0.0.1", *settings, sent=sent)
+        came(recovery, *(member.name for member in recovery.crew.present))
+        recovery.run.begin_broadcasts()
+        made.append(recovery.run)
+        return recovery, lines, sent
+
+    yield make
+    for run in made:
+        for outbox in run.outboxes.values():
+            outbox.close(0)
+
+
+def test_the_run_goes_on_without_the_draft_adapter_and_tells_who_has_to_do_with_it(under_way):
+    recovery, lines, sent = under_way()
+    recovery.lost(m.Lost("draft_adapter", "draft_adapter died: SIGKILL"))
+    assert lines == ["the draft adapter is gone (draft_adapter died: SIGKILL): the draft stays as it is"]
+    assert [name for name, message in sent if message == m.DraftEnded()] == ["draft_adapter", "generator0", "logprob"]
+    assert not recovery.run.stop_reason and recovery.crew.members["draft_adapter"].life is Life.GONE
+    recovery.lost(m.Lost("draft_adapter", "draft_adapter died: SIGKILL"))  # nobody is lost twice
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("may_restart", [False, True])
+def test_without_its_trainer_a_run_ends_or_is_started_again(may_restart, under_way):
+    recovery, _, _ = under_way()
+    recovery.lost(m.Lost("trainer", "trainer died: SIGKILL", may_restart=may_restart))
+    run = recovery.run
+    assert run.stop_reason == "trainer died: SIGKILL" and run.resuming == may_restart
+    assert run.failure == ("" if may_restart else "trainer died: SIGKILL")
+
+
+def test_whoever_was_given_up_is_killed_when_it_comes_back_to_life_and_one_that_is_waited_for_goes_on(under_way):
+    recovery, _, sent = under_way("deployment.generators=2")
+    crew = recovery.crew
+    crew.heard("launcher", m.Beat("launcher"))
+    for name in ("generator1", "trainer"):
+        crew.condemn(crew.members[name], "frozen")
+        crew.members[name].condemned_at -= KILLED_S
+    recovery.watch()
+    lives = {name: crew.members[name].life for name in ("generator1", "trainer")}
+    assert lives == {"generator1": Life.GIVEN_UP, "trainer": Life.CUT_OFF}
+    sent.clear()
+    crew.members["generator1"].condemned_at -= KILLED_S
+    for name in lives:
+        crew.heard(name + SUFFIX, m.Beat(name))
+    assert sent == [("launcher", m.Kill("generator1", "was cut off"))]
+    assert crew.members["trainer"].life is Life.READY
+
+
+def test_a_replacement_that_says_hello_before_its_launcher_tells_of_it_is_taken_in(under_way):
+    recovery, lines, _ = under_way()
+    hello = m.Hello("generator0.1", "tcp://127.0.0.1:9", "cpu")
+    recovery.arrived(hello)
+    assert "generator0.1" not in recovery.crew.members
+    recovery.lost(m.Lost("generator0", "generator0 died: SIGKILL", "generator0.1"))
+    assert recovery.crew.members["generator0.1"].life is Life.UP
+    assert recovery.run.broadcasts.members["policy"] == ["trainer", "logprob", "generator0.1"]
+    assert recovery.crew.addresses["generator0"] == hello.address and recovery.crew.generators == []
+    recovery.joined("generator0.1")
+    assert recovery.crew.generators == ["generator0.1"] and "generator0.1 has joined" in lines[-1]
 
 
 def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():

@@ -31,7 +31,7 @@ class Broadcasts:
         """
         import torch.distributed as dist
 
-        self.host, self._send = host, send
+        self._send = send
         # A socket of ours: the store itself would listen on all interfaces.
         listener = socket.create_server((host, 0))
         self.port = listener.getsockname()[1]
