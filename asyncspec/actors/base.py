@@ -1,10 +1,10 @@
-"""What all actors share: how one comes up, hears the controller, reports, and ends.
+"""The base of all actors: how one comes up, hears the controller, reports, and ends.
 
-Life of an actor: open its inbox, load, say Hello, receive Welcome (where everybody is), join its broadcast groups, say
-Ready; then `turn` again and again until the controller says Stop; `finish`; say Stopped. Whatever goes wrong is sent to
-the controller as one line and written in full to the actor's log.
+An actor opens its inbox, loads, says Hello, receives Welcome (where everybody is), joins its broadcast groups, and says
+Ready. Then it calls `turn` again and again until the controller says Stop; it calls `finish` and says Stopped. Whatever
+goes wrong is sent to the controller as one line, and written in full to the actor's log.
 
-Actors know nothing of what launched them: `ActorSpec` is all they are given.
+Actors do not know what launched them: `ActorSpec` is all they are given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
-    """What a launcher gives an actor."""
+    """All that a launcher gives an actor."""
 
     role: str
     name: str
@@ -53,7 +53,7 @@ class ActorSpec(msgspec.Struct, frozen=True):
 
 
 def first_name(name: str) -> str:
-    """Of an actor or of whichever replaced it: logprob, logprob.1 and so on are one."""
+    """The name without the number of a replacement: logprob for logprob, logprob.1 and so on."""
     return name.partition(".")[0]
 
 
@@ -90,7 +90,7 @@ class Actor(ABC):
         self._patience_s = self.config.deployment.silent_timeout_s  # with a lost connection to the controller
         self._loaded, self._code = False, 0
 
-    # What a role fills in.
+    # A role fills these in.
     def load(self) -> None:
         """Read models; runs before the other actors are known."""
 
@@ -111,7 +111,7 @@ class Actor(ABC):
     def inbox_credits(self) -> int:
         return 8
 
-    # What is shared.
+    # All actors share these.
     def run(self) -> int:
         """Live until told to stop; returns 0 if all went well, 1, or LEFT_BEHIND."""
         redirect_output(self.spec)
@@ -201,7 +201,7 @@ class Actor(ABC):
         self.report()
 
     def pump_if_due(self) -> None:
-        """The same between parts of a turn that may take long, each of them."""
+        """Pump, if it is due: called between the long parts of a turn."""
         if self.heart.turn_s > PUMP_DUE_S:
             self.pump()
 
@@ -301,8 +301,8 @@ class Actor(ABC):
 
 
 def device_uuid(device: str) -> str:
-    """A name for a device that no other has: where each process is shown its own GPU only, and on each host, there is a
-    cuda:0.
+    """A name of a device that no other device has. `cuda:0` is none: every host has one, and every process that is shown
+    one GPU only.
     """
     if not device.startswith("cuda"):
         return device
@@ -312,7 +312,7 @@ def device_uuid(device: str) -> str:
 
 
 def resource_usage() -> dict[str, float]:
-    """What this process holds of the machine: resident megabytes, file descriptors, threads."""
+    """This process's resident megabytes, file descriptors and threads."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {

@@ -13,7 +13,7 @@ MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived i
 
 
 def broadcast_backend(devices: list[str]) -> str:
-    """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo.
+    """NCCL if each member has a GPU of its own, as NCCL demands; otherwise gloo.
 
     Args:
         devices: as the members' Hello names them.

@@ -1,9 +1,9 @@
 """The logprob actor: one pass of the target over each finished group.
 
 It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
-term, reference logprobs; and from the same pass offers the draft adapter its supervision. It offers only when no other
-group waits here, after the group has left for the trainer; where the adapter is behind, what has waited longest for it
-is dropped and counted: the trainer never waits for the draft.
+term, reference logprobs. From the same pass it offers the draft adapter supervision, after the group has left for the
+trainer and only while no other group waits. Where the adapter is behind, the oldest offer is dropped and counted: the
+trainer never waits for the draft.
 
 With logprob.ranks above 1 it leads the ranks that hold the policy together, see logprob_rank.py.
 """
@@ -26,7 +26,7 @@ from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
 from asyncspec.wire.weights import Receiver
 
-# What the first rank has the others do, see logprob_rank.py.
+# The first rank's orders to the others, see logprob_rank.py.
 SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
 
 
@@ -179,11 +179,11 @@ class Logprob(PolicyHolder):
                 self._offer(first, supervision())
 
     def score(self, parts: list[tuple[m.Group, m.Arrays]], supervising: bool) -> Callable | None:
-        """The policy's passes over groups, one in each data rank: adds proximal and, with a KL term, reference logprobs
-        to their arrays.
+        """Run the policy over groups, one in each data rank; adds proximal and, with a KL term, reference logprobs to
+        their arrays.
 
         Returns:
-            With `supervising`, what makes the draft's supervision of the first group, once there is time for it.
+            With `supervising`, a callable that makes the draft's supervision of the first group.
         """
         if supervising:
             self.scorer.supervising = True

@@ -1,7 +1,8 @@
-"""The ranks of a logprob actor beyond the first, and what all of its ranks do alike; see team.py.
+"""The ranks of a logprob actor beyond the first; see team.py.
 
 Every rank is a member of the policy's broadcast group and keeps its share of each version that arrives. The others tell
-the first which versions they have all of; it has all take the same one, between two groups, once nobody lacks it:
+the first which versions have arrived whole. Once all ranks have one, the first has all of them take it, between two
+groups:
 
     logprob         deal g0, g1 | collect |            | swap 4 | deal g2 ...
     rank 1          passes      | sum     | has 4 too  | swap 4 | passes ...

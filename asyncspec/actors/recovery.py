@@ -66,8 +66,8 @@ class Recovery:
             self.records.line(f"nobody answers for {member.name}: it is waited for, the run cannot go on without it")
 
     def _can_spare(self, member: Member) -> bool:
-        """Whether the run goes on without an actor for a while: one of several, or the draft adapter, which nobody
-        waits for.
+        """True if the run can go on without an actor for a while: it is one of several, or the draft adapter, which
+        nobody waits for.
         """
         if member.role == "draft_adapter":
             return self.run.broadcasts is not None
@@ -225,7 +225,7 @@ class Recovery:
             # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice
             # the first counts.
             again = self.run.book.reissue(
-                lambda generator, place, since: generator == member.name and place != ARRIVED, reason
+                lambda generator, stage, since: generator == member.name and stage != ARRIVED, reason
             )
         elif member.role == "logprob":
             again = self._reissue_generated(reason)
@@ -240,7 +240,7 @@ class Recovery:
 
     def _reissue_generated(self, reason: str, before: float = float("inf")) -> int:
         """Issue again the tickets that left their generator before some time and are not with the trainer."""
-        return self.run.book.reissue(lambda generator, place, since: place == GENERATED and since < before, reason)
+        return self.run.book.reissue(lambda generator, stage, since: stage == GENERATED and since < before, reason)
 
     def _expect(self, name: str, role: str) -> None:
         """An actor is coming up in place of another."""

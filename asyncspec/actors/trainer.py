@@ -31,12 +31,12 @@ from asyncspec.wire.weights import Publisher
 if TYPE_CHECKING:
     from asyncspec.actors.mtp import MTPTrainer
 
-# What rank 0 has the others do, see trainer_rank.py.
+# Rank 0's orders to the others, see trainer_rank.py.
 UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR = "update", "snapshot", "gather", "save", "clear"
 
 
 class TrainerTeam(Team):
-    """The trainer's hold of its other ranks."""
+    """The trainer's means to lead its other ranks."""
 
     def __init__(self, actor: Actor, learner: Learner) -> None:
         super().__init__(actor, learner.ranks)
@@ -44,8 +44,8 @@ class TrainerTeam(Team):
         self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than there are data ranks
 
     def add(self, group: m.Group, arrays: m.Arrays):
-        """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it
-        was this rank's turn.
+        """Accumulate a group's gradient, now or together with the next groups; returns what `GradientAccumulator.add`
+        returns for this rank's group, if it was added now.
         """
         if not self.learner.accumulator.has_gradient(group):
             return self.learner.accumulator.add(group, arrays)
@@ -53,7 +53,7 @@ class TrainerTeam(Team):
         return self.flush() if len(self.waiting) == self.ranks.data_size else None
 
     def flush(self):
-        """Add what waits."""
+        """Add the groups that wait."""
         if not self.waiting:
             return None
         parts, self.waiting = self.waiting, []
@@ -72,7 +72,7 @@ class TrainerTeam(Team):
         self.learner.accumulator.clear()
 
     def snapshot(self):
-        """The policy as it is now, in all ranks."""
+        """A snapshot of the policy, which all ranks take now."""
         self.order(SNAPSHOT)
         return self.learner.snapshot(lambda: self.order(GATHER))
 

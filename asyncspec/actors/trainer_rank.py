@@ -1,10 +1,10 @@
-"""The trainer's ranks beyond the first, and what the first has them do; see team.py.
+"""The trainer's ranks beyond the first; see team.py.
 
     trainer         add g0 | add g1 | flush      | update | snapshot, publish ...
     orders to 1            | g1     | -          | update | snapshot, gather
     both ranks             | backward of g0, g1  | step   | gather bucket by bucket (in a thread)
 
-Of groups that have a gradient as many as there are data ranks are added at once.
+Groups that have a gradient are added together, one in each data rank.
 """
 
 from __future__ import annotations

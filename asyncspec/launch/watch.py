@@ -1,4 +1,4 @@
-"""What every launcher does while its actors live, however it starts their processes.
+"""The supervisor: every launcher's part while its actors live, however it starts their processes.
 
 It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the
 whole run started again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, the

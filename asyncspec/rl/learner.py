@@ -1,7 +1,7 @@
-"""What each rank of the trainer holds of the policy, and does with it: load, learn, snapshot, checkpoint.
+"""The learner: one rank's part of the policy that is trained. It loads, learns, takes snapshots, writes checkpoints.
 
 The actors decide when: rank 0 is the trainer (actors/trainer.py), the others do as it says (actors/trainer_rank.py).
-What is marked as collective here must be called in all ranks, in the same order.
+Every method marked as collective must be called in all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_SKIPPED = 3  # steps in a row that may be left out because their gradient i
 
 
 def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]) -> Path:
-    """Keep what a step was to be trained on: arrays "TICKET/NAME", and the groups as JSON under "groups"."""
+    """Write the groups of a step to a file: arrays "TICKET/NAME", and the groups as JSON under "groups"."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step-{step}.npz"
     arrays = {f"{group.ticket.ticket_id}/{name}": array for group, arrays in groups for name, array in arrays.items()}
@@ -158,7 +158,7 @@ class Learner:
         return state
 
     def _state(self) -> dict:
-        """What a run goes on from; the order of the data and the samples' seeds are functions of the run's seed."""
+        """All that a checkpoint holds; the order of the data and the samples' seeds are functions of the run's seed."""
         return {
             "trainer": self.accumulator.state(),
             "skipped": [self.skipped, self.skipped_in_a_row],

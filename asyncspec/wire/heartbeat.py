@@ -53,8 +53,8 @@ class Heart:
 
 
 class Vigil:
-    """Who has beaten when, as seen here. Time in which this process itself did not run is nobody's silence, but for the
-    beginning of it: a process that is merely slow still finds out who is silent.
+    """Keeps when each process last beat. Time in which this process itself did not run counts as nobody's silence, but
+    for its beginning: a process that is merely slow still finds out who is silent.
     """
 
     def __init__(self, silent_s: float, turn_s: float) -> None:

@@ -97,7 +97,7 @@ class Snapshot(Protocol):
 
 
 class WholeSnapshot:
-    """Of weights that lie whole on one device."""
+    """A snapshot of weights that lie whole on one device."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: str) -> None:
         self.layout, self.flat = layout, layout.snapshot(tensors, device)
@@ -261,7 +261,7 @@ class Publisher(_Worker):
         return self._lane is not None and self._lane.busy
 
     def tend(self, send: Callable[[Message], None]) -> None:
-        """As of every worker; and send the newest version to the members of a new epoch."""
+        """Report a failure, as every worker does; send the newest version to the members of a new epoch."""
         super().tend(send)
         lane = self._lane
         behind = self._newest is not None and lane is not None and lane.group is not None and self._sent_in < self.epoch
