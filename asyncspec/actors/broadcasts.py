@@ -23,7 +23,7 @@ def broadcast_backend(devices: list[str]) -> str:
 
 
 class Broadcasts:
-    def __init__(self, host: str, send: Callable[[str, m.Message], None]) -> None:
+    def __init__(self, host: str, send: Callable[[str, m.Message], bool]) -> None:
         """
         Args:
             host: where the members' store listens.
