@@ -49,8 +49,27 @@ def test_the_trainer_refuses_a_group_that_breaks_the_bound(lag, tmp_path):
     model = trainer.learner.model
     before = [p.clone() for p in model.parameters()]
     step, versions = 5, np.array([5, 5, 5, 5 - lag - 1], np.int32)
-    ticket = m.Ticket(80, step, step - lag, "1+2=", "3", [3, 12, 4, 13], [0, 1], 0.0)
-    group = m.Group(ticket, "generator0", [0.0, 1.0], 0, 1, 3, 1, 0, [])
+    ticket = m.Ticket(
+        ticket_id=80,
+        step=step,
+        min_version=step - lag,
+        prompt="1+2=",
+        answer="3",
+        prompt_tokens=[3, 12, 4, 13],
+        seeds=[0, 1],
+        issued=0.0,
+    )
+    group = m.Group(
+        ticket=ticket,
+        generator="generator0",
+        rewards=[0.0, 1.0],
+        truncated=0,
+        verifications=1,
+        proposed=3,
+        accepted=1,
+        draft_version=0,
+        phases=[],
+    )
     arrays = {
         "tokens": np.array([3, 1, 4, 1], np.int32),
         "lengths": np.array([2, 2], np.int32),

@@ -30,8 +30,27 @@ def config(ranks, tensor_parallel):
 def group(number):
     g = np.random.default_rng(number)
     lengths = g.integers(3, 20, 3 + 4 * number)
-    ticket = m.Ticket(number, 0, 0, "", "", g.integers(0, 16, 5).tolist(), list(range(len(lengths))), 0.0)
-    return m.Group(ticket, "g", [0.0] * len(lengths), 0, 0, 0, 0, 0, []), {
+    ticket = m.Ticket(
+        ticket_id=number,
+        step=0,
+        min_version=0,
+        prompt="",
+        answer="",
+        prompt_tokens=g.integers(0, 16, 5).tolist(),
+        seeds=list(range(len(lengths))),
+        issued=0.0,
+    )
+    return m.Group(
+        ticket=ticket,
+        generator="g",
+        rewards=[0.0] * len(lengths),
+        truncated=0,
+        verifications=0,
+        proposed=0,
+        accepted=0,
+        draft_version=0,
+        phases=[],
+    ), {
         "tokens": g.integers(0, 16, int(lengths.sum())).astype(np.int32),
         "lengths": lengths.astype(np.int32),
     }

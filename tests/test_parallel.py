@@ -56,10 +56,29 @@ def group(number):
     g = np.random.default_rng(number)
     lengths = g.integers(1, 20, 4)
     n = int(lengths.sum())
-    ticket = m.Ticket(number, 0, 0, "", "", g.integers(0, 48, 5).tolist(), [0, 1, 2, 3], 0.0)
+    ticket = m.Ticket(
+        ticket_id=number,
+        step=0,
+        min_version=0,
+        prompt="",
+        answer="",
+        prompt_tokens=g.integers(0, 48, 5).tolist(),
+        seeds=[0, 1, 2, 3],
+        issued=0.0,
+    )
     # The third has no gradient: all its samples are rewarded alike.
     rewards = [1.0] * 4 if number == 2 else g.random(4).tolist()
-    return m.Group(ticket, "g", rewards, 0, 0, 0, 0, 0, []), {
+    return m.Group(
+        ticket=ticket,
+        generator="g",
+        rewards=rewards,
+        truncated=0,
+        verifications=0,
+        proposed=0,
+        accepted=0,
+        draft_version=0,
+        phases=[],
+    ), {
         "tokens": g.integers(0, 48, n).astype(np.int32),
         "behaviour": (-4 * g.random(n)).astype(np.float32),
         "proximal": (-4 * g.random(n)).astype(np.float32),

@@ -1,10 +1,8 @@
 """Faults: any actor killed or frozen at any moment; runs cut short and resumed. The audit has the last word."""
 
-import math
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +10,8 @@ import torch
 from runs import SCRIPT, SILENT, SMALL, TORCHRUN, Running, check_finished, descendants, events, rows
 from safetensors.torch import load_file
 
-from asyncspec.actors.crew import Crew
-from asyncspec.actors.recovery import Recovery, RunState
 from asyncspec.bench import chaos
-from asyncspec.config import load
-from asyncspec.deadlines import KILLED_S
 from asyncspec.ledger.audit import audit
-from asyncspec.wire import messages as m
-from asyncspec.wire.heartbeat import Vigil
 
 CHECKPOINTS = "checkpoint.every=3"
 
@@ -118,90 +110,6 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     ).end()
     check_finished(run_dir, 3)
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
-
-
-def recovery_of(*settings):
-    """Of actors that are all being started; and the lines it says."""
-    config, lines = load("tiny", settings), []
-    crew = Crew(config, lambda name, message: True)
-    records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={})
-    book = SimpleNamespace(reissue=lambda which, reason: 0)
-    for name in crew.present:
-        crew.expect(name)
-    return Recovery(config, crew, book, RunState(), records, None), lines
-
-
-def came(recovery, *names):
-    for name in names:
-        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.hellos)}", "cpu"))
-        recovery.crew.ready.add(name)
-
-
-def test_one_that_freezes_right_after_loading_is_not_waited_for_as_while_it_loads():
-    recovery, _ = recovery_of("deployment.silent_timeout_s=2")
-    vigil = recovery.crew.vigil
-    recovery.arrived(m.Hello("trainer", "tcp://127.0.0.1:1", "cpu"))
-    vigil._heard["trainer"] = time.monotonic() - 3
-    assert vigil.overdue() == []
-    recovery.joined("trainer")
-    vigil._heard["trainer"] = time.monotonic() - 3
-    assert [name for name, _ in vigil.overdue()] == ["trainer"]
-
-
-def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatch):
-    recovery, lines = recovery_of("deployment.logprobs=2")
-    crew, both = recovery.crew, ("logprob", "logprob1")
-    came(recovery, *crew.present)
-    for name in both:
-        crew.condemn(name, "frozen")
-        crew.condemned[name] -= KILLED_S
-    recovery.watch()
-    recovery.watch()
-    assert lines == [
-        f"nobody answers for {name}: it is waited for, the run cannot go on without it" for name in both
-    ] and crew.present >= set(both)
-    recovery.lost(m.Interrupt("logprob died", "logprob", "logprob.1"))
-    came(recovery, "logprob.1")
-    recovery.watch()
-    assert (
-        "logprob1" not in crew.present
-        and crew.addresses["logprob1"] == crew.hellos["logprob.1"].address == crew.addresses["logprob"]
-    )
-    # Its launcher, reached again, has none to put in its place; and another node that claims its part.
-    recovery.lost(m.Interrupt("logprob1 died: SIGKILL", "logprob1"))
-    assert lines[-1] == "logprob1 died: SIGKILL; no replacement is left for it: the others go on"
-    recovery.broadcasts = SimpleNamespace(
-        devices={}, port=1, versions={}, members={"draft": []}, add=lambda hello, kinds: None
-    )
-    monkeypatch.setattr(recovery, "welcome", lambda: None)
-    assert recovery.claim(["logprob1"]).names == ["logprob1.100"]
-    came(recovery, "logprob1.100")
-    assert crew.addresses["logprob1"] == crew.hellos["logprob1.100"].address
-
-
-def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():
-    """Also where signs of life before it came too early to count: the launcher had not told of the actor yet."""
-    recovery, _ = recovery_of("deployment.silent_timeout_s=1")
-    crew = recovery.crew
-    recovery.arrived(m.Hello("generator0", "tcp://127.0.0.1:1", "cpu"))
-    found, deadline = [], time.monotonic() + 10
-    while not found and time.monotonic() < deadline:
-        time.sleep(0.01)
-        found = crew.vigil.overdue()
-    assert [name for name, _ in found] == ["generator0"]
-
-
-def test_who_looks_seldom_finds_out_who_is_silent_and_nobody_else():
-    vigil, looks, found = Vigil(silent_s=0.2, turn_s=math.inf), 0, []
-    vigil.heard("silent")
-    while not found and looks < 20:
-        time.sleep(0.15)
-        vigil.heard("alive")
-        found, looks = vigil.overdue(), looks + 1
-    assert [name for name, _ in found] == ["silent"]
-    vigil.heard("alive")
-    time.sleep(1.0)  # this process did not run
-    assert vigil.overdue() == [] and 0.9 < vigil.slept
 
 
 def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):

@@ -13,10 +13,20 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from asyncspec.bench import fuzz
 from asyncspec.deadlines import QUEUE_SILENT_S
+from asyncspec.wire import codec, transport
 from asyncspec.wire import messages as m
-from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient, ControlServer
 
-TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
+TICKET = m.Ticket(
+    ticket_id=7,
+    step=3,
+    min_version=2,
+    prompt="1+2=",
+    answer="3",
+    prompt_tokens=[3, 12, 4, 13],
+    seeds=[2**61, 5],
+    issued=0.0,
+)
 
 
 @given(
@@ -30,7 +40,7 @@ TICKET = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.0)
     )
 )
 def test_messages_and_tensors_survive_the_wire(tensors):
-    body, received = m.decode([bytes(f) for f in m.encode(TICKET, tensors)])
+    body, received = codec.decode([bytes(f) for f in codec.encode(TICKET, tensors)])
     assert body == TICKET and received.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
@@ -40,19 +50,19 @@ def test_messages_and_tensors_survive_the_wire(tensors):
 @settings(max_examples=300)
 @given(st.lists(st.binary(max_size=60), max_size=4))
 def test_random_frames_are_refused(frames):
-    with pytest.raises(m.WireError):
-        m.decode(frames)
+    with pytest.raises(codec.WireError):
+        codec.decode(frames)
 
 
 @settings(max_examples=200)
 @given(st.data())
 def test_damaged_messages_are_refused_or_still_well_formed(data):
-    frames = [bytearray(f) for f in m.encode(TICKET, {"x": np.arange(6, dtype=np.int32).reshape(2, 3)})]
+    frames = [bytearray(f) for f in codec.encode(TICKET, {"x": np.arange(6, dtype=np.int32).reshape(2, 3)})]
     frame = data.draw(st.sampled_from(frames))
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
-        body, tensors = m.decode([bytes(f) for f in frames])
-    except m.WireError:
+        body, tensors = codec.decode([bytes(f) for f in frames])
+    except codec.WireError:
         return
     assert isinstance(body, m.Message)
     for tensor in tensors.values():
@@ -60,20 +70,22 @@ def test_damaged_messages_are_refused_or_still_well_formed(data):
 
 
 def test_a_tensor_frame_of_the_wrong_size_is_refused():
-    frames = m.encode(TICKET, {"x": np.zeros(4, np.float32)})
-    with pytest.raises(m.WireError, match="do not fill"):
-        m.decode([frames[0], b"\0" * 12])
-    with pytest.raises(m.WireError, match="lists 1"):
-        m.decode([frames[0]])
+    frames = codec.encode(TICKET, {"x": np.zeros(4, np.float32)})
+    with pytest.raises(codec.WireError, match="do not fill"):
+        codec.decode([frames[0], b"\0" * 12])
+    with pytest.raises(codec.WireError, match="lists 1"):
+        codec.decode([frames[0]])
 
 
 @pytest.mark.parametrize(
     "shape", [(1,) * 65, (0, 2**62, 2**62), (0, 2**63), (2**64 - 1, 0), (0, 2**30, 2**30, 2**30), (-1, 0)]
 )
 def test_a_tensor_of_an_impossible_shape_is_refused(shape):
-    header = m._encoder.encode(m._Envelope(m.WIRE_VERSION, m.Ready("x"), (m._ArraySpec("x", "int64", shape),)))
-    with pytest.raises(m.WireError):
-        m.decode([header, b"\1" * 8 if 0 not in shape else b""])
+    header = codec._encoder.encode(
+        codec._Envelope(codec.WIRE_VERSION, m.Ready("x"), (codec._ArraySpec("x", "int64", shape),))
+    )
+    with pytest.raises(codec.WireError):
+        codec.decode([header, b"\1" * 8 if 0 not in shape else b""])
 
 
 def settle(*ends, until, seconds=5):
@@ -133,7 +145,7 @@ def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
     outbox.put(m.Ready("a"))
-    message = [b"D", transport._NUMBER.pack(1), *m.encode(m.Ready("a"))]
+    message = [b"D", transport._NUMBER.pack(1), *codec.encode(m.Ready("a"))]
     outbox.socket.send_multipart(message)  # the same sequence number again
     outbox.socket.send_multipart([b"D", transport._NUMBER.pack(2), b"rubbish"])
     stranger = transport.context().socket(zmq.DEALER)
@@ -149,7 +161,7 @@ def test_who_skips_a_number_or_sends_without_credit_is_not_heard(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
     for number in (1, 3, 2, 3, 4, 5):  # 3 comes too early once; 5 is one more than the credits allow
-        outbox.socket.send_multipart([b"D", transport._NUMBER.pack(number), *m.encode(m.Ready(str(number)))])
+        outbox.socket.send_multipart([b"D", transport._NUMBER.pack(number), *codec.encode(m.Ready(str(number)))])
     settle(inbox, until=lambda: inbox.rejected == 2)
     assert [inbox.take()[0].name for _ in range(len(inbox))] == ["1", "2", "3", "4"]
 
@@ -263,7 +275,7 @@ def test_a_connection_that_falls_silent_is_made_anew():
 
 
 def test_a_controller_has_room_for_many_generators():
-    server, inbox = transport.ControlServer("127.0.0.1"), transport.Inbox("127.0.0.1", credits=1)
+    server, inbox = ControlServer("127.0.0.1"), transport.Inbox("127.0.0.1", credits=1)
     outboxes = [transport.Outbox(inbox.address) for _ in range(400)]
     for outbox in outboxes:
         outbox.put(m.Ready("x"))
@@ -285,8 +297,8 @@ def test_a_kind_of_message_that_the_consumer_does_not_take_is_rejected():
 
 
 def test_an_actor_notices_that_the_controller_is_gone():
-    server = transport.ControlServer("127.0.0.1")
-    client = transport.ControlClient(server.address, "trainer")
+    server = ControlServer("127.0.0.1")
+    client = ControlClient(server.address, "trainer")
     client.send(m.Ready("trainer"))
     settle(server, until=lambda: server.receive() is not None)
     assert client.lost_for() == 0
@@ -316,8 +328,8 @@ def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
 
 
 def test_control_reaches_named_actors_and_reports_who_is_absent():
-    server = transport.ControlServer("127.0.0.1")
-    client = transport.ControlClient(server.address, "trainer")
+    server = ControlServer("127.0.0.1")
+    client = ControlClient(server.address, "trainer")
     client.send(m.Ready("trainer"))
     settle(server, until=lambda: transport.wait([server], 1) is None)
     assert server.receive() == ("trainer", m.Ready("trainer"))
@@ -336,12 +348,12 @@ def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
     (tmp_path / "other").mkdir()
     transport.make_keys(tmp_path / "other")
     transport.use_keys(tmp_path)
-    inbox, server = transport.Inbox("127.0.0.1", 4), transport.ControlServer("127.0.0.1")
+    inbox, server = transport.Inbox("127.0.0.1", 4), ControlServer("127.0.0.1")
     clients = {}
     try:
         for name, keys in (("known", tmp_path), ("other", tmp_path / "other"), ("none", None)):
             transport.use_keys(keys)
-            clients[name] = (transport.Outbox(inbox.address), transport.ControlClient(server.address, name))
+            clients[name] = (transport.Outbox(inbox.address), ControlClient(server.address, name))
             clients[name][0].put(m.Ready(name))
             clients[name][1].send(m.Ready(name))
         heard, told, start = [], [], time.monotonic()

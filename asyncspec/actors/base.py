@@ -1,10 +1,10 @@
-"""What all actors share: how one comes up, hears the controller, reports, and ends.
+"""The base of all actors: how one comes up, hears the controller, reports, and ends.
 
-Life of an actor: open its inbox, load, say Hello, receive Welcome (where everybody is), join its broadcast groups, say
-Ready; then `turn` again and again until the controller says Stop; `finish`; say Stopped. Whatever goes wrong is sent to
-the controller as one line and written in full to the actor's log.
+An actor opens its inbox, loads, says Hello, receives Welcome (where everybody is), joins its broadcast groups, and says
+Ready. Then it calls `turn` again and again until the controller says Stop; it calls `finish` and says Stopped. Whatever
+goes wrong is sent to the controller as one line, and written in full to the actor's log.
 
-Actors know nothing of what launched them: `ActorSpec` is all they are given.
+Actors do not know what launched them: `ActorSpec` is all they are given.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Heart
 
 REPORT_EVERY_S = 1.0
 PUMP_DUE_S = 0.25  # of a turn, after which what the controller sent should be looked at
 GONE = "the controller or the launcher is gone"
+RESTART = 75  # exit code of a controller that asks its launcher to start all again from the last checkpoint
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
-    """What a launcher gives an actor."""
+    """All that a launcher gives an actor."""
 
     role: str
     name: str
@@ -51,7 +53,7 @@ class ActorSpec(msgspec.Struct, frozen=True):
 
 
 def first_name(name: str) -> str:
-    """Of an actor or of whichever replaced it: logprob, logprob.1 and so on are one."""
+    """The name without the number of a replacement: logprob for logprob, logprob.1 and so on."""
     return name.partition(".")[0]
 
 
@@ -72,7 +74,9 @@ class Actor(ABC):
         self.delay = Delays(self.config.deployment.delays, self.recorder)
         self.fault = Faults(self.config.deployment.faults, self.name, Path(spec.run_dir))
         self.counters: dict[str, float] = {}
-        self.stopping = ""
+        self.stopping = ""  # why it ends; "": it goes on
+        self.control: ControlClient | None = None  # once it runs
+        self.heart: Heart | None = None
         self.idle = False  # nothing is left to do
         self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None
@@ -86,7 +90,7 @@ class Actor(ABC):
         self._patience_s = self.config.deployment.silent_timeout_s  # with a lost connection to the controller
         self._loaded, self._code = False, 0
 
-    # What a role fills in.
+    # A role fills these in.
     def load(self) -> None:
         """Read models; runs before the other actors are known."""
 
@@ -107,7 +111,7 @@ class Actor(ABC):
     def inbox_credits(self) -> int:
         return 8
 
-    # What is shared.
+    # All actors share these.
     def run(self) -> int:
         """Live until told to stop; returns 0 if all went well, 1, or LEFT_BEHIND."""
         redirect_output(self.spec)
@@ -116,7 +120,7 @@ class Actor(ABC):
             Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes have one command line
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
         self.fault("start")
-        self.control = transport.ControlClient(self.spec.control_address, self.name)
+        self.control = ControlClient(self.spec.control_address, self.name)
         self.heart = Heart(self.spec.control_address, self.name)
         try:
             with gc_paused():
@@ -197,7 +201,7 @@ class Actor(ABC):
         self.report()
 
     def pump_if_due(self) -> None:
-        """The same between parts of a turn that may take long, each of them."""
+        """Pump, if it is due: called between the long parts of a turn."""
         if self.heart.turn_s > PUMP_DUE_S:
             self.pump()
 
@@ -297,8 +301,8 @@ class Actor(ABC):
 
 
 def device_uuid(device: str) -> str:
-    """A name for a device that no other has: where each process is shown its own GPU only, and on each host, there is a
-    cuda:0.
+    """A name of a device that no other device has. `cuda:0` is none: every host has one, and every process that is shown
+    one GPU only.
     """
     if not device.startswith("cuda"):
         return device
@@ -308,7 +312,7 @@ def device_uuid(device: str) -> str:
 
 
 def resource_usage() -> dict[str, float]:
-    """What this process holds of the machine: resident megabytes, file descriptors, threads."""
+    """This process's resident megabytes, file descriptors and threads."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {

@@ -13,7 +13,7 @@ MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived i
 
 
 def broadcast_backend(devices: list[str]) -> str:
-    """NCCL if each member has a GPU of its own, which it insists on; otherwise gloo.
+    """NCCL if each member has a GPU of its own, as NCCL demands; otherwise gloo.
 
     Args:
         devices: as the members' Hello names them.
@@ -23,7 +23,7 @@ def broadcast_backend(devices: list[str]) -> str:
 
 
 class Broadcasts:
-    def __init__(self, host: str, send: Callable[[str, m.Message], None]) -> None:
+    def __init__(self, host: str, send: Callable[[str, m.Message], bool]) -> None:
         """
         Args:
             host: where the members' store listens.
@@ -31,7 +31,7 @@ class Broadcasts:
         """
         import torch.distributed as dist
 
-        self.host, self._send = host, send
+        self._send = send
         # A socket of ours: the store itself would listen on all interfaces.
         listener = socket.create_server((host, 0))
         self.port = listener.getsockname()[1]
@@ -59,10 +59,10 @@ class Broadcasts:
         for name in members:
             self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
 
-    def end(self, kind: str) -> None:
-        """There is no more sender."""
-        for name in self.members.pop(kind, []):
-            self._send(name, m.Membership(kind, self.epochs[kind] + 1, [], ""))
+    def end_draft(self) -> None:
+        """Nobody sends drafts any more."""
+        for name in self.members.pop("draft", []):
+            self._send(name, m.DraftEnded())
 
     def remove(self, name: str) -> None:
         for kind, members in self.members.items():

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
 from asyncspec.ledger import checkpoint
 from asyncspec.wire import messages as m
+
+if TYPE_CHECKING:
+    from asyncspec.drafts.draft import Draft
+    from asyncspec.drafts.training import DraftTrainer
+    from asyncspec.wire.weights import Layout, Publisher
 
 NICENESS = 10  # the draft gets the processor time that the others leave
 
@@ -25,6 +31,13 @@ class DraftAdapter(Actor):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.published = 0  # the newest draft version
+        self.policy_version = 0  # of the policy that the draft was last trained for
+        self.draft: Draft | None = None  # once loaded
+        self.module = None
+        self.trainer: DraftTrainer | None = None
+        self.checkpoints: checkpoint.Checkpoints | None = None
+        self.publisher: Publisher | None = None  # once connected
+        self.layout: Layout | None = None
 
     def inbox_credits(self) -> int:
         return 2  # what waits longer waits with the sender, who drops the oldest
@@ -38,7 +51,7 @@ class DraftAdapter(Actor):
         c = self.config
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
         self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape)
-        self.module, self.policy_version = self.draft.module.to(self.device), 0
+        self.module = self.draft.module.to(self.device)
         self.trainer = DraftTrainer(self.module, self.draft.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
         run_dir = Path(self.spec.run_dir)
         self.checkpoints = checkpoint.Checkpoints(run_dir, "draft", c.checkpoint.keep)

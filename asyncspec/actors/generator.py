@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +25,11 @@ from asyncspec.tasks.rewarder import Rewarder
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
 from asyncspec.wire.weights import BroadcastError, Layout, Receiver
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 IDLE_WAIT_S = 0.005  # weights that complete in the background wake nobody, so an idle generator looks this often
 
@@ -46,6 +51,12 @@ class Generator(Actor):
         self.threads = self.config.engine.threads
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
+        self.rewarder: Rewarder | None = None  # once loaded
+        self.tokenizer: Tokenizer | None = None
+        self.engine: Engine | None = None
+        self.to_logprob: list[Outbox] = []  # once connected
+        self.receivers: dict[str, Receiver] = {}  # by kind
+        self._received: deque[tuple[str, int]] = deque()  # versions that have arrived, by kind
         self._busy_since = None  # and the mark of the GPU's part
         self._interruptions: deque[m.Phase] = deque()  # of generation: rewards and swaps, in order
 
@@ -73,24 +84,22 @@ class Generator(Actor):
             for name, role in actor_names(self.config).items()
             if role == "logprob"
         ]
-        self.receivers = {}
         for kind in ("policy", "draft") if self.config.draft_trainer else ("policy",):
             self.receivers[kind] = Receiver(
                 welcome.store_host,
                 welcome.store_port,
                 kind,
-                self.name,
-                self.device,
-                Layout.of(self.engine.parameters(kind)),
-                lambda version, kind=kind: self._received.append((kind, version)),
+                me=self.name,
+                device=self.device,
+                layout=Layout.of(self.engine.parameters(kind)),
+                received=lambda version, kind=kind: self._received.append((kind, version)),
             )
-        self._received: deque[tuple[str, int]] = deque()
         self.workers = list(self.receivers.values())
         return {"policy"}  # nobody waits for the draft
 
     def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership) and not message.members:
-            self.receivers.pop(message.kind, None)
+        if isinstance(message, m.DraftEnded):
+            self.receivers.pop("draft", None)
         elif isinstance(message, m.Membership) and message.kind in self.receivers:
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
@@ -171,15 +180,15 @@ class Generator(Actor):
         ]
         self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
             m.Group(
-                ticket,
-                self.name,
-                rewards,
-                sum(c.truncated for c in completions),
-                sum(c.verifications for c in completions),
-                sum(c.proposed for c in completions),
-                sum(c.accepted for c in completions),
-                self.engine.draft_version,
-                phases,
+                ticket=ticket,
+                generator=self.name,
+                rewards=rewards,
+                truncated=sum(c.truncated for c in completions),
+                verifications=sum(c.verifications for c in completions),
+                proposed=sum(c.proposed for c in completions),
+                accepted=sum(c.accepted for c in completions),
+                draft_version=self.engine.draft_version,
+                phases=phases,
                 reached_at=summed(c.reached_at for c in completions),
                 accepted_at=summed(c.accepted_at for c in completions),
             ),

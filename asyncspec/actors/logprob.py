@@ -1,9 +1,9 @@
 """The logprob actor: one pass of the target over each finished group.
 
 It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
-term, reference logprobs; and from the same pass offers the draft adapter its supervision. It offers only when no other
-group waits here, after the group has left for the trainer; where the adapter is behind, what has waited longest for it
-is dropped and counted: the trainer never waits for the draft.
+term, reference logprobs. From the same pass it offers the draft adapter supervision, after the group has left for the
+trainer and only while no other group waits. Where the adapter is behind, the oldest offer is dropped and counted: the
+trainer never waits for the draft.
 
 With logprob.ranks above 1 it leads the ranks that hold the policy together, see logprob_rank.py.
 """
@@ -23,8 +23,10 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.scorer import Scorer
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
+from asyncspec.wire.weights import Receiver
 
-# What the first rank has the others do, see logprob_rank.py.
+# The first rank's orders to the others, see logprob_rank.py.
 SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
 
 
@@ -37,24 +39,23 @@ class PolicyHolder(Actor):
         super().__init__(spec)
         self.threads = self.config.logprob.threads
         self.scorer = self.scorer_class(self.config, self.device, *rank_of(first_name(spec.name)))
+        self.receiver: Receiver | None = None  # once connected
+        self._received: deque[int] = deque()  # versions that have arrived
 
     def load(self) -> None:
         self.scorer.load()
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.wire.weights import Receiver
-
         self.scorer.join(welcome.store_host, welcome.store_port, COLLECTIVE_S)
-        self._received: deque[int] = deque()
         self.receiver = Receiver(
             welcome.store_host,
             welcome.store_port,
             "policy",
-            self.name,
-            self.device,
-            self.scorer.layout,
-            self._received.append,
-            self.scorer.keep if self.scorer.ranks.size > 1 else None,
+            me=self.name,
+            device=self.device,
+            layout=self.scorer.layout,
+            received=self._received.append,
+            keep=self.scorer.keep if self.scorer.ranks.size > 1 else None,
         )
         self.workers = [self.receiver]
         return {"policy"}
@@ -81,6 +82,8 @@ class Logprob(PolicyHolder):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.team = Team(self, self.scorer.ranks)
+        self.to_trainer: Outbox | None = None  # once connected
+        self.to_adapter: Outbox | None = None  # None also where no draft is adapted, or none is any more
         self.version, self.swapped, self.looked = 0, 0.0, 0.0
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
         # newer versions: which of the other ranks have all of their share
@@ -93,7 +96,6 @@ class Logprob(PolicyHolder):
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_trainer = self.outbox("trainer", welcome)
-        self.to_adapter = None
         if self.config.adapting:
             self.counters |= {"draft/groups_dropped": 0, "draft/megabytes": 0.0}
             self.to_adapter = self.outbox("draft_adapter", welcome)
@@ -101,7 +103,7 @@ class Logprob(PolicyHolder):
         return super().connect(welcome)
 
     def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.Membership) and message.kind == "draft":  # the draft adapter is gone
+        if isinstance(message, m.DraftEnded):
             if self.to_adapter is not None:
                 self.outboxes.remove(self.to_adapter)
                 self.to_adapter.close()
@@ -157,7 +159,9 @@ class Logprob(PolicyHolder):
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()
         # the other ranks note theirs
-        self.recorder.add("logprob", start, end, first.step, first.ticket_id, self.version, mark)
+        self.recorder.add(
+            "logprob", start, end, step=first.step, ticket=first.ticket_id, version=self.version, since=mark
+        )
         for group, arrays, arrived in items:
             # Weights that came while the group lay here are what it waited for, if it needed them.
             needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
@@ -175,11 +179,11 @@ class Logprob(PolicyHolder):
                 self._offer(first, supervision())
 
     def score(self, parts: list[tuple[m.Group, m.Arrays]], supervising: bool) -> Callable | None:
-        """The policy's passes over groups, one in each data rank: adds proximal and, with a KL term, reference logprobs
-        to their arrays.
+        """Run the policy over groups, one in each data rank; adds proximal and, with a KL term, reference logprobs to
+        their arrays.
 
         Returns:
-            With `supervising`, what makes the draft's supervision of the first group, once there is time for it.
+            With `supervising`, a callable that makes the draft's supervision of the first group.
         """
         if supervising:
             self.scorer.supervising = True

@@ -1,7 +1,8 @@
-"""The ranks of a logprob actor beyond the first, and what all of its ranks do alike; see team.py.
+"""The ranks of a logprob actor beyond the first; see team.py.
 
 Every rank is a member of the policy's broadcast group and keeps its share of each version that arrives. The others tell
-the first which versions they have all of; it has all take the same one, between two groups, once nobody lacks it:
+the first which versions have arrived whole. Once all ranks have one, the first has all of them take it, between two
+groups:
 
     logprob         deal g0, g1 | collect |            | swap 4 | deal g2 ...
     rank 1          passes      | sum     | has 4 too  | swap 4 | passes ...
@@ -16,6 +17,7 @@ from asyncspec.config.topology import LOGPROB_RANK
 from asyncspec.deadlines import KILLED_S
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
 
 
 class LogprobRank(PolicyHolder, Follower):
@@ -24,6 +26,7 @@ class LogprobRank(PolicyHolder, Follower):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.version = 0
+        self.to_leader: Outbox | None = None  # once connected
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_leader = self.outbox(self.leader, welcome)
@@ -43,8 +46,15 @@ class LogprobRank(PolicyHolder, Follower):
             scorer.add(message, arrays)
             # the first of those that read this group, and not the leader
             if ranks.rank % ranks.tensor_parallel == 0 and ranks.data_rank:
+                ticket = message.ticket
                 self.recorder.add(
-                    "logprob", start, now(), message.ticket.step, message.ticket.ticket_id, self.version, mark
+                    "logprob",
+                    start,
+                    now(),
+                    step=ticket.step,
+                    ticket=ticket.ticket_id,
+                    version=self.version,
+                    since=mark,
                 )
         elif message.what == NOTHING:
             for _ in range(message.number):

@@ -1,6 +1,4 @@
-"""What a run leaves behind, and what the person who watches it sees: ledger, metrics, timeline, trace and console, in
-one hand.
-"""
+"""The records of a run: ledger, metrics, timeline and trace, and the console that the user watches."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Records:
         self._measured = 0.0
 
     def resume(self, version: int) -> None:
-        """Go on from where a run was left: what its ledger leaves open is void, or ends here."""
+        """Resume a run: the tickets that its ledger leaves open are void, or are dropped now."""
         before = list(ledgers.read(self.run_dir))
         self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
         cut_short = ledgers.open_tickets([*before, {"event": "resumed", "version": version}])
@@ -60,18 +58,18 @@ class Records:
         self.console.resumed(self.metrics)
 
     def spans(self, message: m.Spans) -> None:
-        """What an actor did, and its counters."""
+        """Write an actor's spans, and take its counters."""
         self.trace.write(message.actor, message.spans)
         self.counters |= message.counters
 
     def evaluated(self, accuracy: dict, rollouts: int) -> None:
-        """All held-out prompts of a version are back: its eval/ fields."""
+        """Write the eval/ fields of a version whose held-out prompts are all back."""
         self._accuracy = accuracy
         self.console.evaluated(accuracy, rollouts)
         self.metrics.evaluated(accuracy)
 
     def step(self, done: m.StepDone, final: bool) -> None:
-        """A step is trained.
+        """Write the row, the trace and the timeline of a step.
 
         Args:
             final: its row waits for the evaluation of the version it made.
@@ -91,6 +89,6 @@ class Records:
         self.console.step(row)
 
     def closing(self) -> list[Callable[[], None]]:
-        """What is to be called at the end, each for itself: one file may be on a disk that is full."""
+        """The calls that close everything; each may fail by itself, where a disk is full."""
         clock_error = max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3
         return [self.ledger.close, self.metrics.close, lambda: self.trace.close(clock_error), self.timeline.close]

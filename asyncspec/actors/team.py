@@ -1,17 +1,15 @@
-"""Several ranks that hold one model together, and how the first leads them: those of the trainer, or of a logprob
-actor.
+"""A team: several ranks of the trainer, or of a logprob actor, that hold one model together; the first leads them.
 
 The leading rank alone has an inbox for groups, waits, decides and reports. Before each collective it sends the others
-an order, so that all of them come to the same one; a rank without an order waits. Of the groups that are to be gone
-through, as many as there are data ranks are at once, one in each; a rank for which none is left, or whose group takes
-fewer passes, makes passes over nothing, and so takes part.
+an order, so that all ranks come to the same one; a rank without an order waits. Each data rank gets one group at a
+time. A rank that has no group, or whose group takes fewer passes, makes passes over nothing, and so takes part.
 
     leader          deal g0, g1           | deal g2         | update, or collect
     orders to 1     g1                    | nothing         | update, or collect
     both ranks      passes over g0, g1    | passes over g2  | step, or sum
 
-A rank that dies ends a collective with an error in the others, or leaves it to its deadline; the whole run is started
-again from the last checkpoint, which the others wait for.
+When a rank dies, the collective fails in the others at once or at its deadline. They wait for the whole run to be
+started again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from asyncspec.config import topology
 from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import Outbox
 
 NOTHING, END = "nothing", "end"  # orders that all teams have
 
@@ -35,11 +34,11 @@ class PeersLost(RuntimeError):
 
 
 class Team:
-    """The leading rank's hold of the others."""
+    """The leading rank's means to lead the others."""
 
     def __init__(self, actor: Actor, ranks: Ranks) -> None:
         self.actor, self.ranks = actor, ranks
-        self.outboxes: list = []  # to ranks 1, 2, ...
+        self.outboxes: list[Outbox] = []  # to ranks 1, 2, ...
         self.lost = False
 
     def connect(self, welcome: m.Welcome) -> None:
@@ -47,12 +46,12 @@ class Team:
         self.outboxes = [self.actor.outbox(name, welcome) for name in others]
 
     def deal(self, parts: list[tuple[m.Group, m.Arrays]], worker):
-        """Have groups gone through, each in a data rank of its own; returns what the worker's `add` does of the first,
-        which is this rank's.
+        """Have each data rank add a group of its own; returns what the worker's `add` returns for this rank's group, the
+        first.
 
         Args:
             parts: no more than there are data ranks.
-            worker: with `passes`, how many a group takes, `add` and `add_nothing`; the other ranks have such a one too.
+            worker: has `passes` (how many a group takes), `add` and `add_nothing`; the other ranks have one too.
         """
         counts = [worker.passes(*part) for part in parts]
         for rank, outbox in enumerate(self.outboxes, start=1):
@@ -82,7 +81,7 @@ class Team:
             outbox.put(m.Order(what, number))
 
     def together(self, act: Callable):
-        """Do what all ranks do now.
+        """Call `act`, which all ranks call now.
 
         Raises:
             PeersLost: a rank is gone, and nobody has ended the run for it.
@@ -97,7 +96,7 @@ class Team:
             return await_end(self.actor, error)
 
     def _sent(self) -> None:
-        """Until every order has left: nobody would come to a collective whose order waits here for credit."""
+        """Wait until every order has left: nobody would come to a collective whose order waits here for credit."""
         deadline = time.monotonic() + COLLECTIVE_S
         while any(outbox.backlog for outbox in self.outboxes) and time.monotonic() < deadline:
             self.actor.wait(0.005)
@@ -106,8 +105,10 @@ class Team:
 
 
 def await_end(actor: Actor, error: RuntimeError):
-    """A rank is gone: give its launcher the time to say so and the controller to end this run for another start; raises
-    PeersLost after it.
+    """Wait for the run to end, because a rank is gone: its launcher has to say so first.
+
+    Raises:
+        PeersLost: the run has not ended in time.
     """
     actor.log(f"a collective among the ranks failed: {error}")
     deadline = time.monotonic() + actor.config.deployment.silent_timeout_s + 2 * KILLED_S
@@ -117,7 +118,7 @@ def await_end(actor: Actor, error: RuntimeError):
 
 
 class Follower(Actor):
-    """A further rank: does as the leading one says."""
+    """A rank beyond the first: it does as the leading one says."""
 
     takes = (m.Group, m.Order)
 
@@ -131,7 +132,7 @@ class Follower(Actor):
 
     @abstractmethod
     def follow(self, message: m.Message, arrays: m.Arrays) -> None:
-        """Do what a group or an order asks."""
+        """Do what a group or an order asks for."""
 
     def turn(self) -> None:
         item = self.inbox.take()
@@ -149,10 +150,10 @@ class Follower(Actor):
             await_end(self, error)
 
     def follow_to_the_end(self, patience_s: float) -> None:
-        """Take part in what the leading rank has still begun.
+        """Take part in what the leading rank has begun.
 
         Args:
-            patience_s: without an order; then the leading rank is gone.
+            patience_s: how long to wait for an order before the leading rank counts as gone.
         """
         self.ordered = time.monotonic()
         while not self.ended and time.monotonic() - self.ordered < patience_s:

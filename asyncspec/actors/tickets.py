@@ -1,6 +1,6 @@
 """Tickets: which prompt each one is for, and where each one is.
 
-A ticket's way: pending -> generating -> generated -> arrived -> trained. `TicketMaker` is a function of the seed alone;
+A ticket goes: pending -> generating -> generated -> arrived -> trained. `TicketMaker` is a function of the seed alone;
 `TicketBook` is the one place that knows where every ticket is, and writes each step of its way to the ledger.
 """
 
@@ -50,15 +50,15 @@ class TicketMaker:
     ) -> m.Ticket:
         seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
         return m.Ticket(
-            ticket_id,
-            step,
-            min_version,
-            problem.prompt,
-            problem.answer,
-            self.tokenizer.encode(problem.prompt).ids,
-            seeds,
-            time.monotonic(),
-            evaluation,
+            ticket_id=ticket_id,
+            step=step,
+            min_version=min_version,
+            prompt=problem.prompt,
+            answer=problem.answer,
+            prompt_tokens=self.tokenizer.encode(problem.prompt).ids,
+            seeds=seeds,
+            issued=time.monotonic(),
+            evaluation=evaluation,
         )
 
 
@@ -99,8 +99,7 @@ class TicketBook:
         return load
 
     def moved(self, ticket_id: int, stage: str, generator: str = "") -> None:
-        """A ticket is further on its way. The actors' channels are not ordered among each other: news that is past is
-        passed over.
+        """A ticket has come to a later stage. The actors' channels are not ordered among each other: old news is ignored.
 
         Args:
             generator: whose word it is, if a generator's.
@@ -110,7 +109,7 @@ class TicketBook:
             entry.stage, entry.since = stage, time.monotonic()
 
     def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
-        """Take a ticket off the book; None if it is on it no more."""
+        """Take a ticket off the book; None if it is not on it any more."""
         entry = self.open.pop(ticket_id, None)
         ticket = (
             entry.ticket if entry is not None else next((t for t in self.pending if t.ticket_id == ticket_id), None)
@@ -123,7 +122,7 @@ class TicketBook:
         return ticket
 
     def reissue(self, lost: Callable[[str, str, float], bool], reason: str) -> int:
-        """Issue again what an actor died with; returns how many.
+        """Issue the tickets again that were lost with an actor; returns how many.
 
         Args:
             lost: callable(generator, stage, since when in it) -> whether such a ticket is lost.
@@ -145,7 +144,7 @@ class TicketBook:
         self.open, self.pending = {}, deque()
 
     def training(self) -> tuple[int, int]:
-        """How many tickets to be trained are in a generator, and how many past it."""
+        """How many training tickets are in a generator, and how many are past it."""
         stages = [entry.stage for entry in self.open.values() if not entry.ticket.evaluation]
         return stages.count(GENERATING), len(stages) - stages.count(GENERATING)
 
@@ -175,7 +174,7 @@ class Evaluations:
         self._open[version] = {"rewards": [], "left": tickets, "newest": version}
 
     def add(self, version: int, rewards: Sequence[float], version_max: int) -> tuple[dict, int] | None:
-        """A ticket came back; once all of its version have: the eval/ fields and the number of rollouts."""
+        """Note that a ticket came back; once all tickets of its version have: the eval/ fields and the number of rollouts."""
         evaluation = self._open[version]
         evaluation["rewards"] += rewards
         evaluation["left"] -= 1

@@ -4,8 +4,7 @@
 - A group outside the policy lag is refused with `LagError`, before it touches the gradient.
 - Losses are summed over tokens; gradients are divided once a step by the number of tokens.
 - It leads the trainer's other ranks, if there are any: actors/trainer_rank.py.
-- With speculation.method=mtp it also trains the policy's MTP module, on detached hidden states of the same forward
-  pass: the module's loss reaches no parameter of the policy.
+- With speculation.method=mtp it also trains the policy's MTP module: actors/mtp.py.
 - Every so many steps it writes a checkpoint to resume from, in the background.
 - Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
 """
@@ -14,38 +13,30 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.actors.team import Team
-from asyncspec.config import Config, resolve_path
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
 from asyncspec.rl.learner import Learner
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.weights import Publisher
 
-MOST_SKIPPED = 3  # steps in a row that may be left out because their gradient is not finite
+if TYPE_CHECKING:
+    from asyncspec.actors.mtp import MTPTrainer
 
-
-def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]) -> Path:
-    """Keep what a step was to be trained on: arrays "TICKET/NAME", and the groups as JSON under "groups"."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"step-{step}.npz"
-    arrays = {f"{group.ticket.ticket_id}/{name}": array for group, arrays in groups for name, array in arrays.items()}
-    np.savez(file, groups=np.array(msgspec.json.encode([group for group, _ in groups]).decode()), **arrays)
-    return file
-
-
-# What rank 0 has the others do, see trainer_rank.py.
+# Rank 0's orders to the others, see trainer_rank.py.
 UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR = "update", "snapshot", "gather", "save", "clear"
 
 
 class TrainerTeam(Team):
-    """The trainer's hold of its other ranks."""
+    """The trainer's means to lead its other ranks."""
 
     def __init__(self, actor: Actor, learner: Learner) -> None:
         super().__init__(actor, learner.ranks)
@@ -53,8 +44,8 @@ class TrainerTeam(Team):
         self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than there are data ranks
 
     def add(self, group: m.Group, arrays: m.Arrays):
-        """Accumulate a group's gradient, now or with the next ones; returns what `GradientAccumulator.add` does if it
-        was this rank's turn.
+        """Accumulate a group's gradient, now or together with the next groups; returns what `GradientAccumulator.add`
+        returns for this rank's group, if it was added now.
         """
         if not self.learner.accumulator.has_gradient(group):
             return self.learner.accumulator.add(group, arrays)
@@ -62,7 +53,7 @@ class TrainerTeam(Team):
         return self.flush() if len(self.waiting) == self.ranks.data_size else None
 
     def flush(self):
-        """Add what waits."""
+        """Add the groups that wait."""
         if not self.waiting:
             return None
         parts, self.waiting = self.waiting, []
@@ -81,7 +72,7 @@ class TrainerTeam(Team):
         self.learner.accumulator.clear()
 
     def snapshot(self):
-        """The policy as it is now, in all ranks."""
+        """A snapshot of the policy, which all ranks take now."""
         self.order(SNAPSHOT)
         return self.learner.snapshot(lambda: self.order(GATHER))
 
@@ -89,6 +80,16 @@ class TrainerTeam(Team):
         """Begin a checkpoint."""
         self.order(SAVE, version)
         self.together(lambda: self.learner.save(version))
+
+
+@dataclass
+class _Step:
+    """What the trainer has done for the step that is under way."""
+
+    start: float = 0.0
+    waits: list[m.Wait] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "train": 0.0, "prepare": 0.0})
+    groups: list[tuple[m.Group, m.Arrays]] = field(default_factory=list)  # that the gradient is of
 
 
 class Trainer(Actor):
@@ -103,53 +104,50 @@ class Trainer(Actor):
         self.saved_version = self.step_index  # of the newest checkpoint begun
         self._saving_since = 0.0
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
-        self.step_start = 0.0
+        self.step_start = 0.0  # when the step before ended; 0: there was none
+        self.step = _Step()
         self.next_ticket = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
         self.team = TrainerTeam(self, self.learner)
+        self.mtp: MTPTrainer | None = None  # with speculation.method=mtp, once it is loaded
+        self.publishers: dict[str, Publisher] = {}  # by kind, once connected
 
     def inbox_credits(self) -> int:
         return (self.config.policy_lag + 1) * self.config.rl.groups_per_step
 
     def load(self) -> None:
-        c: Config = self.config
         self.learner.load()
-        self.mtp, self.mtp_due = None, c.draft.publish_every
-        if c.draft_trainer == "trainer":
-            from asyncspec.drafts import draft
-            from asyncspec.drafts.training import DraftTrainer
+        if self.config.draft_trainer == "trainer":
+            from asyncspec.actors.mtp import MTPTrainer
 
-            mtp = draft.load("mtp", resolve_path(c.draft_directory), self.learner.shape, self.learner.model)
-            self.mtp = DraftTrainer(
-                mtp.module.to(self.device), mtp.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr
-            )
-            self.learner.more_state = lambda: {"mtp": self.mtp.state()}
+            self.mtp = MTPTrainer(self.config, self.learner, self.device)
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.wire.weights import Publisher
-
         where = welcome.store_host, welcome.store_port
         self.team.connect(welcome)
         self.learner.join(*where, COLLECTIVE_S)
-        self.publisher = Publisher(*where, "policy", self.name, self.device, self.delay.seconds.get("broadcast", 0.0))
-        self.publishers = {"policy": self.publisher}
+        delay_s = self.delay.seconds.get("broadcast", 0.0)
+        self.publishers["policy"] = Publisher(*where, "policy", self.name, self.device, delay_s=delay_s)
         if self.mtp is not None:
             self.publishers["draft"] = Publisher(*where, "draft", self.name, self.device)
-        if self.step_index:  # go on from where the run was
-            state = self.learner.restore(self.step_index)
-            self.publisher.begin_with(m.Publish("policy", self.step_index), self.team.snapshot())
-            if self.mtp is not None:
-                self.mtp.restore(state["mtp"])
-                self.publishers["draft"].begin_with(m.Publish("draft", self.step_index, self.step_index), self._draft())
+        if self.step_index:
+            self._restore()
         self.workers = list(self.publishers.values())
         return set(self.publishers)
 
-    def _draft(self):
-        """A snapshot of the MTP module."""
-        from asyncspec.wire.weights import Layout, WholeSnapshot
+    def _restore(self) -> None:
+        """Go on from where the run was."""
+        version = self.step_index
+        state = self.learner.restore(version)
+        self.publisher.begin_with(m.Publish("policy", version), self.team.snapshot())
+        if self.mtp is not None:
+            self.mtp.restore(state)
+            self.publishers["draft"].begin_with(m.Publish("draft", version, version), self.mtp.snapshot())
 
-        parameters = dict(self.mtp.draft.named_parameters())
-        return WholeSnapshot(Layout.of(parameters), parameters, self.device)
+    @property
+    def publisher(self) -> Publisher:
+        """The policy's."""
+        return self.publishers["policy"]
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership):
@@ -163,12 +161,45 @@ class Trainer(Actor):
             self.idle = True
             self.wait(0.05)
             return
-        step, start = self.step_index, self.step_start or now()
-        self.mtp_groups = 0
-        self.kept: list[tuple[m.Group, m.Arrays]] = []
-        self.waits, self.busy = [], {"data": 0.0, "train": 0.0, "prepare": 0.0}
-        records, versions = [], []
-        count = self.config.rl.groups_per_step
+        step = self.step_index
+        work = self.step = _Step(start=self.step_start or now())
+        if self.mtp is not None:
+            self.mtp.begin_step()
+        records = self._accumulate(step)
+        # Before the update, so that nothing can fail between it and its report.
+        with self._part("prepare", step):
+            while self.publisher.busy:
+                self.publisher.check()
+                self.wait_step(0.005)
+            self.publisher.check()
+        with self._part("train", step):
+            stats, skipped = self.learner.take_step(step, work.groups, self.team.update, self._notice)
+        lags = step - np.concatenate([arrays["versions"] for _, arrays in work.groups])
+        stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
+        with self._part("prepare", step):
+            self._publish(step + 1)
+        end = now()
+        self.control.send(
+            m.StepDone(
+                step=step,
+                start=work.start,
+                end=end,
+                waits=work.waits,
+                busy=work.busy,
+                stats=stats,
+                groups=records,
+                skipped=skipped,
+            )
+        )
+        self.step_index, self.step_start = step + 1, end
+        every = self.config.checkpoint.every
+        if every and self.step_index - self.saved_version >= every and not self.learner.checkpoints.busy:
+            with self.recorder.span("checkpoint", version=self.step_index):
+                self._save()
+
+    def _accumulate(self, step: int) -> list[m.GroupRecord]:
+        """Add the gradients of a step's groups, in the order of their tickets."""
+        records, count = [], self.config.rl.groups_per_step
         for ticket_id in range(step * count, (step + 1) * count):
             group, arrays = self._next_group(ticket_id)
             self.next_ticket = ticket_id + 1
@@ -177,30 +208,19 @@ class Trainer(Actor):
                 raise StopRequested
             with self._part("train", step, ticket_id):
                 records.append(self._train(step, group, arrays))
-            versions.append(arrays["versions"])
-        # Before the update, so that nothing can fail between it and its report.
-        with self._part("prepare", step):
-            while self.publisher.busy:
-                self.publisher.check()
-                self.wait_step(0.005)
-            self.publisher.check()
-        with self._part("train", step):
-            stats, skipped = self._update(step)
-        lags = step - np.concatenate(versions)
-        stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
-        with self._part("prepare", step):
-            self.publisher.publish(m.Publish("policy", step + 1), self.team.snapshot(), self.control.send)
-            self.fault("send")
-            if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.steps >= self.mtp_due:
-                self.mtp_due = self.mtp.steps + self.config.draft.publish_every
-                self.publishers["draft"].publish(m.Publish("draft", step + 1, step), self._draft(), self.control.send)
-        end = now()
-        self.control.send(m.StepDone(step, start, end, self.waits, self.busy, stats, records, skipped))
-        self.step_index, self.step_start = step + 1, end
-        every = self.config.checkpoint.every
-        if every and self.step_index - self.saved_version >= every and not self.learner.checkpoints.busy:
-            with self.recorder.span("checkpoint", version=self.step_index):
-                self._save()
+        return records
+
+    def _publish(self, version: int) -> None:
+        """Send the new version of the policy and, where it is due, the draft's."""
+        self.publisher.publish(m.Publish("policy", version), self.team.snapshot(), self.control.send)
+        self.fault("send")
+        if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.due():
+            self.publishers["draft"].publish(
+                m.Publish("draft", version, version - 1), self.mtp.snapshot(), self.control.send
+            )
+
+    def _notice(self, text: str) -> None:
+        self.control.send(m.Notice(self.name, text))
 
     def _save(self) -> None:
         self.saved_version, self._saving_since = self.step_index, time.monotonic()
@@ -214,13 +234,9 @@ class Trainer(Actor):
         limit = self.config.deployment.stall_timeout_s
         if self.learner.checkpoints.busy and self._saving_since and time.monotonic() - self._saving_since > limit:
             self._saving_since = 0.0  # said once
-            self.control.send(
-                m.Notice(
-                    self.name,
-                    f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and "
-                    f"no other "
-                    f"is begun before it is done; is the disk of {self.spec.run_dir} well?",
-                )
+            self._notice(
+                f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and no "
+                f"other is begun before it is done; is the disk of {self.spec.run_dir} well?"
             )
         try:
             if (version := self.learner.checkpoints.saved(wait)) is not None:
@@ -230,7 +246,7 @@ class Trainer(Actor):
 
     def _not_saved(self, error: OSError) -> None:
         self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
-        self.control.send(m.Notice(self.name, f"{error}; the run goes on, the checkpoints before it are as they were"))
+        self._notice(f"{error}; the run goes on, the checkpoints before it are as they were")
 
     def finish(self) -> None:
         """Write the policy, and a checkpoint to resume from."""
@@ -250,78 +266,20 @@ class Trainer(Actor):
     def save_policy(self) -> None:
         """Write the policy as a Hugging Face directory."""
         directory = self.team.together(
-            lambda: self.learner.save_policy(self.team.snapshot(), self.mtp and self.mtp.draft)
+            lambda: self.learner.save_policy(self.team.snapshot(), self.mtp and self.mtp.module)
         )
         self.log(f"policy of version {self.step_index} written to {directory}")
 
     def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         versions = arrays["versions"]
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
-        self.kept.append((group, arrays))
+        self.step.groups.append((group, arrays))
         self.delay("train")
         self.fault("work")
         forward = self.team.add(group, arrays)
-        if self.mtp is not None and forward is not None and self.mtp_groups < self.config.draft.groups_per_step:
-            self.mtp_groups += 1
-            self._train_mtp(*forward)
-        return m.GroupRecord(
-            group.ticket.ticket_id,
-            group.generator,
-            float(np.mean(group.rewards)),
-            len(set(group.rewards)) > 1,
-            arrays["lengths"].tolist(),
-            int(versions.min()),
-            int(versions.max()),
-            group.proximal_version,
-            group.verifications,
-            group.proposed,
-            group.accepted,
-            group.truncated,
-            group.draft_version,
-            group.phases,
-            group.reached_at,
-            group.accepted_at,
-        )
-
-    def _update(self, step: int) -> tuple[dict[str, float], str]:
-        """The optimizer's step; one whose gradient is not finite is left out, kept for inspection and reported.
-
-        Returns:
-            Its statistics, and why it was left out, if it was.
-
-        Raises:
-            FloatingPointError: so many in a row were not finite that nothing is learned any more.
-        """
-        try:
-            return self.team.update(), ""
-        except FloatingPointError as error:
-            folder = Path(self.spec.run_dir) / "skipped"
-            try:
-                kept = f"its groups are in {save_step(folder, step, self.kept)}"
-            except OSError as full:
-                kept = f"its groups could not be written: {full}"
-            self.control.send(m.Notice(self.name, f"step {step} left the policy as it was: {error}; {kept}"))
-            if self.learner.skipped_in_a_row == MOST_SKIPPED:
-                raise FloatingPointError(
-                    f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {folder}; a smaller "
-                    f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure"
-                ) from None
-            return {"grad/skipped": self.learner.skipped}, str(error)
-
-    def _train_mtp(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> None:
-        from asyncspec.drafts.supervision import from_pass
-
-        embeds_GLD = self.learner.model.tok_embeddings(tokens_GL)
-        supervision = from_pass(
-            tokens_GL, mask_GL, logits_GLV, hidden_GLD, embeds_GLD, self.config.sampling.temperature
-        )
-        loss, rates = self.mtp.step(supervision)
-        self.counters |= {
-            "draft/loss": loss,
-            "draft/expected_acceptance_1": rates[0],
-            "draft/updates": self.mtp.steps,
-            "draft/skipped": self.mtp.skipped,
-        }
+        if self.mtp is not None and forward is not None:
+            self.counters |= self.mtp.train(*forward)
+        return m.GroupRecord.of(group, arrays)
 
     def _next_group(self, ticket_id: int) -> tuple[m.Group, m.Arrays]:
         start = now()
@@ -332,10 +290,10 @@ class Trainer(Actor):
                 self.wait_step()
                 self._sort_inbox()
             end = now()
-            self.waits.append(m.Wait(ticket_id, start, end))
+            self.step.waits.append(m.Wait(ticket_id, start, end))
             self.recorder.add("wait", start, end, self.step_index, ticket_id)
         else:
-            self.busy["data"] += now() - start
+            self.step.busy["data"] += now() - start
         return self.arrived.pop(ticket_id)
 
     def _sort_inbox(self) -> None:
@@ -354,5 +312,5 @@ class Trainer(Actor):
         start, mark = now(), self.recorder.mark()
         yield
         end = now()
-        self.busy[name] += end - start
-        self.recorder.add(name, start, end, step, ticket, step, mark)
+        self.step.busy[name] += end - start
+        self.recorder.add(name, start, end, step=step, ticket=ticket, version=step, since=mark)

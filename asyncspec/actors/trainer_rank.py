@@ -1,10 +1,10 @@
-"""The trainer's ranks beyond the first, and what the first has them do; see team.py.
+"""The trainer's ranks beyond the first; see team.py.
 
     trainer         add g0 | add g1 | flush      | update | snapshot, publish ...
     orders to 1            | g1     | -          | update | snapshot, gather
     both ranks             | backward of g0, g1  | step   | gather bucket by bucket (in a thread)
 
-Of groups that have a gradient as many as there are data ranks are added at once.
+Groups that have a gradient are added together, one in each data rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from asyncspec.config.topology import TRAINER_RANK
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.learner import Learner
 from asyncspec.wire import messages as m
+from asyncspec.wire.weights import Snapshot
 
 
 class TrainerRank(Follower):
@@ -29,6 +30,7 @@ class TrainerRank(Follower):
         self.threads = self.config.trainer.threads
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device, self.rank)
         self.step_index = max(0, spec.resume)
+        self.snapshot: Snapshot | None = None  # the newest one
 
     def load(self) -> None:
         self.learner.load()

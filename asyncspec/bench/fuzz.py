@@ -29,8 +29,9 @@ import zmq
 from asyncspec.bench.fuzz_configs import COUNTS, fuzz_configs
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.errors import UserError
+from asyncspec.wire import codec, transport
 from asyncspec.wire import messages as m
-from asyncspec.wire import transport
+from asyncspec.wire.control import MAX_CONTROL_BYTES, ControlClient, ControlServer
 
 FRAMES, OVERSIZED, STRANGERS, CONFIGS = 1_000_000, 40, 5_000, 1_000
 GOOD_EVERY = 50  # frames, or connections, between two good messages
@@ -73,8 +74,28 @@ class FuzzBenchmark(Benchmark):
 
 def examples() -> list[tuple[m.Message, m.Arrays]]:
     """A message of many kinds."""
-    ticket = m.Ticket(7, 3, 2, "1+2=", "3", [3, 12, 4, 13], [2**61, 5], 0.5)
-    group = m.Group(ticket, "generator0", [0.0, 1.0], 0, 9, 27, 20, 3, [m.Phase("generate", 1.0, 2.0)], 2)
+    ticket = m.Ticket(
+        ticket_id=7,
+        step=3,
+        min_version=2,
+        prompt="1+2=",
+        answer="3",
+        prompt_tokens=[3, 12, 4, 13],
+        seeds=[2**61, 5],
+        issued=0.5,
+    )
+    group = m.Group(
+        ticket=ticket,
+        generator="generator0",
+        rewards=[0.0, 1.0],
+        truncated=0,
+        verifications=9,
+        proposed=27,
+        accepted=20,
+        draft_version=3,
+        phases=[m.Phase("generate", 1.0, 2.0)],
+        proximal_version=2,
+    )
     arrays = {
         "tokens": np.arange(9, dtype=np.int32),
         "behaviour": np.zeros(9, np.float32),
@@ -87,6 +108,8 @@ def examples() -> list[tuple[m.Message, m.Arrays]]:
         (m.Ready("logprob"), {}),
         (m.Welcome({"trainer": "tcp://127.0.0.1:1"}, "127.0.0.1", 5, {"policy": 3}), {}),
         (m.Interrupt("interrupted"), {}),
+        (m.Lost("generator0", "generator0 died: SIGKILL", "generator0.1", True), {}),
+        (m.DraftEnded(), {}),
         (m.Spans("trainer", [m.Span("train", 1.0, 2.0, 3)], {"x": 1.0}), {}),
         (m.Stop("finished"), {}),
     ]
@@ -133,7 +156,7 @@ def says_so(header: bytes, message: m.Message) -> bool:
             isinstance(part, float) and isinstance(whole, float) and math.isnan(part) and math.isnan(whole)
         )
 
-    sent, read = msgspec.msgpack.decode(header), msgspec.msgpack.decode(m.encode(message)[0])
+    sent, read = msgspec.msgpack.decode(header), msgspec.msgpack.decode(codec.encode(message)[0])
     return isinstance(sent, list) and within(sent[1], read[1])
 
 
@@ -143,7 +166,7 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
     with _Served() as served:
         queue, control = served.peer(served.inbox.address), served.peer(served.server.address)
         queue.send(b"O")
-        originals = [m.encode(*example) for example in examples()]
+        originals = [codec.encode(*example) for example in examples()]
         number = 0  # of the last queue frame that counts
         for i in itertools.count():
             if counts["tried"] == count:
@@ -179,8 +202,8 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
     for _ in range(min(count, 100_000)):
         frames = damaged(rng, originals[int(rng.integers(len(originals)))])
         try:
-            message, _ = m.decode(frames)
-        except m.WireError:
+            message, _ = codec.decode(frames)
+        except codec.WireError:
             continue
         except Exception:
             counts["crashes"] += 1
@@ -195,7 +218,7 @@ def fuzz_oversized(count: int) -> dict[str, float]:
     To the control server alone: what an inbox takes is more than a small machine should send, and both are bounded in
     the same place.
     """
-    counts, frame = dict.fromkeys(COUNTS, 0), bytes(m.MAX_CONTROL_BYTES + 1)
+    counts, frame = dict.fromkeys(COUNTS, 0), bytes(MAX_CONTROL_BYTES + 1)
     with _Served() as served:
         for i in range(count):
             counts["tried"] += 1
@@ -232,7 +255,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
                     transport.use_keys(served.folder / "other" if i % 100 == 0 else None)
                     peers.append(served.peer(address))
                     for _ in range(20):
-                        peers[-1].send_multipart(m.encode(m.Ready("stranger")), zmq.NOBLOCK)
+                        peers[-1].send_multipart(codec.encode(m.Ready("stranger")), zmq.NOBLOCK)
                     transport.use_keys(served.folder)
                 else:
                     host, port = address.removeprefix("tcp://").split(":")
@@ -265,10 +288,10 @@ class _Served:
         for folder in (self.folder / "other", self.folder):
             transport.make_keys(folder)
             transport.use_keys(folder)
-        self.inbox, self.server = transport.Inbox("127.0.0.1", 64), transport.ControlServer("127.0.0.1")
+        self.inbox, self.server = transport.Inbox("127.0.0.1", 64), ControlServer("127.0.0.1")
         self.box, self.control = (
             transport.Outbox(self.inbox.address),
-            transport.ControlClient(self.server.address, "good"),
+            ControlClient(self.server.address, "good"),
         )
         self.expected: list[m.Message] = []  # the good ones, in order
         self.came = {"queue": 0, "control": 0}  # of these, so many have come in their order
@@ -283,7 +306,7 @@ class _Served:
         self._folder.cleanup()
 
     def peer(self, address: str) -> zmq.Socket:
-        peer = transport._socket(zmq.DEALER, serving=False)
+        peer = transport.make_socket(zmq.DEALER, serving=False)
         peer.identity, peer.linger = (
             b"peer" if not self._peers or len(self._peers) == 1 else f"peer{len(self._peers)}".encode(),
             0,

@@ -30,6 +30,7 @@ from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient
 
 FILE, POLL_S = "rendezvous.json", 0.1
 
@@ -170,7 +171,7 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
     """As whom these actors may come; the controller knows who was there before. As nobody if it is `over` before that
     has answered.
     """
-    client = transport.ControlClient(address, f"node{node}.{time.time_ns()}")
+    client = ControlClient(address, f"node{node}.{time.time_ns()}")
     try:
         client.send(m.Claim(names))
         deadline = time.monotonic() + config.deployment.start_timeout_s

@@ -21,8 +21,7 @@ from datetime import timedelta
 
 import msgspec
 
-from asyncspec.actors.base import LEFT_BEHIND, ActorSpec
-from asyncspec.actors.controller import RESTART
+from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, topology
 from asyncspec.deadlines import LATE_WORD_S

@@ -1,4 +1,4 @@
-"""What every launcher does while its actors live, however it starts their processes.
+"""The supervisor: every launcher's part while its actors live, however it starts their processes.
 
 It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the
 whole run started again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, the
@@ -13,15 +13,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncspec.actors.base import ActorSpec, first_name
-from asyncspec.actors.controller import RESTART
+from asyncspec.actors.base import RESTART, ActorSpec, first_name
 from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Vigil
-from asyncspec.wire.messages import Beat, Interrupt, Kill, Stop
+from asyncspec.wire.messages import Beat, Interrupt, Kill, Lost, Stop
 
 
 class Supervisor:
@@ -56,7 +55,7 @@ class Supervisor:
         self.alone, self.specs = alone, {spec.name: spec for spec in specs}
         self.replacements = config.deployment.replacements
         self.resuming = False  # the run is to be started again once it has ended
-        self._client = transport.ControlClient(address, name)
+        self._client = ControlClient(address, name)
         self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # over the controller
         if "controller" in self.specs:
             self._vigil.expect("controller", config.deployment.start_timeout_s)
@@ -123,15 +122,13 @@ class Supervisor:
             new = msgspec.structs.replace(spec, name=f"{first_name(name)}.{int(number or 0) + 1}")
             self.specs[new.name] = new
         self._client.send(
-            Interrupt(f"{name} died: {how}", name, new.name if new else "", going_on and self.may_restart)
+            Lost(name, f"{name} died: {how}", new.name if new else "", may_restart=going_on and self.may_restart)
         )
         return new
 
     def failed(self, name: str, code: int) -> None:
         """An actor's process has ended by itself; if it has told the controller why, this is no news."""
-        self._client.send(
-            Interrupt(f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log", name)
-        )
+        self._client.send(Lost(name, f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log"))
 
     def ended(self, code: int) -> None:
         """The controller has ended by itself."""

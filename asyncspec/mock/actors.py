@@ -90,12 +90,15 @@ class MockTrainerRank(TrainerRank):
 
 
 class MockScorer(Scorer):
-    def load(self) -> None:
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
         c = self.config
-        self.model = MockModel(c.mock.weights)
         # of a group, with all actors and ranks at it
         seconds = c.mock.logprob_s * c.mock.time_scale / c.rl.groups_per_step
         self.group_s = seconds * c.deployment.logprobs * self.ranks.data_size
+
+    def load(self) -> None:
+        self.model = MockModel(self.config.mock.weights)
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         self.ranks.join(store_host, store_port, self.device, self.config.deployment.start_timeout_s, collective_s)

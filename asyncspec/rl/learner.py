@@ -1,18 +1,38 @@
-"""What each rank of the trainer holds of the policy, and does with it: load, learn, snapshot, checkpoint.
+"""The learner: one rank's part of the policy that is trained. It loads, learns, takes snapshots, writes checkpoints.
 
 The actors decide when: rank 0 is the trainer (actors/trainer.py), the others do as it says (actors/trainer_rank.py).
-What is marked as collective here must be called in all ranks, in the same order.
+Every method marked as collective must be called in all ranks, in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
 
 from asyncspec.config import Config, resolve_path
 from asyncspec.ledger import checkpoint
 from asyncspec.models.parallel import Ranks
+from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Layout, Snapshot, WholeSnapshot
+
+if TYPE_CHECKING:
+    from asyncspec.models.shape import PolicyShape
+    from asyncspec.rl.accumulate import GradientAccumulator
+
+MOST_SKIPPED = 3  # steps in a row that may be left out because their gradient is not finite
+
+
+def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]) -> Path:
+    """Write the groups of a step to a file: arrays "TICKET/NAME", and the groups as JSON under "groups"."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"step-{step}.npz"
+    arrays = {f"{group.ticket.ticket_id}/{name}": array for group, arrays in groups for name, array in arrays.items()}
+    np.savez(file, groups=np.array(msgspec.json.encode([group for group, _ in groups]).decode()), **arrays)
+    return file
 
 
 class Learner:
@@ -22,6 +42,11 @@ class Learner:
         self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # what else belongs into a checkpoint
+        self.model = None  # once loaded
+        self.shape: PolicyShape | None = None
+        self.accumulator: GradientAccumulator | None = None  # once the ranks have joined
+        self.layout: Layout | None = None
+        self.checkpoints: checkpoint.Checkpoints | None = None
 
     def load(self) -> None:
         """Read the policy."""
@@ -45,8 +70,8 @@ class Learner:
             c.trainer.optimizer,
             c.rl,
             c.sampling.temperature,
-            self.ranks,
-            c.trainer.tokens_per_pass,
+            ranks=self.ranks,
+            tokens_per_pass=c.trainer.tokens_per_pass,
             keep_first=c.draft_trainer == "trainer",
         )
         self._hold()
@@ -70,6 +95,42 @@ class Learner:
             self.skipped_in_a_row += 1
             self.accumulator.clear()
             raise
+
+    def take_step(
+        self,
+        step: int,
+        groups: list[tuple[m.Group, m.Arrays]],
+        update: Callable[[], dict[str, float]],
+        notice: Callable[[str], None],
+    ) -> tuple[dict[str, float], str]:
+        """Update the policy; a step whose gradient is not finite is left out, kept for inspection and reported.
+
+        Args:
+            groups: that the gradient is of.
+            update: has all ranks call `update`.
+            notice: callable(text), which tells the user.
+
+        Returns:
+            The step's statistics, and why it was left out, if it was.
+
+        Raises:
+            FloatingPointError: so many in a row were not finite that nothing is learned any more.
+        """
+        try:
+            return update(), ""
+        except FloatingPointError as error:
+            folder = self.run_dir / "skipped"
+            try:
+                kept = f"its groups are in {save_step(folder, step, groups)}"
+            except OSError as full:
+                kept = f"its groups could not be written: {full}"
+            notice(f"step {step} left the policy as it was: {error}; {kept}")
+            if self.skipped_in_a_row == MOST_SKIPPED:
+                raise FloatingPointError(
+                    f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {folder}; a smaller "
+                    f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure"
+                ) from None
+            return {"grad/skipped": self.skipped}, str(error)
 
     def snapshot(self, tell: Callable[[], None] = lambda: None) -> Snapshot:
         """The policy as it is now.
@@ -97,7 +158,7 @@ class Learner:
         return state
 
     def _state(self) -> dict:
-        """What a run goes on from; the order of the data and the samples' seeds are functions of the run's seed."""
+        """All that a checkpoint holds; the order of the data and the samples' seeds are functions of the run's seed."""
         return {
             "trainer": self.accumulator.state(),
             "skipped": [self.skipped, self.skipped_in_a_row],

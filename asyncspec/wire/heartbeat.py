@@ -12,7 +12,7 @@ import threading
 import time
 
 from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
-from asyncspec.wire import transport
+from asyncspec.wire.control import ControlClient
 from asyncspec.wire.messages import Beat
 
 SUFFIX = "~beat"  # of the name that a heart's own connection goes by
@@ -45,7 +45,7 @@ class Heart:
         self._thread.join()
 
     def _beat(self) -> None:
-        client = transport.ControlClient(self._address, self.name + SUFFIX)
+        client = ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: one that has loaded in no time may freeze in no time
         while not self._stop.wait(BEAT_EVERY_S):
             client.send(Beat(self.name, self.turn_s))
@@ -53,8 +53,8 @@ class Heart:
 
 
 class Vigil:
-    """Who has beaten when, as seen here. Time in which this process itself did not run is nobody's silence, but for the
-    beginning of it: a process that is merely slow still finds out who is silent.
+    """Keeps when each process last beat. Time in which this process itself did not run counts as nobody's silence, but
+    for its beginning: a process that is merely slow still finds out who is silent.
     """
 
     def __init__(self, silent_s: float, turn_s: float) -> None:

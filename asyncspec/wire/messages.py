@@ -1,27 +1,15 @@
-"""What travels between actors: msgspec structs, with raw tensor frames beside them.
+"""What travels between actors: msgspec structs, with tensors beside them as named numpy arrays.
 
-Nothing executable is on the wire: a message is a tagged struct from the union below, encoded as MessagePack; tensors
-follow as raw frames, described by name, dtype and shape. Times are seconds of the run's clock (clock.py).
+`AnyMessage` at the end is the union of all messages; codec.py turns them into frames and back. Times are seconds of the
+run's clock (clock.py).
 """
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 5
-MAX_DIMENSIONS = 8
-MAX_MESSAGE_BYTES = 1 << 30
-MAX_CONTROL_BYTES = 64 << 20  # of a frame on the control channel
-_DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}
-
 Arrays = dict[str, np.ndarray]
-
-
-class WireError(ValueError):
-    """Frames that are not a message of ours."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -171,12 +159,16 @@ class Welcome(Message, frozen=True):
 
 
 class Membership(Message, frozen=True):
-    """A broadcast group of one epoch. The first member sends; the others receive. Without members: it is no more."""
+    """A broadcast group of one epoch. The first member sends; the others receive."""
 
     kind: str  # policy or draft
     epoch: int
     members: list[str]
     backend: str  # nccl or gloo
+
+
+class DraftEnded(Message, frozen=True):
+    """The draft adapter is gone for good: the draft stays as it is, and nobody takes supervision any more."""
 
 
 class Publish(Message, frozen=True):
@@ -239,6 +231,28 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
 
+    @classmethod
+    def of(cls, group: Group, arrays: Arrays) -> GroupRecord:
+        versions = arrays["versions"]
+        return cls(
+            ticket_id=group.ticket.ticket_id,
+            generator=group.generator,
+            reward_mean=float(np.mean(group.rewards)),
+            rewards_differ=len(set(group.rewards)) > 1,
+            response_tokens=arrays["lengths"].tolist(),
+            version_min=int(versions.min()),
+            version_max=int(versions.max()),
+            proximal_version=group.proximal_version,
+            verifications=group.verifications,
+            proposed=group.proposed,
+            accepted=group.accepted,
+            truncated=group.truncated,
+            draft_version=group.draft_version,
+            phases=group.phases,
+            reached_at=group.reached_at,
+            accepted_at=group.accepted_at,
+        )
+
 
 class StepDone(Message, frozen=True):
     """The trainer turned version `step` into `step + 1`, or left it as it was."""
@@ -299,12 +313,18 @@ class Failed(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """A launcher asks the run to end: stop, write a checkpoint, leave. Or it tells of an actor whose process died."""
+    """A launcher asks the run to end: stop, write a checkpoint, leave."""
 
     reason: str
-    lost: str = ""  # the actor that died
-    replacement: str = ""  # the one that is started in its place: the run goes on
-    may_restart: bool = False  # the launcher can start all of it again, from the last checkpoint
+
+
+class Lost(Message, frozen=True):
+    """A launcher tells of an actor whose process has ended without being asked to."""
+
+    actor: str
+    how: str  # in a line for people
+    replacement: str = ""  # the actor that is started in its place; "": none
+    may_restart: bool = False  # the launcher can start all of the run again, from the last checkpoint
 
 
 class Stop(Message, frozen=True):
@@ -332,6 +352,7 @@ AnyMessage = (
     | ClockTold
     | Welcome
     | Membership
+    | DraftEnded
     | Publish
     | Receive
     | Broken
@@ -345,69 +366,7 @@ AnyMessage = (
     | Notice
     | Failed
     | Interrupt
+    | Lost
     | Stop
     | Stopped
 )
-
-
-class _ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    wire: int
-    body: AnyMessage
-    arrays: tuple[_ArraySpec, ...]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Envelope)
-
-
-def encode(body: Message, arrays: Arrays | None = None) -> list:
-    """Frames of a message: one header, then one buffer an array.
-
-    Raises:
-        WireError: it is larger than a receiver would accept.
-    """
-    kept = {name: np.asarray(array, order="C") for name, array in (arrays or {}).items()}
-    if (size := sum(array.nbytes for array in kept.values())) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{type(body).__name__} with {size} bytes of tensors: expected at most {MAX_MESSAGE_BYTES}")
-    specs = tuple(_ArraySpec(name, array.dtype.name, array.shape) for name, array in kept.items())
-    return [
-        _encoder.encode(_Envelope(WIRE_VERSION, body, specs)),
-        *(a.reshape(-1).view(np.uint8).data for a in kept.values()),
-    ]
-
-
-def decode(frames: list) -> tuple[Message, Arrays]:
-    """The message and arrays of `frames`.
-
-    Raises:
-        WireError: anything that `encode` does not produce: another wire version, an unknown type, sizes that disagree.
-    """
-    if not frames or sum(len(f) for f in frames) > MAX_MESSAGE_BYTES:
-        raise WireError(f"{len(frames)} frames, more than {MAX_MESSAGE_BYTES} bytes or none")
-    try:
-        envelope = _decoder.decode(frames[0])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"header: {error}") from None
-    if envelope.wire != WIRE_VERSION:
-        raise WireError(f"wire version {envelope.wire}: expected {WIRE_VERSION}")
-    if len(envelope.arrays) != len(frames) - 1:
-        raise WireError(f"{len(frames) - 1} tensor frames: the header lists {len(envelope.arrays)}")
-    arrays: Arrays = {}
-    for spec, frame in zip(envelope.arrays, frames[1:]):
-        sides_valid = len(spec.shape) <= MAX_DIMENSIONS and all(0 <= side <= MAX_MESSAGE_BYTES for side in spec.shape)
-        if spec.dtype not in _DTYPES or not sides_valid or spec.name in arrays:
-            raise WireError(f"tensor {spec.name!r}: dtype {spec.dtype!r}, shape {spec.shape}, or a name given twice")
-        dtype = np.dtype(spec.dtype)
-        if math.prod(spec.shape) * dtype.itemsize != len(frame):
-            raise WireError(f"tensor {spec.name!r}: {len(frame)} bytes do not fill {spec.shape} of {spec.dtype}")
-        try:
-            arrays[spec.name] = np.frombuffer(frame, dtype).reshape(spec.shape)
-        except ValueError as error:  # an empty one whose other sides multiply to too much
-            raise WireError(f"tensor {spec.name!r}: shape {spec.shape}: {error}") from None
-    return envelope.body, arrays

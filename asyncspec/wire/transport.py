@@ -1,4 +1,4 @@
-"""Bounded queues over ZeroMQ, and the control channel.
+"""Sockets over ZeroMQ with a run's keys, and bounded queues between actors. The control channel is in control.py.
 
 A queue is an `Inbox` (the consumer, bound) and an `Outbox` in each producer. The consumer grants each producer a number
 of credits; a message costs one, and its credit comes back when the consumer has taken the message out, so an inbox
@@ -9,9 +9,6 @@ the consumer does not take.
 An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets. It also
 keeps what is not acknowledged yet: for whoever may take a dead consumer's place, and to send it again where the
 connection was cut.
-
-The control channel (`ControlServer`, `ControlClient`) carries small messages both ways between the controller and every
-actor.
 
 Sockets are encrypted and closed to strangers by CurveZMQ, with a key pair made for the run: who connects must know the
 public key too, which no message carries and only the run's owner can read (`make_keys`, `use_keys`).
@@ -29,14 +26,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncspec.clock import now
-from asyncspec.deadlines import CONTROL_LINGER_S, DATA_LINGER_S, QUEUE_BEAT_S, QUEUE_SILENT_S
+from asyncspec.deadlines import DATA_LINGER_S, QUEUE_BEAT_S, QUEUE_SILENT_S
 from asyncspec.errors import UserError
-from asyncspec.wire.messages import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, Arrays, Message, WireError, decode, encode
+from asyncspec.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
+from asyncspec.wire.messages import Arrays, Message
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
@@ -55,7 +54,7 @@ def context() -> zmq.Context:
     return made
 
 
-def _raise_limits() -> None:
+def raise_limits() -> None:
     """Allow this process as many descriptors as sockets: each actor takes a few of the controller's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_SOCKETS if hard == resource.RLIM_INFINITY else min(MOST_SOCKETS, hard)
@@ -92,7 +91,7 @@ def use_keys(run_dir: str | Path | None) -> None:
         _keys = public, secret
 
 
-def _socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> zmq.Socket:
+def make_socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> zmq.Socket:
     """A socket without bounds of its own, which bind no one.
 
     Args:
@@ -123,11 +122,15 @@ def bind(socket: zmq.Socket, host: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def wait(sockets: Iterable[Inbox | Outbox | ControlServer | ControlClient], timeout_s: float) -> None:
+class HasSocket(Protocol):
+    socket: zmq.Socket
+
+
+def wait(ends: Iterable[HasSocket], timeout_s: float) -> None:
     """Return when one of them may have something, or after timeout_s."""
     poller = zmq.Poller()
-    for item in sockets:
-        poller.register(item.socket, zmq.POLLIN)
+    for end in ends:
+        poller.register(end.socket, zmq.POLLIN)
     poller.poll(max(0, int(timeout_s * 1000)))
 
 
@@ -135,7 +138,7 @@ def _bytes(frames: list) -> int:
     return sum(memoryview(frame).nbytes for frame in frames)
 
 
-def _receive(socket: zmq.Socket) -> list | None:
+def receive_frames(socket: zmq.Socket) -> list | None:
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -153,7 +156,7 @@ class Inbox:
             takes: the kinds of messages that are not rejected.
         """
         self.takes = takes
-        self.socket = _socket(zmq.ROUTER, serving=True)
+        self.socket = make_socket(zmq.ROUTER, serving=True)
         self.socket.linger = 0
         # a producer whose connection was cut comes back before its old one is known to be dead
         self.socket.router_handover = True
@@ -182,7 +185,7 @@ class Inbox:
         self.socket.close()
 
     def _pump(self) -> None:
-        while (frames := _receive(self.socket)) is not None:
+        while (frames := receive_frames(self.socket)) is not None:
             if len(frames) == 2 and frames[1] == _OPEN:
                 self._seen.setdefault(frames[0], 0)
                 self.socket.send_multipart([frames[0], _CREDIT, _NUMBER.pack(self.credits)])
@@ -217,10 +220,11 @@ class Inbox:
         self._waiting.append((sender, frames[2], body, arrays, now()))
 
 
-class _Watched:
+class Watched:
     """An end that knows when its connection is lost and stands again: `socket`, and its `_monitor`."""
 
     socket: zmq.Socket
+    _monitor: zmq.Socket
 
     def _watch(self) -> None:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -240,7 +244,7 @@ class _Watched:
         self.socket.close(linger)
 
 
-class Outbox(_Watched):
+class Outbox(Watched):
     """A producing end of a queue."""
 
     def __init__(self, address: str, delay_s: float = 0.0) -> None:
@@ -251,19 +255,20 @@ class Outbox(_Watched):
         self.delay_s, self._due = delay_s, deque()
         self.unacknowledged: dict[int, list] = {}  # by number, in order; what a successor of a dead consumer gets again
         self._backlog: deque[list] = deque()
-        self._connect(address)
-
-    def _connect(self, address: str) -> None:
-        self.address, self._sent = address, 0
+        self._sent = 0  # the number of the newest message
         self._window = 0  # messages that may be under way
-        self.socket = _socket(zmq.DEALER, serving=False)
+        self._cut = False  # the connection is lost and does not stand again yet
+        self.address = address
+        self._connect()
+
+    def _connect(self) -> None:
+        self.socket = make_socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = int(1e3 * QUEUE_BEAT_S), int(1e3 * QUEUE_SILENT_S)
         # by which the consumer knows it again where the connection was cut
         self.socket.identity = b"o" + os.urandom(15)
         self._watch()
-        self._cut = False
-        self.socket.connect(address)
+        self.socket.connect(self.address)
         self.socket.send(_OPEN)
 
     def redirect(self, address: str) -> None:
@@ -271,8 +276,9 @@ class Outbox(_Watched):
         self.close(0)
         self._due.extendleft([0.0] * (len(self.unacknowledged) if self.delay_s else 0))
         self._backlog.extendleft(reversed(self.unacknowledged.values()))
-        self.unacknowledged = {}
-        self._connect(address)
+        self.unacknowledged, self._sent, self._window, self._cut = {}, 0, 0, False
+        self.address = address
+        self._connect()
 
     @property
     def credits(self) -> int:
@@ -306,7 +312,7 @@ class Outbox(_Watched):
     def flush(self) -> None:
         """Take returned credits and send what they allow. Call it in the actor's loop."""
         self._tend_connection()
-        while (frames := _receive(self.socket)) is not None:
+        while (frames := receive_frames(self.socket)) is not None:
             if len(frames) != 2 or len(frames[1]) != _NUMBER.size:
                 continue
             number = _NUMBER.unpack(frames[1])[0]
@@ -338,67 +344,3 @@ class Outbox(_Watched):
                 self.socket.send(_OPEN)
                 for number in self.unacknowledged:
                     self._send(number)
-
-
-class ControlServer:
-    """The controller's end: any actor's messages in, messages to named actors out."""
-
-    def __init__(self, host: str) -> None:
-        _raise_limits()
-        self.socket = _socket(zmq.ROUTER, serving=True, largest=MAX_CONTROL_BYTES)
-        self.socket.linger = int(1e3 * CONTROL_LINGER_S)
-        self.socket.router_mandatory = True
-        self.address = bind(self.socket, host)
-        self.rejected = self.undeliverable = 0
-
-    def receive(self) -> tuple[str, Message] | None:
-        """(name of the sender, message), or None if there is none."""
-        while (frames := _receive(self.socket)) is not None:
-            try:
-                return frames[0].decode(), decode(frames[1:])[0]
-            except (WireError, UnicodeDecodeError):
-                self.rejected += 1
-        return None
-
-    def send(self, name: str, body: Message) -> bool:
-        """False if no actor of that name is connected."""
-        try:
-            self.socket.send_multipart([name.encode(), *encode(body)], zmq.NOBLOCK)
-            return True
-        except zmq.ZMQError:
-            self.undeliverable += 1
-            return False
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-class ControlClient(_Watched):
-    """An actor's end, or a launcher's."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self.socket = _socket(zmq.DEALER, serving=False, largest=MAX_CONTROL_BYTES)
-        self.socket.linger = int(1e3 * CONTROL_LINGER_S)
-        self.socket.identity = name.encode()
-        self._watch()
-        self._lost_at = 0.0
-        self.socket.connect(address)
-        self.rejected = 0
-
-    def send(self, body: Message) -> None:
-        self.socket.send_multipart(encode(body))
-
-    def lost_for(self) -> float:
-        """Seconds since the connection was lost; 0 while it stands, or was never there."""
-        for lost in self._changes():
-            self._lost_at = time.monotonic() if lost else 0.0
-        return time.monotonic() - self._lost_at if self._lost_at else 0.0
-
-    def receive(self) -> Message | None:
-        """A message, or None if there is none; what is none of ours is passed over."""
-        while (frames := _receive(self.socket)) is not None:
-            try:
-                return decode(frames)[0]
-            except WireError:
-                self.rejected += 1
-        return None

@@ -97,7 +97,7 @@ class Snapshot(Protocol):
 
 
 class WholeSnapshot:
-    """Of weights that lie whole on one device."""
+    """A snapshot of weights that lie whole on one device."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: str) -> None:
         self.layout, self.flat = layout, layout.snapshot(tensors, device)
@@ -254,14 +254,14 @@ class Publisher(_Worker):
         self.delay_s = delay_s
         self._newest: tuple[Publish, Snapshot] | None = None
         self._sent_in = 0  # the newest epoch in which anything was sent
-        super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device)
+        super().__init__(f"publish-{kind}", store_host, store_port, kind=kind, me=me, device=device)
 
     @property
     def busy(self) -> bool:
         return self._lane is not None and self._lane.busy
 
     def tend(self, send: Callable[[Message], None]) -> None:
-        """As of every worker; and send the newest version to the members of a new epoch."""
+        """Report a failure, as every worker does; send the newest version to the members of a new epoch."""
         super().tend(send)
         lane = self._lane
         behind = self._newest is not None and lane is not None and lane.group is not None and self._sent_in < self.epoch
@@ -335,7 +335,7 @@ class Receiver(_Worker):
         self._complete: dict[int, dict[str, torch.Tensor]] = {}
         self._taken = 0
         self._lock = threading.Lock()
-        super().__init__(f"receive-{kind}", store_host, store_port, kind, me, device)
+        super().__init__(f"receive-{kind}", store_host, store_port, kind=kind, me=me, device=device)
 
     def expect(self, version: int, epoch: int) -> None:
         """Take part in the broadcast of `version`; one of another epoch is past."""

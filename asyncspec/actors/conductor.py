@@ -1,0 +1,214 @@
+"""The conductor: leads a run from its start to its end.
+
+- Waits until every actor is up and has joined its broadcast groups, each with a deadline.
+- Then turns: tickets are issued and dispatched (schedule.py), messages are handled (switchboard.py), silent actors are
+  found and lost ones replaced (recovery.py).
+- Ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or
+  when nothing has moved for stall_timeout_s; then it says what was waited for.
+- Has all actors stop, and closes what was written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable
+
+from asyncspec.actors.crew import Life, Member
+from asyncspec.actors.recovery import Recovery
+from asyncspec.actors.run import Run, RunFailed
+from asyncspec.actors.schedule import Schedule
+from asyncspec.actors.switchboard import Switchboard
+from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S
+from asyncspec.faults import Faults
+from asyncspec.wire import messages as m
+from asyncspec.wire import transport
+
+SLOW_START_S = 4.0  # after which it is said who is waited for
+
+
+class Conductor:
+    def __init__(self, run: Run, fault: Faults, resume: int, log: Callable[[str], None]) -> None:
+        """
+        Args:
+            resume: the version to go on from; -1: a new run.
+            log: callable(text), which writes to the controller's log.
+        """
+        self.run, self.config, self.records = run, run.config, run.records
+        self.fault, self.resume, self.log = fault, resume, log
+        self.recovery, self.schedule = Recovery(run), Schedule(run, max(0, resume))
+        self.switchboard = Switchboard(run, self.recovery, self.schedule)
+        self.left_behind = False  # the launcher, or its host's Ray, is gone
+        self.started = False  # all actors are up: there may be something to save
+        self._parent = os.getppid()
+        self._beaten = 0.0
+
+    def lead(self) -> None:
+        """From start to end; how it ended is in the run."""
+        run, schedule = self.run, self.schedule
+        try:
+            schedule.load()
+            if self.resume >= 0:
+                self.records.resume(self.resume)
+            self._start()
+            while not run.stop_reason:
+                schedule.issue()
+                self.fault("work")
+                schedule.dispatch()
+                self._listen(0.02)
+                self._watch()
+                schedule.show()
+                self._check_end()
+        except RunFailed as error:
+            run.failure = run.stop_reason = str(error)
+        except Exception as error:
+            self._note_error(error)
+        self._end()
+
+    def _end(self) -> None:
+        run, records = self.run, self.records
+        try:
+            self._stop_all()
+        except Exception as error:  # what comes from the actors is still written: the disk may be full
+            self._note_error(error)
+        run.crew.tell_launchers(m.Stop(run.stop_reason))  # from here on this process is silent, and not frozen
+        for close in (
+            lambda: run.book.drop_all(run.stop_reason),
+            lambda: records.note("ended", reason=run.stop_reason),
+            *records.closing(),
+        ):
+            try:
+                close()
+            except Exception as error:
+                self._note_error(error)
+
+    def _note_error(self, error: Exception) -> None:
+        self.run.fail(f"controller: {type(error).__name__}: {error}")
+        self.log("".join(traceback.format_exception(error)))
+
+    # Beginning.
+    def _start(self) -> None:
+        run, crew = self.run, self.run.crew
+        for member in crew.present:
+            crew.expect(member)
+        self._listen_until(lambda: [member for member in crew.present if member.hello is None], "to start")
+        if run.stop_reason:
+            return
+        run.begin_broadcasts()
+        for member in crew.present:
+            member.since = time.monotonic()
+        self._listen_until(
+            lambda: [member for member in crew.present if not member.joined], "to load and join its broadcast group"
+        )
+        if run.stop_reason:
+            return
+        self.records.note("ready")
+        names = sorted(member.name for member in crew.present)
+        self.records.line(f"{len(names) + 1} actors ready: controller, {', '.join(names)}")
+        self.schedule.begin()
+        run.progress()
+        self.started = True
+
+    def _listen_until(self, missing: Callable[[], list[Member]], what: str) -> None:
+        """Wait for actors to come so far. One that gives no sign of life meanwhile is killed by its launcher, and then
+        another goes on from there.
+        """
+        limit, tell_at = self.config.deployment.start_timeout_s, time.monotonic() + SLOW_START_S
+        while missing():
+            self._listen(0.1)
+            self._watch()
+            if self.run.stop_reason:
+                return
+            now = time.monotonic()
+            if now > tell_at:
+                self.records.line(
+                    f"waiting for {_names(missing())} {what}; what a first start compiles takes some ten seconds, once"
+                )
+                tell_at = math.inf
+            late = [
+                member
+                for member in missing()
+                if now - member.since > limit + LATE_WORD_S and now - member.condemned_at > KILLED_S + LATE_WORD_S
+            ]
+            if late:
+                raise RunFailed(
+                    f"waited {limit:.0f} s for {_names(late)} {what}; "
+                    f"see {self.records.run_dir}/logs, or raise deployment.start_timeout_s"
+                )
+
+    # Every turn.
+    def _listen(self, timeout_s: float) -> None:
+        run = self.run
+        # Outboxes are flushed by `Schedule.dispatch`, which is not called any more once the run is ending.
+        outboxes = () if run.stop_reason else run.outboxes.values()
+        transport.wait([run.server, *outboxes], min(timeout_s, BEAT_EVERY_S))
+        if time.monotonic() - self._beaten > BEAT_EVERY_S:
+            self._beaten = time.monotonic()
+            run.crew.tell_launchers(m.Beat("controller"))
+        self.switchboard.receive()
+
+    def _watch(self) -> None:
+        """See to actors that fall silent; end without a launcher."""
+        if os.getppid() != self._parent:
+            self.left_behind = True
+            self.run.failure = self.run.stop_reason = "the launcher is gone"
+        self.recovery.watch()
+
+    def _check_end(self) -> None:
+        if self.schedule.finished:
+            self.run.stop_reason = "finished"
+            return
+        limit = self.config.deployment.stall_timeout_s
+        if time.monotonic() - self.run.moved > limit:
+            raise RunFailed(
+                f"nothing moved for {limit:.0f} s: waiting for {self._waited_for()}; see {self.records.run_dir}/logs, "
+                "or raise deployment.stall_timeout_s"
+            )
+
+    def _waited_for(self) -> str:
+        crew, book = self.run.crew, self.run.book
+        coming = [member for member in crew.present if not member.settled]
+        if cut_off := [member for member in crew.present if member.life is Life.CUT_OFF]:
+            return f"{_names(cut_off)}, for which nobody answers"
+        if not book.open and coming:
+            return f"{_names(coming)} to take a dead actor's place"
+        silent = max((member.name for member in crew.present), key=crew.vigil.silence)
+        return f"{book.oldest() or 'no ticket'}; longest silent: {silent}"
+
+    # The end.
+    def _stop_all(self) -> None:
+        run, deployment = self.run, self.config.deployment
+        finished = run.stop_reason == "finished"
+        # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
+        limit = deployment.stall_timeout_s if finished else deployment.stop_timeout_s if self.started else EARLY_STOP_S
+        deadline = time.monotonic() + limit
+        while (left := self._awaited()) and time.monotonic() < deadline:
+            for member in left:  # again and again: one that is still starting connects later
+                run.server.send(member.name, m.Stop(run.stop_reason))
+            self._listen_for(0.2)
+            if run.stop_reason == "finished":
+                self._watch()
+        missing = self._awaited()
+        if missing and self.started and not run.failure:
+            run.failure = f"not stopped within {limit:.0f} s: {_names(missing)}; its checkpoint may be missing"
+
+    def _awaited(self) -> list[Member]:
+        """The actors whose end the run waits for: of those that nobody answers for only the trainer, whose checkpoint
+        may be under way.
+        """
+        return [
+            member
+            for member in self.run.crew.settled
+            if member.life is not Life.CUT_OFF or member.role == "trainer"
+        ]
+
+    def _listen_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and self.run.crew.settled:
+            self._listen(left)
+
+
+def _names(members: list[Member]) -> str:
+    return ", ".join(sorted(member.name for member in members))

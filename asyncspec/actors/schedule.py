@@ -1,0 +1,130 @@
+"""The schedule: which tickets are issued when and go to which generator, and how far training and evaluation have come.
+
+A ticket of step s is issued once the policy clock admits it: version s - lag is published. Tickets of one evaluation
+are issued when its version is.
+"""
+
+from __future__ import annotations
+
+from asyncspec.actors.run import Run, RunFailed
+from asyncspec.actors.tickets import Evaluations, TicketMaker
+from asyncspec.config import resolve_path
+from asyncspec.lag import PolicyClock
+from asyncspec.tasks.data import load_problems, lost_characters
+from asyncspec.wire import messages as m
+
+
+class Schedule:
+    def __init__(self, run: Run, first_step: int) -> None:
+        self.run, self.config = run, run.config
+        self.maker: TicketMaker | None = None  # once the data is loaded
+        self.first_step = first_step
+        self.clock = PolicyClock(self.config.policy_lag, first_step)
+        self.next_step = first_step  # whose tickets are issued next
+        self.trained_steps = first_step
+        self.evaluations = Evaluations()
+
+    @property
+    def finished(self) -> bool:
+        return self.trained_steps == self.config.steps and not self.evaluations
+
+    def load(self) -> None:
+        """Read the data.
+
+        Raises:
+            RunFailed: it cannot be read, or used.
+        """
+        from asyncspec.models import tokenizer
+
+        try:
+            tokens = tokenizer.load(resolve_path(self.config.model.path))
+            problems, held_out = load_problems(self.config, tokens)
+        except ValueError as error:
+            raise RunFailed(str(error)) from None
+        if warning := lost_characters([*problems, *held_out], tokens):
+            self.run.records.line(f"warning: {warning}")
+        self.maker = TicketMaker(self.config, tokens, problems, held_out)
+
+    def begin(self) -> None:
+        """Evaluate the version that the run starts from, if that is due."""
+        if self._evaluation_due(self.first_step):
+            self._evaluate(self.first_step)
+
+    def issue(self) -> None:
+        """Issue the tickets that the clock admits."""
+        while self.next_step < self.config.steps and self.clock.may_issue(self.next_step):
+            self.run.book.issue(self.maker.of_step(self.next_step, self.clock.min_version(self.next_step)))
+            self.next_step += 1
+
+    def dispatch(self) -> None:
+        """Keep each generator supplied with two engines' worth of samples, the least loaded first."""
+        book, outboxes = self.run.book, self.run.outboxes
+        load = book.load(self.run.crew.generators)
+        while book.pending and load:
+            generator = min(load, key=load.get)
+            if load[generator] >= 2 * self.config.engine.slots:
+                break
+            ticket = book.next_for(generator)
+            outboxes[generator].put(ticket)
+            load[generator] += len(ticket.seeds)
+        for outbox in outboxes.values():
+            outbox.flush()
+
+    def show(self) -> None:
+        self.run.records.console.status(
+            self.trained_steps, *self.run.book.training(), max(0, self.next_step - 1 - self.clock.version)
+        )
+
+    def published(self, message: m.Publish) -> None:
+        """A new version of the policy is published."""
+        if message.version > self.clock.version:
+            self.clock.publish(message.version)
+            if self._evaluation_due(message.version):
+                self._evaluate(message.version)
+
+    def evaluated(self, generator: str, message: m.EvalDone) -> None:
+        """A ticket of an evaluation is done."""
+        ticket = self.run.book.end(
+            "evaluated",
+            message.ticket_id,
+            generator=generator,
+            version_min=message.version_min,
+            version_max=message.version_max,
+        )
+        if ticket is None:
+            return
+        self.run.progress()
+        if (done := self.evaluations.add(ticket.step, message.rewards, message.version_max)) is not None:
+            self.run.records.evaluated(*done)
+
+    def step_done(self, message: m.StepDone) -> None:
+        """A step is trained, or was left out."""
+        self.run.progress()
+        self.trained_steps = message.step + 1
+        for record in message.groups:
+            self._end_ticket(message, record)
+        final = self.trained_steps == self.config.steps and bool(self.maker.held_out)
+        self.run.records.step(message, final)
+
+    def _end_ticket(self, message: m.StepDone, record: m.GroupRecord) -> None:
+        if message.skipped:
+            reason = f"step left out: {message.skipped}"
+            self.run.book.end("dropped", record.ticket_id, reason=reason, left_out_in=message.step)
+        else:
+            self.run.book.end(
+                "trained",
+                record.ticket_id,
+                generator=record.generator,
+                version_min=record.version_min,
+                version_max=record.version_max,
+                trained_in=message.step,
+            )
+
+    def _evaluation_due(self, version: int) -> bool:
+        every = self.config.eval.every
+        return version in (0, self.config.steps) or bool(every and version % every == 0)
+
+    def _evaluate(self, version: int) -> None:
+        if self.maker.held_out:
+            self.evaluations.begin(version, len(self.maker.held_out))
+            self.run.book.issue(self.maker.of_evaluation(version))

@@ -1,0 +1,141 @@
+"""The switchboard: what the controller does about each kind of message."""
+
+from __future__ import annotations
+
+import time
+from functools import singledispatchmethod
+
+from asyncspec import clock
+from asyncspec.actors.recovery import Recovery
+from asyncspec.actors.run import Run
+from asyncspec.actors.schedule import Schedule
+from asyncspec.actors.tickets import ARRIVED, GENERATED
+from asyncspec.wire import messages as m
+
+_RECEIVERS = {"generator", "logprob", "logprob_rank"}
+_SENDERS = {"trainer", "draft_adapter"}
+_FROM = {  # who may say what only an actor that is at work can say
+    m.Publish: _SENDERS,
+    m.Ready: _SENDERS | _RECEIVERS | {"trainer_rank"},
+    m.Broken: _SENDERS | _RECEIVERS,
+    m.Received: _RECEIVERS,
+    m.Generated: {"generator"},
+    m.EvalDone: {"generator"},
+    m.Arrived: {"trainer"},
+    m.StepDone: {"trainer"},
+    m.Checkpointed: {"trainer"},
+}
+
+
+class Switchboard:
+    def __init__(self, run: Run, recovery: Recovery, schedule: Schedule) -> None:
+        self.run, self.recovery, self.schedule = run, recovery, schedule
+        self.records, self.server = run.records, run.server
+        self.host = clock.host()
+
+    def receive(self) -> None:
+        """Handle what has come."""
+        while (item := self.server.receive()) is not None:
+            sender, message = item
+            allowed = _FROM.get(type(message))
+            if allowed is None or (self.run.broadcasts is not None and self.run.crew.role_of(sender) in allowed):
+                self._handle(message, sender)
+            else:
+                self.server.rejected += 1
+
+    @singledispatchmethod
+    def _handle(self, message: m.Message, sender: str) -> None:
+        self.server.rejected += 1
+
+    # Who there is.
+    @_handle.register
+    def _(self, message: m.Beat, sender: str) -> None:
+        self.run.crew.heard(sender, message)
+
+    @_handle.register
+    def _(self, message: m.ClockAsked, sender: str) -> None:
+        self.server.send(sender, m.ClockTold(message.sent, time.monotonic(), self.host))
+
+    @_handle.register
+    def _(self, message: m.Claim, sender: str) -> None:
+        self.server.send(sender, self.recovery.claim(message.names))
+
+    @_handle.register
+    def _(self, message: m.Hello, sender: str) -> None:
+        self.recovery.arrived(message)
+
+    @_handle.register
+    def _(self, message: m.Ready, sender: str) -> None:
+        self.recovery.joined(message.name)
+
+    @_handle.register
+    def _(self, message: m.Lost, sender: str) -> None:
+        self.recovery.lost(message)
+
+    @_handle.register
+    def _(self, message: m.Interrupt, sender: str) -> None:
+        self.run.stop(message.reason)
+
+    @_handle.register
+    def _(self, message: m.Failed, sender: str) -> None:
+        self.recovery.failed(message)
+
+    @_handle.register
+    def _(self, message: m.Stopped, sender: str) -> None:
+        if (member := self.run.crew.members.get(message.name)) is not None:
+            self.run.crew.leave(member)
+
+    # Weights.
+    @_handle.register
+    def _(self, message: m.Publish, sender: str) -> None:
+        if not self.run.broadcasts.relay(sender, message):
+            return
+        if message.kind == "draft":
+            self.records.counters["draft/policy_version"] = message.policy_version
+        else:
+            self.schedule.published(message)
+
+    @_handle.register
+    def _(self, message: m.Broken, sender: str) -> None:
+        if self.run.broadcasts.broken(message):
+            self.records.counters[f"broadcast/{message.kind}_epochs"] = self.run.broadcasts.epochs[message.kind]
+
+    @_handle.register
+    def _(self, message: m.Received, sender: str) -> None:
+        self.run.broadcasts.received(message.kind)
+        self.run.progress()
+
+    @_handle.register
+    def _(self, message: m.Checkpointed, sender: str) -> None:
+        self.records.counters["checkpoint/version"] = message.version
+        for member in self.run.crew.playing("draft_adapter"):
+            self.server.send(member.name, message)
+
+    # Tickets.
+    @_handle.register
+    def _(self, message: m.Generated, sender: str) -> None:
+        self.run.book.moved(message.ticket_id, GENERATED, sender)
+        self.run.progress()
+
+    @_handle.register
+    def _(self, message: m.Arrived, sender: str) -> None:
+        self.run.book.moved(message.ticket_id, ARRIVED)
+
+    @_handle.register
+    def _(self, message: m.EvalDone, sender: str) -> None:
+        self.schedule.evaluated(sender, message)
+
+    @_handle.register
+    def _(self, message: m.StepDone, sender: str) -> None:
+        if self.server.rejected:
+            self.records.counters["wire/controller_rejected"] = self.server.rejected
+        self.schedule.step_done(message)
+
+    # What is written down.
+    @_handle.register
+    def _(self, message: m.Spans, sender: str) -> None:
+        self.records.spans(message)
+
+    @_handle.register
+    def _(self, message: m.Notice, sender: str) -> None:
+        self.records.line(f"{message.name}: {message.text}")
