@@ -141,6 +141,7 @@ def test_a_damaged_line_is_named(tmp_path, capsys, name, line, says):
         )
 
 
+@pytest.mark.slow
 def test_a_real_run_passes_and_a_falsified_one_fails_loudly(tmp_path):
     assert train(tmp_path / "run", "--steps", "4").returncode == 0
     done = audit(tmp_path / "run")

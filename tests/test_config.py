@@ -323,6 +323,7 @@ def test_a_typo_ends_the_command_with_one_line():
     assert result.stderr.count("\n") == 1 and "trainer.optimizer.lr" in result.stderr
 
 
+@pytest.mark.slow
 def test_damaged_configurations_are_refused_in_one_line_or_mean_what_they_say():
     """bench fuzz, shorter."""
     from asyncspec.bench.fuzz import fuzz_configs

@@ -249,6 +249,7 @@ def doctor(tmp_path, *args, launcher=(sys.executable, "-m", "asyncspec.cli")):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_default_job_can_run_here(tmp_path):
     code, said = doctor(tmp_path)
     assert code == 0 and "nothing speaks against this run" in said and "generator0" in said and "torchtitan" in said, (
@@ -256,11 +257,13 @@ def test_the_default_job_can_run_here(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_speaks_against_a_run_is_said_and_is_the_exit_code(tmp_path):
     code, said = doctor(tmp_path, "deployment.host=203.0.113.7", "deployment.device=cuda")
     assert code == 1 and "WRONG" in said and "expected an address of this host" in said and "asks for one" in said, said
 
 
+@pytest.mark.slow
 def test_nodes_look_at_each_other(tmp_path):
     code, said = doctor(
         tmp_path,

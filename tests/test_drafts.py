@@ -216,6 +216,7 @@ def draft_train(cwd, *args, **kwargs):
     )
 
 
+@pytest.mark.slow
 def test_draft_train_makes_a_draft_the_engine_takes_and_goes_on_with_it(tmp_path):
     small = ("--threads", "1", "--held-out", "32")
     done = draft_train(tmp_path, "--minutes", "0", "--steps", "60", "--draft-vocab", "20", *small)
@@ -263,6 +264,7 @@ ONE_GROUP = ("speculation.draft_length=3", "eval.every=0", "data.eval_prompts=0"
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.slow
 def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
     """Bitwise, under lag 0, with k fixed and the draft that proposes fixed: one group a step, so that batches are
     alike.

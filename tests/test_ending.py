@@ -68,6 +68,7 @@ def holds(prompt, response, answer):
 """
 
 
+@pytest.mark.slow
 def test_an_actor_that_a_function_of_the_users_freezes_tells_of_the_function(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(HOLDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

@@ -133,6 +133,7 @@ def test_where_no_descriptor_is_left_who_asks_runs_it_by_itself_and_nobody_dies(
     assert 0 < sum(pid == process.pid for pid, process in zip(pids, others)) < 6 and alive([pid, *pids]) == [pid, *pids]
 
 
+@pytest.mark.slow
 def test_libraries_are_loaded_without_asking_for_gpus(tmp_path):
     """Which would begin CUDA, and no forked process could."""
     text = """
@@ -158,6 +159,7 @@ forkserver._main()
     assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # this test's own
 
 
+@pytest.mark.slow
 def test_numba_is_loaded_for_the_embedded_engine_alone():
     """vLLM's engine looks at every value in every module, and does not start where numba's are."""
     text = """

@@ -20,7 +20,7 @@ from asyncspec.speculation.verify import sample
 from asyncspec.wire.messages import Membership, Publish
 from asyncspec.wire.weights import Layout, Publisher, WholeSnapshot
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
 
 

@@ -79,6 +79,7 @@ def joined(run_dir):
     return {event["actor"] for event in events(run_dir) if event["event"] == "joined"}
 
 
+@pytest.mark.slow
 def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, served):
     run_dir, (one, two, spare) = tmp_path / "run", served(3)
     given = ("--hosts", ",".join(host.address for host in (one, two, spare)))
@@ -129,6 +130,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_what_plays_a_node_ends_when_its_launcher_is_gone(tmp_path):
     # of a run that nobody has begun
     (tmp_path / "config.yaml").write_text("run_dir: .\ndeployment: {nodes: 'trainer+logprob,generator'}\n")
@@ -201,6 +203,7 @@ def test_a_node_leaves_a_host_that_is_unfit_for_it(monkeypatch):
     assert played == ["a", "b", "b", "b"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_a_host_ends_the_run_in_a_line(tmp_path, served):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import pytest
 from runs import SILENT, Running, descendants, events, rows
 
 from asyncspec.config import topology
@@ -46,6 +47,7 @@ def nodes_of(run_dir, layout, *args):
     ]
 
 
+@pytest.mark.slow
 def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path):
     run_dir, away = tmp_path / "run", {1: "logprob", 3: "draft_adapter", 4: "generator1"}
     nodes = nodes_of(run_dir, "trainer+generator,2*logprob,draft_adapter,generator")
@@ -77,6 +79,7 @@ def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path)
     ) == []
 
 
+@pytest.mark.slow
 def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off(tmp_path):
     run_dir = tmp_path / "run"
     nodes = nodes_of(run_dir, "generator,trainer+logprob", "deployment.stall_timeout_s=15", "checkpoint.every=2")

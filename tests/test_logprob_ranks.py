@@ -5,6 +5,7 @@ import time
 import warnings
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from runs import SILENT, Running, events, forking, rows
@@ -119,6 +120,7 @@ def work(process, port, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
     """Tolerance: sums of float32 in another order, 1e-4 in a logprob; weights are those of the second of two broadcast
     versions.
@@ -186,6 +188,7 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
             assert total / size <= bytes_held < 1.1 * total / size, (name, rank, bytes_held, total)
 
 
+@pytest.mark.slow
 def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tmp_path):
     run_dir, steps = tmp_path / "run", 6
     run = Running.new(

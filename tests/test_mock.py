@@ -58,6 +58,7 @@ def test_the_mocked_engine_accepts_by_position_what_its_acceptance_length_says()
     assert 1 + sum(accepted) / reached[0] == pytest.approx(config.mock.acceptance, rel=0.01)  # rounded in each sample
 
 
+@pytest.mark.slow
 def test_a_run_with_mocked_gpus_keeps_its_lag_and_its_ledger(tmp_path):
     run = Running(
         tmp_path / "run",

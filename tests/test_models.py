@@ -314,6 +314,7 @@ def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy,
         assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_what_compiles_later_computes_the_same_and_loads_no_compiler():
     from asyncspec.loading import compiling_later
 

@@ -188,6 +188,7 @@ def worked(config, tied, kind, steps=2, dtype="float32"):
         ("qwen3_moe", 2, 1, False, True),
     ],
 )
+@pytest.mark.slow
 def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied, recompute):
     """Tolerance: sums of float32 in another order, 1e-5 of the largest gradient and 1e-3 of a step of Adam."""
     said = worked(TrainerConfig(ranks=ranks, tensor_parallel=tensor_parallel, recompute=recompute), tied, kind)
@@ -254,6 +255,7 @@ def test_buckets_are_whole_tensors_and_leave_nothing_out(shapes, most):
     assert all(end - first < most + max(sizes.values()) for _, first, end in buckets)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(tmp_path):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "8", "trainer.ranks=2", "checkpoint.every=2", SILENT)

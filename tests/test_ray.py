@@ -18,6 +18,7 @@ from asyncspec.config import topology
 from asyncspec.launch import ray as launcher
 from asyncspec.ledger.audit import audit
 
+pytestmark = pytest.mark.ray
 SCRIPT = (sys.executable, str(ROOT / "launch" / "ray.py"))
 
 

@@ -24,6 +24,7 @@ def faults(actor, kind, **places):
 
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
+@pytest.mark.slow
 def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, kind):
     places = {
         "generator0": dict(start=1, work=9, swap=2, receive=2, send=3, join=1, boot=1),
@@ -80,6 +81,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
     ],
     ids=["one way", "the other"],
 )
+@pytest.mark.slow
 def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     # Each start counts anew; the first one that is met ends it.
     run_dir, steps, count = tmp_path / "run", 24, planned.count(",") + 1
@@ -103,6 +105,7 @@ def test_actors_may_be_lost_while_starting(tmp_path):
 
 
 @pytest.mark.parametrize("actor", ["controller", "logprob"])
+@pytest.mark.slow
 def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, actor):
     run_dir = tmp_path / "run"
     output = Running.new(
@@ -122,6 +125,7 @@ def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
     check_finished(run_dir, 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
     run_dir = tmp_path / "run"
@@ -140,6 +144,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     assert not [log for log in (run_dir / "logs").iterdir() if "most recent call" in log.read_text()]
 
 
+@pytest.mark.slow
 def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_path):
     """bench chaos, shorter."""
     storm = chaos.Storm(tmp_path / "storm", np.random.default_rng(5), 4)
@@ -160,6 +165,7 @@ def policy_of(run_dir):
     [("speculation.method=none",), ("speculation.draft_length=3", "draft.adapt=false")],
     ids=["plain", "eagle3"],
 )
+@pytest.mark.slow
 def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, speculation):
     # Behaviour logprobs are rounded by what shares a batch, which nobody repeats; without the correction they reach no
     # gradient.
@@ -206,6 +212,7 @@ def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     ), output
 
 
+@pytest.mark.slow
 def test_of_two_processes_only_one_trains_in_a_directory(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "10000")

@@ -24,6 +24,7 @@ def report(cwd, *args):
 
 
 @pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.slow
 def test_the_page_is_complete_and_needs_no_network(run_dir, runs):
     done = report(run_dir.parent, *["run"] * runs)
     assert done.returncode == 0, done.stderr

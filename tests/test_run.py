@@ -65,6 +65,7 @@ def check_results(run_dir, steps, lag, groups=4):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.slow
 def test_a_run_keeps_its_lag_and_leaves_everything_behind(tmp_path, lag):
     done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,6 +91,7 @@ def test_torchrun_ranks_play_the_roles(tmp_path):
     check_results(tmp_path / "run", 3, 1)
 
 
+@pytest.mark.slow
 def test_model_data_reward_and_generators_are_replaceable(tmp_path):
     shutil.copytree(resolve_path("asset:tiny/policy"), tmp_path / "model")
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
@@ -117,6 +119,7 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
 
 
 @pytest.mark.parametrize("kind, method", [("llama", "ngram"), ("qwen3_moe", "suffix")])
+@pytest.mark.slow
 def test_policies_of_other_families_are_trained(tmp_path, kind, method):
     from asyncspec.models import policy
     from asyncspec.models.shape import Experts, PolicyShape, RopeScaling
@@ -161,6 +164,7 @@ def test_policies_of_other_families_are_trained(tmp_path, kind, method):
     assert all(not torch.equal(a, b) for a, b in zip(trained.parameters(), model.parameters()))
 
 
+@pytest.mark.slow
 def test_without_a_draft_nothing_is_speculated(tmp_path):
     done = train(tmp_path / "run", "--steps", "2", "speculation.method=none")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -189,6 +193,7 @@ def start_and_wait_for_steps(run_dir, launcher, steps=2):
 @pytest.mark.parametrize(
     "launcher", [(*TORCHRUN, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"]
 )
+@pytest.mark.slow
 def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
     run_dir = tmp_path / "run"
     process = start_and_wait_for_steps(run_dir, launcher)
@@ -228,6 +233,7 @@ def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
 
 
 @pytest.mark.parametrize("actor", ["trainer", "generator0"])
+@pytest.mark.slow
 def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_named(tmp_path, actor):
     run_dir = tmp_path / "run"
     process = start_and_wait_for_steps(
@@ -242,6 +248,7 @@ def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_name
     assert not outliving(everyone)
 
 
+@pytest.mark.slow
 def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_trained_once(tmp_path):
     """Under Monarch: tests/test_recovery.py."""
     run_dir, steps = tmp_path / "run", 16
@@ -275,6 +282,7 @@ def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_t
     assert audit(str(run_dir)) == 0  # every ticket once, within the lag
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_draft_adapter(tmp_path):
     """Stopped, nobody waits for it; killed in the middle of whatever it does, and not replaced, it is named and the run
     finishes.
@@ -301,6 +309,7 @@ def test_a_run_goes_on_without_its_draft_adapter(tmp_path):
 @pytest.mark.parametrize(
     "launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"]
 )
+@pytest.mark.slow
 def test_no_actor_outlives_a_killed_launcher(tmp_path, launcher):
     process = start_and_wait_for_steps(tmp_path / "run", launcher)
     everyone = descendants(process.pid)
@@ -328,6 +337,7 @@ def overflows(prompt, response, answer):  # for one group of the second step
 """
 
 
+@pytest.mark.slow
 def test_an_actor_that_ends_without_a_word_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     run = Running.new(
@@ -355,6 +365,7 @@ def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reas
     assert audit(str(tmp_path / "run")) == 0 and len(rows(tmp_path / "run")) == 6
 
 
+@pytest.mark.slow
 def test_an_error_in_an_actor_is_one_line_that_names_it(tmp_path):
     (tmp_path / "broken.py").write_text("def two(prompt, response, answer):\n    return float('nan')\n")
     done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": str(tmp_path)})

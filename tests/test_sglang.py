@@ -330,6 +330,7 @@ def test_a_generator_with_a_server_takes_no_gpu(monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_run_with_two_servers_ends_well_and_its_ledger_is_clean(tmp_path):
     with MockSglangServer() as first, MockSglangServer() as second:
         run = Running.new(
@@ -349,6 +350,7 @@ def test_a_run_with_two_servers_ends_well_and_its_ledger_is_clean(tmp_path):
     assert not list((tmp_path / "weights").rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_in_a_run_ends_it_in_one_line(tmp_path):
     with MockSglangServer() as server:
         run = Running.new(

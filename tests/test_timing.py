@@ -336,6 +336,7 @@ def test_a_gpu_that_has_failed_does_not_keep_an_actor_from_reporting():
     assert [span.name for span in recorder.drain()] == ["train", "after"]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_spans_of_a_real_gpu_last_as_long_as_its_work():
     recorder = Recorder()

@@ -32,23 +32,27 @@ def check(*args):
     print(*(line for line in done.stdout.splitlines() if line.startswith(args[0])))
 
 
+@pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("method", ["none", "eagle3", "draft_model"])
 def test_weights_taken_in_flight_are_those_of_an_engine_that_starts_with_them(method):
     check("greedy", f"speculation.method={method}")
 
 
+@pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("kv_at_swap", ["keep", "recompute"])
 def test_logprobs_under_speculation_are_those_of_transformers_for_each_version(kv_at_swap):
     check("swap", f"engine.kv_at_swap={kv_at_swap}")
 
 
+@pytest.mark.vllm
 @needs_vllm
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours():
     check("seeds", "speculation.method=ngram")
 
 
+@pytest.mark.vllm
 @needs_vllm
 def test_suffix_decoding_copies_from_earlier_samples_and_stays_exact():
     if subprocess.run([PYTHON, "-c", "import arctic_inference"], capture_output=True).returncode:
@@ -56,11 +60,13 @@ def test_suffix_decoding_copies_from_earlier_samples_and_stays_exact():
     check("suffix")
 
 
+@pytest.mark.vllm
 @needs_vllm
 def test_policies_of_other_families_compute_with_each_version_as_transformers_does():
     check("families")
 
 
+@pytest.mark.vllm
 @needs_vllm
 def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -311,6 +311,7 @@ def test_an_actor_notices_that_the_controller_is_gone():
     client.close(0)
 
 
+@pytest.mark.slow
 def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
     """bench fuzz, shorter; with the keys and without."""
     insider, stranger = (

@@ -8,6 +8,7 @@ else.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -51,7 +52,7 @@ def encode(body: Message, arrays: Arrays | None = None) -> list:
         raise WireError(f"{type(body).__name__} with {size} bytes of tensors: expected at most {MAX_MESSAGE_BYTES}")
     specs = tuple(_ArraySpec(name, array.dtype.name, array.shape) for name, array in kept.items())
     return [
-        _encoder.encode(_Envelope(WIRE_VERSION, body, specs)),
+        _encoder.encode(_Envelope(WIRE_VERSION, cast(AnyMessage, body), specs)),
         *(a.reshape(-1).view(np.uint8).data for a in kept.values()),
     ]
 

@@ -26,7 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -48,8 +48,8 @@ _keys: tuple[bytes, bytes] | None = None  # public, secret
 
 
 def context() -> zmq.Context:
-    made = zmq.Context.instance()
-    if made.max_sockets < MOST_SOCKETS:  # counts from before its first socket
+    made: zmq.Context = zmq.Context.instance()
+    if cast(int, made.max_sockets) < MOST_SOCKETS:  # counts from before its first socket
         made.max_sockets = MOST_SOCKETS
     return made
 
@@ -252,7 +252,8 @@ class Outbox(Watched):
         Args:
             delay_s: how long each message is held back, to test what that is charged to.
         """
-        self.delay_s, self._due = delay_s, deque()
+        self.delay_s = delay_s
+        self._due: deque = deque()
         self.unacknowledged: dict[int, list] = {}  # by number, in order; what a successor of a dead consumer gets again
         self._backlog: deque[list] = deque()
         self._sent = 0  # the number of the newest message

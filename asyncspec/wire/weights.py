@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -122,13 +122,11 @@ class BroadcastGroup:
             BroadcastError: not all members joined within timeout_s.
         """
         join_timeout, timeout = timedelta(seconds=timeout_s), timedelta(seconds=COLLECTIVE_S)
-        self.kind, self.epoch, self.members = kind, epoch, members = (
-            membership.kind,
-            membership.epoch,
-            membership.members,
-        )
+        kind, epoch, members = membership.kind, membership.epoch, membership.members
+        self.kind, self.epoch, self.members = kind, epoch, members
         self.device = device if membership.backend == "nccl" else "cpu"
-        self._stream = None
+        self._stream: torch.cuda.Stream | None = None
+        self._group: Any  # of torch.distributed, which names no common type that has broadcast()
         rank, size = members.index(me), len(members)
         try:
             store = dist.TCPStore(store_host, store_port, is_master=False, timeout=join_timeout)
@@ -141,14 +139,15 @@ class BroadcastGroup:
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
                 torch.cuda.set_device(device)  # each thread has its own current device
                 self._stream = torch.cuda.Stream(device)
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(prefix, rank, size, options)
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(prefix, rank, size, nccl)
             else:
-                options = dist.ProcessGroupGloo._Options()
+                gloo: Any = dist.ProcessGroupGloo
+                options = gloo._Options()
                 options._timeout = timeout
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store_host, store_port))]
-                self._group = dist.ProcessGroupGloo(prefix, rank, size, options)
+                options._devices = [gloo.create_device(hostname=own_address(store_host, store_port))]
+                self._group = gloo(prefix, rank, size, options)
         except RuntimeError as error:
             raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
 
@@ -187,6 +186,11 @@ class _Lane:
         self.error: BaseException | None = None
         self.failed_at = 0.0
         self.tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+
+    @property
+    def joined(self) -> BroadcastGroup:
+        assert self.group is not None  # the first task of this lane's thread has joined it
+        return self.group
 
     def run(self) -> None:
         while (task := self.tasks.get()) is not None:
@@ -264,8 +268,9 @@ class Publisher(_Worker):
         """Report a failure, as every worker does; send the newest version to the members of a new epoch."""
         super().tend(send)
         lane = self._lane
-        behind = self._newest is not None and lane is not None and lane.group is not None and self._sent_in < self.epoch
-        if behind and not lane.busy and lane.error is None:
+        if lane is None or lane.group is None or lane.busy or lane.error is not None:
+            return
+        if self._newest is not None and self._sent_in < self.epoch:
             self._send(send)
 
     def publish(self, announcement: Publish, snapshot: Snapshot, send: Callable[[Message], None]) -> None:
@@ -291,6 +296,7 @@ class Publisher(_Worker):
 
     def _send(self, send: Callable[[Message], None]) -> None:
         """Announce and broadcast the newest version in this epoch."""
+        assert self._lane is not None and self._newest is not None  # it has joined, and has something to send
         lane, (announcement, snapshot) = self._lane, self._newest
         self._sent_in = self.epoch
         lane.busy = lane.error is None
@@ -298,12 +304,13 @@ class Publisher(_Worker):
         payloads = snapshot.begin()
 
         def task() -> None:
+            group = lane.joined
             time.sleep(self.delay_s)
             elements = 0
             for payload in payloads:
-                lane.group.broadcast(payload.to(lane.device))
+                group.broadcast(payload.to(lane.device))
                 elements += payload.numel()
-            lane.group.broadcast(lane.group.record(announcement.version, elements))
+            group.broadcast(group.record(announcement.version, elements))
             lane.busy = False
 
         lane.tasks.put(task)
@@ -344,19 +351,20 @@ class Receiver(_Worker):
             return
 
         def task() -> None:
+            group = lane.joined
             tensors: dict[str, torch.Tensor] = {}
             for names, first, end in self.layout.buckets:
                 bucket = torch.empty(end - first, dtype=torch.float32, device=lane.device)
-                lane.group.broadcast(bucket)
+                group.broadcast(bucket)
                 arrived = self.layout.views(bucket, names)
                 tensors |= (
                     arrived
                     if self._keep is None
                     else {name: self._keep(name, tensor) for name, tensor in arrived.items()}
                 )
-            expected = lane.group.record(version, self.layout.elements)
+            expected = group.record(version, self.layout.elements)
             record = torch.zeros_like(expected)
-            lane.group.broadcast(record)
+            group.broadcast(record)
             if not torch.equal(record, expected):
                 raise BroadcastError(f"{self.kind}: commit record {record.tolist()}, expected {expected.tolist()}")
             with self._lock:
