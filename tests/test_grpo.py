@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from groups import group_of, ticket_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.batch import passes
 from asyncspec.rl.grpo import group_advantages, policy_loss
-from asyncspec.wire import messages as m
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
@@ -79,16 +79,7 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere():
 def group(ticket_id, prompt, lengths, seed, vocabulary=6):
     g = np.random.default_rng(seed)
     n = sum(lengths)
-    ticket = m.Ticket(
-        ticket_id=ticket_id,
-        step=0,
-        min_version=0,
-        prompt="",
-        answer="",
-        prompt_tokens=prompt,
-        seeds=list(range(len(lengths))),
-        issued=0.0,
-    )
+    ticket = ticket_of(ticket_id, prompt, list(range(len(lengths))))
     arrays = {
         "tokens": g.integers(0, vocabulary, n).astype(np.int32),
         "behaviour": (-g.random(n)).astype(np.float32),
@@ -96,17 +87,7 @@ def group(ticket_id, prompt, lengths, seed, vocabulary=6):
         "versions": np.zeros(n, np.int32),
         "lengths": np.array(lengths, np.int32),
     }
-    return m.Group(
-        ticket=ticket,
-        generator="g",
-        rewards=g.random(len(lengths)).tolist(),
-        truncated=0,
-        verifications=0,
-        proposed=0,
-        accepted=0,
-        draft_version=0,
-        phases=[],
-    ), arrays
+    return group_of(ticket, g.random(len(lengths)).tolist()), arrays
 
 
 def gradients(model, batches, **options):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from groups import group_of, ticket_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.lag import LagError, PolicyClock, check_lag
-from asyncspec.wire import messages as m
 
 
 @given(lag=st.integers(0, 4), steps=st.integers(1, 30))
@@ -49,27 +49,8 @@ def test_the_trainer_refuses_a_group_that_breaks_the_bound(lag, tmp_path):
     model = trainer.learner.model
     before = [p.clone() for p in model.parameters()]
     step, versions = 5, np.array([5, 5, 5, 5 - lag - 1], np.int32)
-    ticket = m.Ticket(
-        ticket_id=80,
-        step=step,
-        min_version=step - lag,
-        prompt="1+2=",
-        answer="3",
-        prompt_tokens=[3, 12, 4, 13],
-        seeds=[0, 1],
-        issued=0.0,
-    )
-    group = m.Group(
-        ticket=ticket,
-        generator="generator0",
-        rewards=[0.0, 1.0],
-        truncated=0,
-        verifications=1,
-        proposed=3,
-        accepted=1,
-        draft_version=0,
-        phases=[],
-    )
+    ticket = ticket_of(80, [3, 12, 4, 13], [0, 1], step=step, min_version=step - lag)
+    group = group_of(ticket, [0.0, 1.0])
     arrays = {
         "tokens": np.array([3, 1, 4, 1], np.int32),
         "lengths": np.array([2, 2], np.int32),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from groups import group_of, ticket_of
 from runs import SILENT, Running, events, forking, rows
 
 from asyncspec.config import load
@@ -31,27 +32,8 @@ def config(ranks, tensor_parallel):
 def group(number):
     g = np.random.default_rng(number)
     lengths = g.integers(3, 20, 3 + 4 * number)
-    ticket = m.Ticket(
-        ticket_id=number,
-        step=0,
-        min_version=0,
-        prompt="",
-        answer="",
-        prompt_tokens=g.integers(0, 16, 5).tolist(),
-        seeds=list(range(len(lengths))),
-        issued=0.0,
-    )
-    return m.Group(
-        ticket=ticket,
-        generator="g",
-        rewards=[0.0] * len(lengths),
-        truncated=0,
-        verifications=0,
-        proposed=0,
-        accepted=0,
-        draft_version=0,
-        phases=[],
-    ), {
+    ticket = ticket_of(number, g.integers(0, 16, 5).tolist(), list(range(len(lengths))))
+    return group_of(ticket, [0.0] * len(lengths)), {
         "tokens": g.integers(0, 16, int(lengths.sum())).astype(np.int32),
         "lengths": lengths.astype(np.int32),
     }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from groups import group_of, ticket_of
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import SILENT, Running, events, forking, rows
@@ -19,7 +20,6 @@ from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.learner import Learner
-from asyncspec.wire import messages as m
 from asyncspec.wire import weights
 from asyncspec.wire.weights import Layout
 
@@ -56,29 +56,10 @@ def group(number):
     g = np.random.default_rng(number)
     lengths = g.integers(1, 20, 4)
     n = int(lengths.sum())
-    ticket = m.Ticket(
-        ticket_id=number,
-        step=0,
-        min_version=0,
-        prompt="",
-        answer="",
-        prompt_tokens=g.integers(0, 48, 5).tolist(),
-        seeds=[0, 1, 2, 3],
-        issued=0.0,
-    )
+    ticket = ticket_of(number, g.integers(0, 48, 5).tolist(), [0, 1, 2, 3])
     # The third has no gradient: all its samples are rewarded alike.
     rewards = [1.0] * 4 if number == 2 else g.random(4).tolist()
-    return m.Group(
-        ticket=ticket,
-        generator="g",
-        rewards=rewards,
-        truncated=0,
-        verifications=0,
-        proposed=0,
-        accepted=0,
-        draft_version=0,
-        phases=[],
-    ), {
+    return group_of(ticket, rewards), {
         "tokens": g.integers(0, 48, n).astype(np.int32),
         "behaviour": (-4 * g.random(n)).astype(np.float32),
         "proximal": (-4 * g.random(n)).astype(np.float32),

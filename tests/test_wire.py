@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import zmq
+from groups import ticket_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -17,16 +18,7 @@ from asyncspec.wire import codec, transport
 from asyncspec.wire import messages as m
 from asyncspec.wire.control import ControlClient, ControlServer
 
-TICKET = m.Ticket(
-    ticket_id=7,
-    step=3,
-    min_version=2,
-    prompt="1+2=",
-    answer="3",
-    prompt_tokens=[3, 12, 4, 13],
-    seeds=[2**61, 5],
-    issued=0.0,
-)
+TICKET = ticket_of(7, [3, 12, 4, 13], [2**61, 5], step=3, min_version=2)
 
 
 @given(
