@@ -16,18 +16,12 @@ def costs(*seconds):
 
 
 def none(live):
-    """Rows that have emitted nothing."""
+    """Rows that have kept nothing."""
     return np.zeros(live, dtype=np.int64)
 
 
-def observe(chooser, k, seconds, kept_B, streak_B, **more):
-    """Tell of a step, and go on with the streaks of its rows."""
-    live = len(kept_B)
-    step = Observation(
-        live=live, draft_length=k, seconds=seconds, kept_B=kept_B, streak_B=streak_B[:live].copy(), **more
-    )
-    chooser.observe(step)
-    streak_B[:live] = np.where(kept_B == k, streak_B[:live] + k + 1, 0) if k else 0
+def step(k, seconds, kept_B, **more):
+    return Observation(live=len(kept_B), draft_length=k, seconds=seconds, kept_B=kept_B, **more)
 
 
 def kept(rng, live, k, acceptance):
@@ -43,11 +37,11 @@ def play(chooser, seconds, acceptance, live=8, steps=4000, seed=0, noise=0.05):
         acceptance: of each proposal, or of all; or a function of the step's number.
         noise: deviation of the logarithm of a step's time.
     """
-    rng, streak_B, chosen = np.random.default_rng(seed), none(live), []
-    for step in range(steps):
+    rng, chosen = np.random.default_rng(seed), []
+    for number in range(steps):
         chosen.append(k := chooser.choose(live))
-        now = acceptance(step) if callable(acceptance) else acceptance
-        observe(chooser, k, seconds[k] * rng.lognormal(0, noise), kept(rng, live, k, now), streak_B)
+        now = acceptance(number) if callable(acceptance) else acceptance
+        chooser.observe(step(k, seconds[k] * rng.lognormal(0, noise), kept(rng, live, k, now)))
     return np.array(chosen)
 
 

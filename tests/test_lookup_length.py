@@ -2,21 +2,10 @@
 
 import numpy as np
 import pytest
-from draft_lengths import costs, none
+from draft_lengths import costs, none, step
 
-from asyncspec.speculation.draft_length import LONGEST, Observation
+from asyncspec.speculation.draft_length import LONGEST
 from asyncspec.speculation.lookup_length import LookupLength
-
-
-def step(k, seconds, kept_B, found_B):
-    return Observation(
-        live=len(kept_B),
-        draft_length=k,
-        seconds=seconds,
-        kept_B=kept_B,
-        streak_B=none(len(kept_B)),
-        found_B=found_B if k else None,
-    )
 
 
 def test_lookups_are_made_while_they_pay():
@@ -31,7 +20,7 @@ def test_lookups_are_made_while_they_pay():
         chosen.append(k := chooser.choose(4))
         found_B = np.minimum((rng.random(4) < 0.5) * 3, k)
         took = seconds[0, found_B.max() or -1] if k else seconds[0, 0]
-        chooser.observe(step(k, took, found_B * good, found_B))
+        chooser.observe(step(k, took, found_B * good, found_B=found_B if k else None))
     looked = (np.array(chosen) > 0).reshape(-1, 1000).mean(1)
     assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05 and looked[7] < 0.2, looked
     assert np.mean(np.array(chosen)[3000:4000] >= 3) > 0.9  # no more than three are ever found
@@ -64,7 +53,7 @@ def test_where_rows_are_packed_as_much_is_read_as_they_have_found_together():
     steps = []
     for _ in range(8):
         found_B = np.minimum(rng.integers(0, 2, 8) * 4, 3)
-        steps.append(step(3, 2 + found_B.mean(), none(8), found_B))
+        steps.append(step(3, 2 + found_B.mean(), none(8), found_B=found_B))
     assert chooser._calibrated_seconds(steps) == pytest.approx([s.seconds for s in steps])
 
 
@@ -85,7 +74,7 @@ def test_all_rows_attend_as_widely_as_the_one_that_has_found_most():
         expected = [seconds(min(k, 4) / 4, some * min(k, 4), 100) for k in range(1, LONGEST + 1)]
         assert chooser._costs(live) == pytest.approx([seconds(0, 0, 100), *expected])
     # A step that took what is expected of it says that the calibration is right.
-    took = step(7, seconds(7 / 8, 7, 100), none(8), np.array([7, *[0] * 7]))._replace(span=100)
+    took = step(7, seconds(7 / 8, 7, 100), none(8), found_B=np.array([7, *[0] * 7]), span=100)
     assert chooser._calibrated_seconds([took]) == pytest.approx([took.seconds])
 
 
@@ -93,7 +82,7 @@ def test_what_verifications_keep_corrects_what_looking_back_promises_position_by
     chooser = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     chooser.learn(np.full(1200, 3), np.full(1200, 3))  # three more are always right, it says
     assert chooser._tokens()[1:4] == pytest.approx([2, 3, 4], rel=0.01)
-    chooser._learn_tokens([step(3, 1.0, np.ones(50, dtype=np.int64), np.full(50, 3))] * 100)  # the first is
+    chooser._learn_tokens([step(3, 1.0, np.ones(50, dtype=np.int64), found_B=np.full(50, 3))] * 100)  # the first is
     assert chooser._tokens() == pytest.approx([1, *[2] * LONGEST], abs=0.1)
 
 
@@ -103,5 +92,5 @@ def test_what_one_length_keeps_is_not_taken_for_what_another_would():
     """
     chooser = LookupLength([1], np.arange(1.0, LONGEST + 3)[None], False)
     chooser.learn(np.full(1200, LONGEST), np.tile([3, 2, 1, 0], 300))
-    chooser._learn_tokens([step(2, 1.0, np.array([2, 0]), np.full(2, 2))] * 500)
+    chooser._learn_tokens([step(2, 1.0, np.array([2, 0]), found_B=np.full(2, 2))] * 500)
     assert chooser._tokens()[1:4] == pytest.approx([2, 2, 4], rel=0.05)

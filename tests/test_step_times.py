@@ -27,17 +27,6 @@ def test_a_calibration_gives_times_whatever_disturbs_it(rounds):
     assert np.isfinite(result).all() and (result > 0).all()
 
 
-def test_a_calibration_leaves_less_of_the_noise_than_its_medians_do():
-    lengths, rng, before, after = [0, 1, 2, 3, 5, LONGEST], np.random.default_rng(0), [], []
-    seconds = np.array([1.0, *(2.0 + 0.3 * k for k in lengths[1:])])
-    for _ in range(400):
-        rounds = seconds * rng.lognormal(0.0, 0.05, (6, len(lengths))) * rng.lognormal(0.0, 0.3, (6, 1))
-        medians, result = np.median(rounds, 0), calibration(lengths, rounds)
-        before.append(np.log(medians[5] / medians[4] / (seconds[5] / seconds[4])))
-        after.append(np.log(result[LONGEST] / result[5] / (seconds[5] / seconds[4])))
-    assert np.std(after) < 0.6 * np.std(before), (np.std(after), np.std(before))
-
-
 @given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 1, max_size=LONGEST + 2))
 def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(measured):
     measured = (measured + measured[-1:])[: LONGEST + 2]
@@ -67,7 +56,7 @@ def test_a_comparison_moves_the_less_certain_length_more():
     times.observe(6, 3, [1.0] * 8)
     times.observe(6, 5, [1.1] * 8)
     added = 2 * 8 * step_times.FORGETTING  # to either variance, beforehand
-    noise = 2 * step_times.CALIBRATED_STEPS / 8
+    noise = 2 * step_times.BLOCK / 8
     share = (1 + added) / (2 * (1 + added) + noise)
     assert np.log(times.corrections(6)[[5, 3, 4]]) == pytest.approx(np.log(1.1) * share * np.array([1, -1, 0]))
     times.observe(6, 4, [1.1] * 8)  # as 5 takes; 5 has been compared before

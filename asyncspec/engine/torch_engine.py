@@ -277,7 +277,6 @@ class TorchEngine:
                     draft_length=K,
                     seconds=self._clock() - start,
                     kept_B=kept_B,
-                    streak_B=run_B.copy(),
                     found_B=found_B,
                     usual=usual,
                     missed_B=missed_S[:B].copy(),

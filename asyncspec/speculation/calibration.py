@@ -1,6 +1,6 @@
 """What an engine's first timings of each draft length are taken to say, before any sequence lives.
 
-Shape suffixes: R rounds, M lengths that were timed, K those of them but 0.
+Shape suffixes: R rounds, M lengths and others that were timed, E entries: draft lengths, and one more.
 """
 
 from __future__ import annotations
@@ -73,34 +73,15 @@ class Calibration(NamedTuple):
 
 
 def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
-    """What a step takes, by its draft length, from several rounds that timed some lengths.
-
-    One more proposal takes about as long as the one before: to draft, and to verify. So what was timed is moved toward
-    the straight line through all lengths but 0, by as much of its distance as chance explains (empirical Bayes; Efron
-    and Morris, 1973).
+    """Seconds of a step by its draft length, float [LONGEST + 1 + others]: medians over rounds, lines between lengths.
 
     Args:
-        lengths: that were timed, ascending, 0 the first and LONGEST the last.
-        times_RM: float, seconds, of each round those of the lengths, and then others that are taken as they are.
-
-    Returns:
-        float [LONGEST + 1 + others].
+        lengths: the draft lengths that were timed, ascending, 0 the first and LONGEST the last.
+        times_RM: float, seconds, for each round those of the lengths, and then others that are taken as they are.
     """
     times_RM = np.maximum(times_RM, 1e-9)  # a coarse clock may say 0
     of_round_R1 = times_RM.mean(1, keepdims=True)  # what else the machine does slows whole rounds
-    share_RM = times_RM / of_round_R1
-    times_M = np.median(share_RM, axis=0)
-    k, timed_K = np.array(lengths[1:], dtype=float), times_M[1 : len(lengths)]
-    # of a median of one, were they normal
-    deviation_K = 1.86 * np.median(abs(share_RM - times_M), axis=0)[1 : len(lengths)]
-    by_chance = float(deviation_K.max()) ** 2 / len(times_RM)  # of few rounds some deviate too little by chance, too
-    line_K = np.polyval(np.polyfit(k, timed_K, 1), k)
-    scatter = float(((timed_K - line_K) ** 2).sum()) / (len(k) - 2)
-    if scatter > 0:
-        moved_K = timed_K + (line_K - timed_K) * min(1.0, by_chance / scatter)
-        # a line through what was disturbed may fall below nothing
-        times_M[1 : len(lengths)] = np.clip(moved_K, timed_K / 2, timed_K * 2)
-    times_M *= np.median(of_round_R1)
+    times_M = np.median(times_RM / of_round_R1, axis=0) * np.median(of_round_R1)
     return np.append(np.interp(range(LONGEST + 1), lengths, times_M[: len(lengths)]), times_M[len(lengths) :])
 
 

@@ -33,7 +33,6 @@ class Observation(NamedTuple):
     draft_length: int  # that `choose` gave
     seconds: float  # of the whole step
     kept_B: np.ndarray  # int64, accepted proposals of each row, no more than it emitted before its end
-    streak_B: np.ndarray  # int64, tokens each row had emitted since its last rejection, while proposals were made
     # int64, how many proposals of each row were read: those before its end, or those a lookup found; None: all
     found_B: np.ndarray | None = None
     usual: bool = True  # False: the step did work that is not part of every such step, so its time tells nothing
@@ -94,7 +93,7 @@ class AutoLength(Chooser):
         self.calibration = Calibration(lives, seconds, read, farther)
         self.keeps = self.watches = True
         # the second: proposals of which none is read any more, as the row would end
-        self._emits, self._read = Emitted(), Survival(LONGEST, 0.0)
+        self._emits, self._read = Emitted(), Survival(LONGEST)
         self._times, self._explorer = StepTimes(), Explorer()
         self._calibrated: dict[int, Calibrated] = {}  # by bucket
         self._holds: dict[int, int] = {}  # by bucket, how many choices have held
@@ -123,7 +122,6 @@ class AutoLength(Chooser):
             seconds = self._passed * float(np.mean([step.seconds for step in self._seen]))
             self._explorer.paid(seconds, self._holds.get(self._bucket, 0))
             self._seen.clear()
-        new = self._times.bucket(live) != self._bucket
         self._bucket, self._span, self._passed = self._times.bucket(live), attended and attended(live), 0
         cost_K = self._costs(live)
         rate_K = self._rates(cost_K)
@@ -132,7 +130,7 @@ class AutoLength(Chooser):
         self.keeps = bool(best) or may_try or self._pays_alone()
         whole = missed_S is None or 2 * np.count_nonzero(missed_S[:live]) <= live
         holds = self._holds.get(self._bucket, 0)
-        if may_try and whole and holds and not new and not tried:
+        if may_try and whole and holds and not tried:
             self._choice = self._explorer.other(rate_K, self._times.deviations(self._bucket, best), best)
             self._steps = BLOCK
             self._explorer.charge(BLOCK * cost_K[self._choice], 1 - rate_K[self._choice] / rate_K[best])
@@ -153,16 +151,12 @@ class AutoLength(Chooser):
         k = steps[0].draft_length
         if not k:
             return
-        kept, streak, found = [], [], []
+        kept, read = [], []
         for step in steps:
-            found_B = np.full(len(step.kept_B), k) if step.found_B is None else step.found_B
-            whole_B = slice(None) if step.missed_B is None else ~step.missed_B
-            kept.append(step.kept_B[whole_B])
-            streak.append(step.streak_B[whole_B])
-            found.append(found_B)
-        self._emits.add(np.concatenate(streak), np.concatenate(kept), k)
-        found_R = np.concatenate(found)
-        self._read.add(np.zeros_like(found_R), np.minimum(found_R + 1, k), found_R < k)
+            kept.append(step.kept_B if step.missed_B is None else step.kept_B[~step.missed_B])
+            read.append(np.full(step.live, k) if step.found_B is None else step.found_B)
+        self._emits.add(np.concatenate(kept), k)
+        self._read.add(np.concatenate(read), k)
 
     def _calibrated_seconds(self, steps: Sequence[Observation]) -> np.ndarray:
         """Seconds of these steps as the calibration has it, float [N]."""

@@ -12,9 +12,7 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.speculation.draft_length import AutoLength, Observation, spans
-from asyncspec.speculation.emitted import remembered
-
-HINDSIGHT_ROWS = 32.0  # kept proposals that the promise of hindsight is worth
+from asyncspec.speculation.emitted import PRIOR_ROWS, remembered
 
 
 class LookupLength(AutoLength):
@@ -36,7 +34,7 @@ class LookupLength(AutoLength):
             farther: as for `AutoLength`.
         """
         super().__init__(lives, seconds, None, farther)
-        self._packs = packs
+        self.packs = packs
         # Verifications of each k that would have found so many proposals, and kept so many.
         self._found_KM, self._kept_KM = (np.zeros((LONGEST + 1, LONGEST + 1)) for _ in range(2))
         # Share of verifications of each k that would keep proposal j, of those that would keep all before it.
@@ -77,7 +75,7 @@ class LookupLength(AutoLength):
         # as the one before it.
         share, share_J = 1.0, []
         for kept, hoped in zip(self._kept_J.tolist(), (self._of_KJ * self._expected_KJ).sum(0).tolist()):
-            share = (HINDSIGHT_ROWS * share + kept) / (HINDSIGHT_ROWS + hoped)
+            share = (PRIOR_ROWS * share + kept) / (PRIOR_ROWS + hoped)
             share_J.append(share)
         return 1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)
 
@@ -98,7 +96,7 @@ class LookupLength(AutoLength):
         if bucket not in self._kinds:
             found_KM = self._found_KM[1:] / self._found_KM[1:].sum(1, keepdims=True)
             upto_KM = np.minimum(found_KM.cumsum(1), 1.0) ** live  # how often no row has found more
-            if self._packs:  # none of any row, or some
+            if self.packs:  # none of any row, or some
                 none_K = upto_KM[:, 0]
                 any_K, zeros_K = np.maximum(1 - none_K, 1e-9), np.zeros(LONGEST)
                 read_K, widest_K = found_KM @ np.arange(LONGEST + 1.0), (1 - upto_KM).sum(1)
@@ -140,7 +138,7 @@ class LookupLength(AutoLength):
             read_N, widest_N = np.full(len(steps), -1), np.zeros(len(steps))
         else:
             widest_N = np.array([found_B.max() for found_B in found])
-            read_N = np.array([found_B.mean() for found_B in found]) if self._packs else widest_N
+            read_N = np.array([found_B.mean() for found_B in found]) if self.packs else widest_N
         return self._seconds(steps[0].live, read_N, widest_N, spans(steps))
 
 

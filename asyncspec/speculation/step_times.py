@@ -17,8 +17,7 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-BLOCK = 8  # steps whose median is compared
-CALIBRATED_STEPS = 8.0  # steps that a calibration is worth
+BLOCK = 8  # steps whose median is compared; a calibration counts for as many
 FORGETTING = 0.003  # share of a calibration's variance that each step adds to that of every length
 
 
@@ -70,7 +69,7 @@ class StepTimes:
         variance_K += FORGETTING * (now.steps + before.steps)
         error = (now.level - log_K[a]) - (before.level - log_K[b])
         error = min(math.log(2.0), max(-math.log(2.0), error))
-        gain_K = variance_K / (variance_K[a] + variance_K[b] + CALIBRATED_STEPS * (1 / now.steps + 1 / before.steps))
+        gain_K = variance_K / (variance_K[a] + variance_K[b] + BLOCK * (1 / now.steps + 1 / before.steps))
         log_K[a] += gain_K[a] * error
         log_K[b] -= gain_K[b] * error
         for k in (a, b):
