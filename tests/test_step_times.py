@@ -27,16 +27,11 @@ def test_a_calibration_gives_times_whatever_disturbs_it(rounds):
     assert np.isfinite(result).all() and (result > 0).all()
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 1, max_size=LONGEST + 2))
-def test_a_calibration_is_read_as_the_nearest_times_that_rise_with_the_draft(measured):
-    measured = (measured + measured[-1:])[: LONGEST + 2]
+@given(st.lists(st.floats(0.1, 10), min_size=LONGEST + 2, max_size=LONGEST + 2))
+def test_a_calibration_is_read_as_times_that_rise_with_the_draft(measured):
     found = plausible(np.array([measured]))[0]
-    rising, asked = found[: LONGEST + 1], np.array(measured[: LONGEST + 1])
-    assert (np.diff(rising) >= -1e-9).all() and all(s >= found[0] for s in found[LONGEST + 1 :])
-    np.testing.assert_allclose(rising.sum(), asked.sum())
-    # The projection onto a convex cone: what is left is orthogonal to it, and turned away from all that rises.
-    np.testing.assert_allclose((asked - rising) @ rising, 0, atol=1e-6)
-    assert all((asked - rising)[j:].sum() <= 1e-6 for j in range(LONGEST + 1))
+    assert (np.diff(found[:-1]) >= 0).all() and found[-1] >= found[0]
+    assert (found >= measured).all() and (np.isin(found, measured)).all()
 
 
 def test_what_is_read_of_drafts_costs_what_was_measured_however_much_that_was():

@@ -86,20 +86,8 @@ def calibration(lengths: Sequence[int], times_RM: np.ndarray) -> np.ndarray:
 
 
 def plausible(seconds: np.ndarray) -> np.ndarray:
-    """What a calibration measured, float [lives, entries], without what cannot be: that a longer draft takes less, or a
-    lookup that finds nothing less than none. Neighbours that say so are replaced by their mean: the nearest rising
-    values by squares (Ayer et al., 1955).
+    """What a calibration measured, float [lives, entries], without what cannot be: a longer draft that takes less than
+    a shorter one, or a lookup that finds nothing less than no lookup.
     """
-    result = seconds.copy()
-    for row in result:
-        means, counts = [], []
-        for value in row[: LONGEST + 1].tolist():
-            means.append(value)
-            counts.append(1)
-            while len(means) > 1 and means[-2] > means[-1]:
-                mean, count = means.pop(), counts.pop()
-                means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
-                counts[-1] += count
-        row[: LONGEST + 1] = np.repeat(means, counts)
-        row[LONGEST + 1 :] = np.maximum(row[LONGEST + 1 :], row[0])
-    return result
+    rising = np.maximum.accumulate(seconds[:, : LONGEST + 1], axis=1)
+    return np.hstack([rising, np.maximum(seconds[:, LONGEST + 1 :], rising[:, :1])])

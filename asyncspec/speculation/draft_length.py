@@ -25,6 +25,8 @@ from asyncspec.speculation.step_times import BLOCK, StepTimes
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)  # that are considered: of many alike the luckiest would seem the best
 HOLD_S = 0.3  # a choice holds for so long, or for a block of steps if that is longer
 
+Attended = Callable[[int], float] | None  # positions that a token attends to, on average over so many rows
+
 
 class Observation(NamedTuple):
     """A step, as an engine tells of it before the next choice."""
@@ -48,9 +50,7 @@ class Chooser:
     watches = False  # whether the step that was chosen for last is to be observed
     learn: Callable[[np.ndarray, np.ndarray], None] | None = None  # see `LookupLength.learn`
 
-    def choose(
-        self, live: int, missed_S: np.ndarray | None = None, attended: Callable[[int], float] | None = None
-    ) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Attended = None) -> int:
         """The k of the next step.
 
         Args:
@@ -71,9 +71,7 @@ class FixedLength(Chooser):
     def __init__(self, draft_length: int) -> None:
         self.longest = draft_length
 
-    def choose(
-        self, live: int, missed_S: np.ndarray | None = None, attended: Callable[[int], float] | None = None
-    ) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Attended = None) -> int:
         return self.longest
 
 
@@ -102,9 +100,7 @@ class AutoLength(Chooser):
         self._steps = self._passed = 0  # that the choice holds for, and those of them that passed
         self._seen: list[Observation] = []  # steps of the choice that holds, to be learned from together
 
-    def choose(
-        self, live: int, missed_S: np.ndarray | None = None, attended: Callable[[int], float] | None = None
-    ) -> int:
+    def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Attended = None) -> int:
         if self._passed == self._steps or self._times.bucket(live) != self._bucket:
             self._choose(live, missed_S, attended)
         self._passed += 1
@@ -115,7 +111,7 @@ class AutoLength(Chooser):
         if self.watches:
             self._seen.append(step)
 
-    def _choose(self, live: int, missed_S: np.ndarray | None, attended: Callable[[int], float] | None) -> None:
+    def _choose(self, live: int, missed_S: np.ndarray | None, attended: Attended) -> None:
         tried = self._choice != self._best
         if self._seen:
             self._learn_from(self._seen)
@@ -151,11 +147,9 @@ class AutoLength(Chooser):
         k = steps[0].draft_length
         if not k:
             return
-        kept, read = [], []
-        for step in steps:
-            kept.append(step.kept_B if step.missed_B is None else step.kept_B[~step.missed_B])
-            read.append(np.full(step.live, k) if step.found_B is None else step.found_B)
-        self._emits.add(np.concatenate(kept), k)
+        whole = [step.kept_B if step.missed_B is None else step.kept_B[~step.missed_B] for step in steps]
+        read = [np.full(step.live, k) if step.found_B is None else step.found_B for step in steps]
+        self._emits.add(np.concatenate(whole), k)
         self._read.add(np.concatenate(read), k)
 
     def _calibrated_seconds(self, steps: Sequence[Observation]) -> np.ndarray:
