@@ -51,8 +51,6 @@ PARTS = {
     "explorer.SHARE, nothing tried": ((explorer, "SHARE", 0.0),),
     "explorer.SHARE, twice": ((explorer, "SHARE", 0.008),),
     "explorer.EARLY_HOLDS": ((explorer, "EARLY_HOLDS", 1),),
-    "explorer.DOUBT": ((explorer, "DOUBT", 0.0),),
-    "explorer.LEAST_LOSS": ((explorer, "LEAST_LOSS", 0.0),),
     "explorer.NONE_TURNS": ((explorer, "NONE_TURNS", 10**9),),
     "draft_length.HOLD_S": ((draft_length, "HOLD_S", 0.0),),
     "draft_length.LENGTHS, five": ((draft_length, "LENGTHS", (0, 1, 3, 7, LONGEST)),),

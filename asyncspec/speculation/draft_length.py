@@ -127,7 +127,7 @@ class AutoLength(Chooser):
         whole = missed_S is None or 2 * np.count_nonzero(missed_S[:live]) <= live
         holds = self._holds.get(self._bucket, 0)
         if may_try and whole and holds and not tried:
-            self._choice = self._explorer.other(rate_K, self._times.deviations(self._bucket, best), best)
+            self._choice = self._explorer.other(LENGTHS, best)
             self._steps = BLOCK
             self._explorer.charge(BLOCK * cost_K[self._choice], 1 - rate_K[self._choice] / rate_K[best])
         else:

@@ -1,16 +1,11 @@
-"""When to try another draft length than the best, and which.
-
-Shape suffixes: K draft length.
-"""
+"""When to try another draft length than the best, and which."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 SHARE = 0.004  # of the time may be lost to tries
 EARLY_HOLDS = 16  # until so many choices have held, the share is greater: as many times as they are fewer
-DOUBT = 0.07  # share by which a length may be better than expected, for each deviation of its time
-LEAST_LOSS = 0.05  # of its time is what a try loses at least: the text falls out of step with the length that is held
 NONE_TURNS = 8  # one try in so many, and the first, is of no speculation, which is never to be lost to
 
 
@@ -23,24 +18,22 @@ class Explorer:
 
     def __init__(self) -> None:
         self.owed_s = 0.0
-        self._turn = self._last = 0
+        self._turn = 0
 
     def paid(self, seconds: float, holds: int) -> None:
         """Pay off a share of this time. holds: choices that have held with about as many sequences live."""
         share = SHARE * max(1.0, EARLY_HOLDS / (1 + holds))
         self.owed_s = max(0.0, self.owed_s - share * seconds)
 
-    def other(self, rate_K: np.ndarray, deviation_K: np.ndarray, best: int) -> int:
-        """The length to try: of those not tried last, the one that may be best for all that is known."""
-        none = best and self._turn % NONE_TURNS == 0
+    def other(self, lengths: Sequence[int], best: int) -> int:
+        """The length to try, in turn: one longer than the best, one shorter, and a jump over one that does not pay."""
+        at, turn = lengths.index(best), self._turn
         self._turn += 1
-        if none:
+        if best and turn % NONE_TURNS == 0:
             return 0
-        hoped_K = rate_K * (1 + DOUBT * deviation_K)
-        hoped_K[[best, self._last]] = 0.0
-        self._last = int(hoped_K.argmax())
-        return self._last
+        near = [lengths[i] for i in (at + 1, at - 1, at + 2) if 0 <= i < len(lengths)]
+        return near[turn % len(near)]
 
     def charge(self, seconds: float, loss: float) -> None:
         """Owe for a try of so many seconds that is expected to lose this share of them."""
-        self.owed_s += seconds * max(LEAST_LOSS, loss)
+        self.owed_s += seconds * loss

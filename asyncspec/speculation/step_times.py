@@ -48,13 +48,6 @@ class StepTimes:
         """Factors of the calibrated times, float [LONGEST + 1]."""
         return np.exp(self._of(bucket)[0])
 
-    def deviations(self, bucket: int, beside: int) -> np.ndarray:
-        """Standard deviation of each length's time over that of `beside`, in a calibration's, float [LONGEST + 1]."""
-        variance_K = self._of(bucket)[1]
-        result_K = np.sqrt(variance_K + variance_K[beside])
-        result_K[beside] = 0.0
-        return result_K
-
     def observe(self, bucket: int, draft_length: int, ratio: Sequence[float]) -> None:
         """Learn from successive steps with one length. ratio: measured over calibrated seconds."""
         first, last = ratio[:BLOCK], ratio[-BLOCK:]
