@@ -22,8 +22,11 @@ from asyncspec.speculation.emitted import Emitted, Survival
 from asyncspec.speculation.explorer import Explorer
 from asyncspec.speculation.step_times import BLOCK, StepTimes
 
-LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)  # that are considered: of many alike the luckiest would seem the best
-HOLD_S = 0.3  # a choice holds for so long, or for a block of steps if that is longer
+# What removing a constant costs here and beside, in the median or worst cell: docs/decisions/0007-draft-length-ablation.md
+# Lengths that are considered: of many alike the luckiest would seem the best. With five of them the worst cell loses.
+LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)
+# A choice holds for so long, or for a block of steps if that is longer. Choosing after each block costs a hundredth.
+HOLD_S = 0.3
 
 Attended = Callable[[int], float] | None  # positions that a token attends to, on average over so many rows
 

@@ -9,9 +9,13 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-WINDOW = 2048  # row verifications, or tokens looked back at, that are remembered
-PRIOR_ROWS = 16.0  # rows that what is expected of a place counts for, beside the rows that came there
-LENT_ROWS = 1024.0  # rows that what other lengths tell of one counts for, beside the rows verified with it
+# Row verifications, or tokens looked back at, that are remembered. A quarter costs nothing; no end would hide changes.
+WINDOW = 2048
+# Rows that what is expected of a place counts for, beside the rows that came there. One row would do nearly as well.
+PRIOR_ROWS = 16.0
+# Rows that what other lengths tell of one counts for, beside the rows verified with it. Without it a length that falls
+# into step with the text is never found out; the replay, which draws rows at random, does not see that.
+LENT_ROWS = 1024.0
 
 
 def remembered(rows: int) -> float:

@@ -17,8 +17,10 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-BLOCK = 8  # steps whose median is compared; a calibration counts for as many
-FORGETTING = 0.003  # share of a calibration's variance that each step adds to that of every length
+BLOCK = 8  # steps whose median is compared; a calibration counts for as many; without comparisons a cell loses 0.2
+# Share of a calibration's variance that each step adds to that of every length. Without it nothing is lost in seconds;
+# over hours corrections would freeze.
+FORGETTING = 0.003
 
 
 class _Block(NamedTuple):
