@@ -22,7 +22,7 @@ def test_lookups_are_made_while_they_pay():
         took = seconds[0, found_B.max() or -1] if k else seconds[0, 0]
         chooser.observe(step(k, took, found_B * good, found_B=found_B if k else None))
     looked = (np.array(chosen) > 0).reshape(-1, 1000).mean(1)
-    assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05 and looked[7] < 0.2, looked
+    assert looked[1] < 0.05 and looked[3] > 0.95 and looked[5] < 0.05 and looked[7] < 0.3, looked
     assert np.mean(np.array(chosen)[3000:4000] >= 3) > 0.9  # no more than three are ever found
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SHARE = 0.004  # of the time may be lost to tries; without tries the worst cell loses two hundredths
-# Until so many choices have held, the share is greater: as many times as they are fewer. Without it half a hundredth.
+# Until so many choices have held, the share is greater: as many times as they are fewer. Without it
+# a wrong calibration costs half a hundredth more.
 EARLY_HOLDS = 16
 # One try in so many, and the first, is of no speculation, which is never to be lost to: where lengths are far too slow
-# all alike, it would not be found.
+# all alike, it would not be found, and the worst cell loses three hundredths.
 NONE_TURNS = 8
 
 
