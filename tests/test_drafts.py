@@ -334,12 +334,11 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
 
         verified = accepted = 0
 
-        def observe(
-            self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None
-        ):
-            if found_B is not None:  # rows that have kept all up to their ends; vLLM counts what comes behind, too
-                kept_B = np.where(kept_B >= found_B, draft_length, kept_B)
-            self.verified, self.accepted = self.verified + live, self.accepted + int(kept_B.sum())
+        def observe(self, step):
+            kept_B = step.kept_B
+            if step.found_B is not None:  # rows that have kept all up to their ends; vLLM counts what comes behind, too
+                kept_B = np.where(kept_B >= step.found_B, step.draft_length, kept_B)
+            self.verified, self.accepted = self.verified + step.live, self.accepted + int(kept_B.sum())
 
     paths = [resolve_path(f"asset:tiny/{name}") for name in ("policy", "eagle3")]
     model, shape = policy.load(paths[0])

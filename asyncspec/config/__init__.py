@@ -8,6 +8,7 @@ from asyncspec.config.schema import (
     MockConfig,
     OptimizerConfig,
     RLConfig,
+    SpeculationConfig,
     TrainerConfig,
     default_of,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "MockConfig",
     "OptimizerConfig",
     "RLConfig",
+    "SpeculationConfig",
     "TrainerConfig",
     "UserError",
     "default_of",

@@ -27,7 +27,7 @@ from asyncspec.engine.rows import Rows, Sample
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.calibration import calibration
-from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength
+from asyncspec.speculation.draft_length import LONGEST, AutoLength, FixedLength, Observation
 from asyncspec.speculation.drafter import Drafter, Slots
 from asyncspec.speculation.lookup_length import LookupLength
 from asyncspec.speculation.verify import sample, sampling_distribution, verify
@@ -271,7 +271,18 @@ class TorchEngine:
             missed_S[:B] = True
         if lengths.watches:
             usual = usual and early == (graphs and graphs.came_early)
-            lengths.observe(B, K, self._clock() - start, kept_B, run_B.copy(), found_B, usual, missed_S[:B], span)
+            lengths.observe(
+                Observation(
+                    live=B,
+                    draft_length=K,
+                    seconds=self._clock() - start,
+                    kept_B=kept_B,
+                    found_B=found_B,
+                    usual=usual,
+                    missed_B=missed_S[:B].copy(),
+                    span=span,
+                )
+            )
         run_B[:] = np.where(kept_B == K, run_B + K + 1, 0) if K else 0
         return self._retired(finished_B.nonzero()[0].tolist())
 

@@ -1,7 +1,7 @@
-"""How far lookups are to speculate: `draft_length.AutoLength` for proposals that may not be found, and that looking
-back can promise.
+"""How far lookups are to speculate: `AutoLength` for proposals that may not be found, and that hindsight can promise.
 
-Shape suffixes: those of draft_length.py.
+Shape suffixes: N steps, R tokens of responses, V verifications, K draft length from 1, J position of a proposal, M
+proposals found or kept from 0, E kinds of steps; [LONGEST + 1, ...] where K counts from 0.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
-from asyncspec.speculation.draft_length import AutoLength
-
-HINDSIGHT_PRIOR = 32.0  # proposals kept that what looking back promises counts for beside what verifications kept
-HINDSIGHT_WINDOW = 4096  # tokens of rollouts that were looked back at
-# row verifications, or steps, over which acceptance of lookups is remembered: it rises with the past
-LOOKUP_WINDOW, LOOKUP_STEPS = 1536, 96
+from asyncspec.speculation.draft_length import AutoLength, Observation, spans
+from asyncspec.speculation.emitted import PRIOR_ROWS, remembered
 
 
 class LookupLength(AutoLength):
     """For lookups, which may have found nothing.
 
-    What a k would bring is known in hindsight, also while nothing is looked up: the drafter tells what it would have
-    proposed in some of the finished rollouts, and from that follows how many verifications each k would have taken.
-    Where lookups are made, what they keep corrects it.
+    The drafter looks back at some of the finished rollouts and tells what it would have proposed there. From that
+    follows how many verifications each k would have taken, also while nothing is looked up. Where lookups are made,
+    what they keep corrects it.
     """
 
     def __init__(
@@ -38,17 +34,14 @@ class LookupLength(AutoLength):
             farther: as for `AutoLength`.
         """
         super().__init__(lives, seconds, None, farther)
-        self._packs = packs
-        # what was calibrated, by bucket; the table has by what each k's steps take more, or less
-        self._entries: dict[int, list[float]] = {}
-        # verifications of each k that would have had so many proposals
-        self._tokens, self._found_KM = 0.0, np.zeros((LONGEST + 1, LONGEST + 1))
-        self._to_find: dict[int, tuple[np.ndarray, ...]] = {}  # by bucket: what steps of each k find, see `_finds`
-        # share of verifications of each k that would keep so many proposals or more
-        self._promise_KJ = np.zeros((LONGEST + 1, LONGEST))
-        self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))  # the same, of those that would keep one fewer
-        # Rows that kept so many, and for each k those that kept one fewer and so were asked; forgotten over a window.
+        self.packs = packs
+        # Verifications of each k that would have found so many proposals, and kept so many.
+        self._found_KM, self._kept_KM = (np.zeros((LONGEST + 1, LONGEST + 1)) for _ in range(2))
+        # Share of verifications of each k that would keep proposal j, of those that would keep all before it.
+        self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))
+        # Rows that kept proposal j, and for each k those that kept all before it.
         self._kept_J, self._of_KJ = np.zeros(LONGEST), np.zeros((LONGEST + 1, LONGEST))
+        self._kinds: dict[int, tuple[np.ndarray, ...]] = {}  # by bucket, see `_kinds_of_steps`
 
     def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
         """Look back at a response.
@@ -57,8 +50,6 @@ class LookupLength(AutoLength):
             count_R: int64, how many proposals would have been found before each of its tokens, up to LONGEST.
             kept_R: int64, how many of them agree with what followed.
         """
-        forget = max(0.5, 1 - len(count_R) / HINDSIGHT_WINDOW)
-        self._tokens = self._tokens * forget + len(count_R)
         verified: list[int] = []  # where the verifications of each k would begin, one k after the other
         ends = [0]
         for k in range(1, LONGEST + 1):
@@ -67,116 +58,91 @@ class LookupLength(AutoLength):
                 verified.append(at)
                 at += jump[at]
             ends.append(len(verified))
-        k_V = np.repeat(range(1, LONGEST + 1), np.diff(ends))
-        kept_KJ = self._promise_KJ * self._found_KM.sum(1, keepdims=True) * forget + _at_least(
-            _table(k_V, kept_R[verified])
-        )
-        self._found_KM = self._found_KM * forget + _table(k_V, count_R[verified])
-        self._promise_KJ = kept_KJ / np.maximum(self._found_KM.sum(1, keepdims=True), 1e-9)
-        self._to_find.clear()
-        promise_KJ = self._promise_KJ
-        before_KJ = np.concatenate([np.ones((LONGEST + 1, 1)), promise_KJ[:, :-1]], 1)
-        self._expected_KJ = np.divide(promise_KJ, before_KJ, out=np.zeros_like(promise_KJ), where=before_KJ > 0)
+        k_V, left = np.repeat(range(1, LONGEST + 1), np.diff(ends)), remembered(len(count_R))
+        self._found_KM = self._found_KM * left + _table(k_V, count_R[verified])
+        self._kept_KM = self._kept_KM * left + _table(k_V, kept_R[verified])
+        came_KM = self._kept_KM[:, ::-1].cumsum(1)[:, ::-1]  # kept so many or more
+        before_KJ, kept_KJ = came_KM[:, :-1], came_KM[:, 1:]
+        self._expected_KJ = np.divide(kept_KJ, before_KJ, out=np.zeros_like(kept_KJ), where=before_KJ > 0)
+        self._kinds.clear()
 
     def _pays_alone(self) -> bool:
         return True  # there are no features
 
-    def _emitted(self) -> list[float]:
-        # Looking back compares the lengths over the same text, each from where its own verifications would end: what
-        # was kept while one of them was
-        # held tells less of the others. But it promises too much where rollouts copy from others that ended while they
-        # ran, most of all of long
-        # copies. So for each position it is corrected by what verifications kept; one that none has come to as the one
-        # before it.
+    def _tokens(self) -> np.ndarray:
+        # Hindsight compares the lengths over the same text. But it promises too much where rollouts copy from others
+        # that ended while they ran. So each position is corrected by what verifications kept; one that none has come to
+        # as the one before it.
         share, share_J = 1.0, []
         for kept, hoped in zip(self._kept_J.tolist(), (self._of_KJ * self._expected_KJ).sum(0).tolist()):
-            share = (HINDSIGHT_PRIOR * share + kept) / (HINDSIGHT_PRIOR + hoped)
+            share = (PRIOR_ROWS * share + kept) / (PRIOR_ROWS + hoped)
             share_J.append(share)
-        return (1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)).tolist()
+        return 1 + np.minimum(self._expected_KJ * share_J, 1.0).cumprod(1).sum(1)
 
-    def _costs(self, live: int) -> list[float]:
-        bucket = self._bucket(live)
-        share_EK, read_EK, widest_EK = self._finds(bucket, live)
-        lookups_K = (share_EK * self._step_s(bucket, read_EK, widest_EK, self._span)).sum(0)
-        seconds = [self._step_s(bucket, -1, 0, self._span), *lookups_K.tolist()]
-        return [s * self._drift[bucket] * more for s, more in zip(seconds, self._table[bucket])]
+    def _costs(self, live: int) -> np.ndarray:
+        share_EK, read_EK, widest_EK = self._kinds_of_steps(live)
+        lookups_K = (share_EK * self._seconds(live, read_EK, widest_EK, self._span)).sum(0)
+        cost_K = np.append(self._seconds(live, -1, 0, self._span), lookups_K)
+        return cost_K * self._times.corrections(self._times.bucket(live))
 
-    def _finds(self, bucket: int, live: int) -> tuple[np.ndarray, ...]:
-        """Kinds E of steps of k = 1..LONGEST: what share of them it is, how many proposals of a row are read in it on
+    def _kinds_of_steps(self, live: int) -> tuple[np.ndarray, ...]:
+        """Kinds of steps of k = 1..LONGEST: what share of them each is, how many proposals of a row are read in it on
         average, and of the row of which most are; float [E, K].
         """
-        if not self._tokens:
+        bucket = self._times.bucket(live)
+        if not self._found_KM.any():
             k_1K = np.arange(1.0, LONGEST + 1)[None]
             return np.ones_like(k_1K), k_1K, k_1K
-        if bucket not in self._to_find:
+        if bucket not in self._kinds:
             found_KM = self._found_KM[1:] / self._found_KM[1:].sum(1, keepdims=True)
             upto_KM = np.minimum(found_KM.cumsum(1), 1.0) ** live  # how often no row has found more
-            if self._packs:  # none of any row, or some
+            if self.packs:  # none of any row, or some
                 none_K = upto_KM[:, 0]
                 any_K, zeros_K = np.maximum(1 - none_K, 1e-9), np.zeros(LONGEST)
                 read_K, widest_K = found_KM @ np.arange(LONGEST + 1.0), (1 - upto_KM).sum(1)
-                self._to_find[bucket] = tuple(
-                    np.stack(pair)
-                    for pair in ((none_K, 1 - none_K), (zeros_K, read_K / any_K), (zeros_K, widest_K / any_K))
-                )
+                pairs = (none_K, 1 - none_K), (zeros_K, read_K / any_K), (zeros_K, widest_K / any_K)
+                self._kinds[bucket] = tuple(np.stack(pair) for pair in pairs)
             else:  # as many of each row as of the one that has found most
                 most_EK = np.repeat(np.arange(LONGEST + 1.0)[:, None], LONGEST, 1)
-                self._to_find[bucket] = np.diff(upto_KM, axis=1, prepend=0.0).T, most_EK, most_EK
-        return self._to_find[bucket]
+                self._kinds[bucket] = np.diff(upto_KM, axis=1, prepend=0.0).T, most_EK, most_EK
+        return self._kinds[bucket]
 
-    def _step_s(self, bucket: int, read, widest, span):
+    def _seconds(self, live: int, read, widest, span):
         """Seconds of a step as calibrated, or of several.
 
         Args:
             read: how many proposals of a row are verified, on average; 0: looked, and found none; -1: did not look.
             widest: of the row with most. All rows attend as if they had as many.
-            span: see `observe`.
+            span: see `Observation`.
         """
-        row, (each, usual) = self._entries[bucket], self._far[bucket]
-        calibrated = np.interp(read, range(-1, LONGEST + 1), [row[0], row[-1], *row[1:-1]])
-        attending = (widest + 1) * (usual if span is None else span) - (np.maximum(read, 0) + 1) * usual
-        return np.maximum(0.1 * calibrated, calibrated + each * row[LONGEST] * attending)
+        at = self._at(live)
+        calibrated = np.interp(read, range(-1, LONGEST + 1), at.second_E[[0, -1, *range(1, LONGEST + 1)]])
+        attending = (widest + 1) * (at.span if span is None else span) - (np.maximum(read, 0) + 1) * at.span
+        return np.maximum(0.1 * calibrated, calibrated + at.position_s * attending)
 
-    def _bucket(self, live: int) -> int:
-        bucket = super()._bucket(live)
-        if bucket not in self._entries:
-            self._entries[bucket], self._table[bucket] = self._table[bucket], [1.0] * (LONGEST + 1)
-            self._doubt[bucket] = np.eye(LONGEST + 1)
-        return bucket
+    def _learn_tokens(self, steps: Sequence[Observation]) -> None:
+        k, rows = steps[0].draft_length, steps[0].live
+        # Positions that are not tried forget, too: what they kept when the past was shorter says little of today's.
+        left = remembered(rows * self._passed)
+        self._kept_J *= left
+        self._of_KJ *= left
+        if k:
+            kept_M = np.bincount(np.concatenate([step.kept_B for step in steps]), minlength=LONGEST + 1)
+            came_M = kept_M[::-1].cumsum()[::-1]
+            self._kept_J += came_M[1:]
+            self._of_KJ[k, :k] += came_M[:k]
 
-    def _learn_from(self, draft_length, seconds, kept_NB, found_NB, usual, run_NB, span) -> None:
-        k, rows = draft_length[0], sum(len(kept_B) for kept_B in kept_NB)
-        window = max(LOOKUP_WINDOW, LOOKUP_STEPS * len(kept_NB[0]))
-        forget = max(0.5, 1 - rows * self._passed / len(seconds) / window)
-        # Of positions that are not tried, too: what they kept when the past was shorter says little of what is promised
-        # now.
-        self._kept_J *= forget
-        self._of_KJ *= forget
-        if k:
-            kept_J = _at_least(np.bincount(np.concatenate(kept_NB), minlength=LONGEST + 1))
-            self._kept_J += kept_J
-            self._of_KJ[k, :k] += np.append(rows, kept_J[:-1])[:k]
-        self._spent(k, seconds)
-        read_N, widest_N = np.full(len(seconds), -1), np.zeros(len(seconds))
-        if k:
-            widest_N = np.array([found_B.max() for found_B in found_NB])
-            read_N = np.array([found_B.sum() / len(found_B) for found_B in found_NB]) if self._packs else widest_N
-        over_N = np.array(seconds) / self._step_s(
-            self._bucket(self._live), read_N, widest_N, None if span[0] is None else np.array(span)
-        )
-        if any(usual):
-            self._took(k, over_N[list(usual)].tolist())
+    def _calibrated_seconds(self, steps: Sequence[Observation]) -> np.ndarray:
+        found = [step.found_B for step in steps]
+        if not steps[0].draft_length:
+            read_N, widest_N = np.full(len(steps), -1), np.zeros(len(steps))
+        else:
+            widest_N = np.array([found_B.max() for found_B in found])
+            read_N = np.array([found_B.mean() for found_B in found]) if self.packs else widest_N
+        return self._seconds(steps[0].live, read_N, widest_N, spans(steps))
 
 
 def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
-    """float [LONGEST + 1, LONGEST + 1]: for each k how often there were so many, k at most."""
-    return (
-        np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2)
-        .reshape(LONGEST + 1, -1)
-        .astype(float)
-    )
-
-
-def _at_least(count_M: np.ndarray) -> np.ndarray:
-    """Of how often there were 0..LONGEST, how often there were 1, 2, ... or more; along the last axis."""
-    return count_M[..., :0:-1].cumsum(-1)[..., ::-1]
+    """How often there were so many, k at most, for each k; float [LONGEST + 1, LONGEST + 1]."""
+    flat = np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2)
+    return flat.reshape(LONGEST + 1, -1).astype(float)
