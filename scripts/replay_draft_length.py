@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """What each part of the automatic draft length is worth: recorded engine steps are replayed with parts switched off.
 
-Records, once, what steps take and which proposals are kept, for every drafter and several numbers of live sequences,
+Records what steps take and which proposals are kept, for every drafter and several numbers of live sequences,
 with each draft length by turns. Then replays a chooser on a virtual clock, whose noise is the recorded one in the
 recorded order. A cell's score is tokens a second over those of the best fixed length, none included; what the chooser
 itself takes counts. Half the replays begin with a calibration that is wrong by an eighth.
 
-    scripts/replay_draft_length.py /tmp/steps.pkl                  record if there is no such file; then all parts
-    scripts/replay_draft_length.py /tmp/steps.pkl --only explorer  parts whose names have this word
+    scripts/replay_draft_length.py                  all parts
+    scripts/replay_draft_length.py --only explorer  parts whose names have this word
 
 Shape suffixes: B live rows, N recorded steps.
 """
@@ -15,7 +15,6 @@ Shape suffixes: B live rows, N recorded steps.
 from __future__ import annotations
 
 import argparse
-import pickle
 import sys
 import time
 from pathlib import Path
@@ -199,13 +198,10 @@ class Cell:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recording", type=Path, help="a pickle; only read what you have recorded yourself")
     parser.add_argument("--only", default="", metavar="WORD", help="parts whose names have this word")
     args = parser.parse_args()
-    if not args.recording.exists():
-        loads = Loads([])
-        args.recording.write_bytes(pickle.dumps([record(loads, m, live) for m in METHODS for live in LIVE]))
-    recordings = pickle.loads(args.recording.read_bytes())
+    loads = Loads([])
+    recordings = [record(loads, method, live) for method in METHODS for live in LIVE]
     cells = [Cell(r, [other for other in recordings if other["method"] == r["method"]]) for r in recordings]
     table = Table(title=f"{len(cells)} cells, over the best fixed length", title_justify="left")
     for column in ("switched off", "worst", "of", "median", "mean", "wrong calibration: worst", "median", "mean"):

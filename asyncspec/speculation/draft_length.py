@@ -22,7 +22,7 @@ from asyncspec.speculation.emitted import Emitted, Survival
 from asyncspec.speculation.explorer import Explorer
 from asyncspec.speculation.step_times import BLOCK, StepTimes
 
-# What removing a constant costs, here and beside it: docs/decisions/0007-draft-length-ablation.md
+# What removing a constant costs, here and beside it: docs/decisions/0003-draft-length-ablation.md
 # Lengths that are considered: of many alike the luckiest would seem the best. With five of them the worst cell loses.
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)
 # A choice holds for so long, or for a block of steps if that is longer. Choosing after each block costs a hundredth.
