@@ -4,7 +4,7 @@ tokens. Of the shipped policy, or of random weights of other sizes; rows stand w
 it what reading a dense policy's weights once takes.
 
     scripts/step_costs.py deployment.device=cuda
-    scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16 engine.compile=true
+    scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
         "overrides",
         nargs="*",
         metavar="field=value",
-        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example "
+        help="of deployment.device, engine.threads, model, sampling.max_response_tokens: for example "
         "deployment.device=cuda",
     )
     args = parser.parse_args()
@@ -79,7 +79,6 @@ def main() -> None:
         max_prompt_tokens=c.engine.max_prompt_tokens,
         max_response_tokens=c.sampling.max_response_tokens,
         draft_length=max(LENGTHS),
-        compile_layers=c.engine.compile,
         device=device,
         dtype=dtype,
     )

@@ -53,7 +53,6 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
         top_p=config.sampling.top_p,
         top_k=config.sampling.top_k,
         kv_at_swap=config.engine.kv_at_swap,
-        compile_layers=config.engine.compile,
         device=device,
         dtype=getattr(torch, config.model.dtype),
     )

@@ -5,7 +5,7 @@ chosen for each step; acceptance by position; where a step's time goes; and what
 would take to read a dense policy's weights once, as fast as the device's memory gives a gigabyte: with few sequences
 the least that a large policy's step can take. Then the same rollouts, from the first to the last token, through this
 engine, vLLM on the CPU and transformers' generate: same weights, prompts, temperature and threads, all in float32 (on a
-GPU, and in bfloat16, this engine alone), none of ours compiled.
+GPU, and in bfloat16, this engine alone).
 
 The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the
 variables ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line

@@ -107,7 +107,6 @@ class Loads:
             temperature=c.sampling.temperature,
             top_p=c.sampling.top_p,
             top_k=c.sampling.top_k,
-            compile_layers=c.engine.compile,
             device=self.device,
             dtype=getattr(torch, c.model.dtype),
         )

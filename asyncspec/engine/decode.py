@@ -20,10 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from asyncspec.engine.compiled import CompiledLayers, LayerWeights
 from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import KVCache, Place, Spans
-from asyncspec.engine.matrix import Matrix, slowed_by_mkl
+from asyncspec.engine.matrix import Matrix
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.numpy_cache import NumpyKVCache, NumpyPlace, Packed, make_cache
 from asyncspec.engine.workspace import PAD, LayerShape, Workspace, Workspaces
@@ -31,7 +30,6 @@ from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape, dtype_of
 
 LEAST_SCALE = 1e-9  # of a norm of heads, that goes into the weight before it
-COMPILED_TOKENS = 96  # up to which compiled layers are faster than eager ones with oneDNN's matrices
 
 
 def scale(norm) -> torch.Tensor:
@@ -201,18 +199,15 @@ class Mixture:
 class DecodeModel:
     """A policy over its own KV cache."""
 
-    def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device, compiled: bool = False) -> None:
+    def __init__(self, model, shape: PolicyShape, slots: int, positions: int, device) -> None:
         """
         Args:
             model: torchtitan's, see `models.policy.build`; computed in its parameters' dtype, float32 or bfloat16.
                 After they change call `reload`, and before the first pass.
             slots, positions: rows and length of the cache.
-            compiled: whether `compile` is to be called.
         """
         layers = layer_shape(shape, next(iter(model.layers.values())).attention.q_norm is not None)
-        self.cache = cache = (KVCache if compiled else make_cache)(
-            shape.n_layers, slots, positions, layers, device, dtype_of(model)
-        )
+        self.cache = cache = make_cache(shape.n_layers, slots, positions, layers, device, dtype_of(model))
         self.rope = RoPE.of(model)
         self.embedding, self._head = model.tok_embeddings.weight, model.lm_head
         self.arena = Arena()
@@ -221,11 +216,9 @@ class DecodeModel:
         self.layers = [
             DecodeLayer(layer, layers, index, cache, self.arena) for index, layer in enumerate(model.layers.values())
         ]
-        self.compiled: CompiledLayers | None = None
         self.graphs: Graphs | None = None
         # torch's grouped products wait for the host in float32.
         self._captures, self._rows = shape.experts is None or dtype_of(model) is torch.bfloat16, slots
-        self._compiled_tokens = COMPILED_TOKENS if slowed_by_mkl(str(device)) else slots * positions
 
     def reload(self) -> None:
         """Derive from the parameters anew what is derived from them."""
@@ -234,25 +227,6 @@ class DecodeModel:
         self.lm_head = Matrix(self._head.weight, self.arena)
         for layer in self.layers:
             layer.reload()
-        if self.compiled is not None:
-            self._weights = [layer.weights for layer in self.layers]
-
-    def compile(self, shape: PolicyShape) -> None:
-        """Use torch.compile for passes over few tokens; compiles at once. Call it after `reload`, while nothing is
-        live.
-
-        Raises:
-            ValueError: the policy is a mixture of experts, or the cache is not one that torch attends to.
-        """
-        if shape.experts is not None:
-            raise ValueError("layers with a mixture of experts are not compiled")
-        if not isinstance(self.cache, KVCache):
-            raise ValueError("a model that is to be compiled is made with compiled=True")
-        self.compiled, self._weights = (
-            CompiledLayers(shape, self.cache.positions, self.cache.kv.device.type),
-            [layer.weights for layer in self.layers],
-        )
-        self.compiled.prepare(self._weights, self.cache.flat)
 
     def launch_by(self, graphs: Graphs | None) -> None:
         """Launch passes over few tokens by these from now on, if they can be captured; None: kernel by kernel."""
@@ -260,12 +234,7 @@ class DecodeModel:
 
     def attends_at_once(self, tokens: int) -> bool:
         """Whether a pass over so many tokens attends over all rows as one group, however they are parted."""
-        return (
-            self.graphs is not None
-            and tokens <= TOKENS
-            or self.compiled is not None
-            and tokens <= self._compiled_tokens
-        )
+        return self.graphs is not None and tokens <= TOKENS
 
     @property
     def packs(self) -> bool:
@@ -319,19 +288,11 @@ class DecodeModel:
             token_BL, position_BL = token_BL.flatten()[at_T1], position_BL.flatten()[at_T1]
         (B, L), rotation, kept = token_BL.shape, self.rope.at(position_BL), []
         space = self.spaces(B, L)
-        if self.compiled is not None and first_row == 0 and len(spans) == 1 and B * L <= self._compiled_tokens:
-            x_TD = F.embedding(token_BL.flatten(), self.embedding)
-            pairs = torch.view_as_real(rotation[..., : self.rope.half].unsqueeze(1)).contiguous()
-            outputs = self.compiled(x_TD, self._weights, self.cache.flat, where.index, where.groups[0].mask, pairs)
-            inputs = [x_TD, *outputs]
-            kept = [inputs[index] for index in aux_layers if index < len(self.layers)]
-            space.x.tensor.copy_(outputs[-1])
-        else:
-            torch.index_select(self.embedding, 0, token_BL.flatten(), out=space.x.tensor)
-            for index, layer in enumerate(self.layers):
-                if index in aux_layers:
-                    kept.append(space.x.tensor.clone())
-                layer(space, where, rotation)
+        torch.index_select(self.embedding, 0, token_BL.flatten(), out=space.x.tensor)
+        for index, layer in enumerate(self.layers):
+            if index in aux_layers:
+                kept.append(space.x.tensor.clone())
+            layer(space, where, rotation)
         hidden_TD = self.norm(space)
         if len(self.layers) in aux_layers:
             kept.append(hidden_TD)
@@ -407,14 +368,6 @@ class DecodeLayer(Block):
         self.wqkv = Matrix(scaled(weight_GRHD, scale_GRHD).flatten(0, 2), self.arena)
         self.wo = Matrix(attention.wo.weight, self.arena)
         self.mlp.reload()
-
-    @property
-    def weights(self) -> LayerWeights:
-        """Of a dense layer."""
-        inverse_RH = self.head_norm and self.head_norm.inverse_RH
-        return LayerWeights(
-            self.wqkv.weight, inverse_RH, self.wo.weight, self.mlp.inward.weight, self.mlp.outward.weight
-        )
 
     def project(self, space: Workspace) -> None:
         if self.head_norm is None:

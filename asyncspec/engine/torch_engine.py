@@ -57,7 +57,6 @@ class TorchEngine:
         top_p: float = 1.0,
         top_k: int = 0,
         kv_at_swap: str = "keep",
-        compile_layers: bool = False,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -70,12 +69,10 @@ class TorchEngine:
                 "recompute" fills it again under the new weights.
             dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in
                 float32.
-            compile_layers: run steps over few tokens through torch.compile, see engine/compiled.py; compiled at the
-                first weights.
         """
         self.slots, self.shape = slots, shape
         self.settings = (temperature, top_p, top_k)
-        self.kv_at_swap, self.device, self._compile = kv_at_swap, device, compile_layers
+        self.kv_at_swap, self.device = kv_at_swap, device
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self.version = self.draft_version = -1
         self._longest = longest = (
@@ -85,7 +82,7 @@ class TorchEngine:
         self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
         # One row more than slots, for exchanging two; behind it rows for prompts.
         rows = slots + 1 + PROMPT_ROWS
-        self.decode = DecodeModel(self.model, shape, rows, positions, device, compile_layers)
+        self.decode = DecodeModel(self.model, shape, rows, positions, device)
         self.tokens = Slots(rows, positions, device)
         self.drafter = None if make_drafter is None else make_drafter(self.model, self.tokens, self.settings)
         self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
@@ -158,8 +155,6 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self.decode.reload()
-        if self._compile and self.decode.compiled is None:
-            self.decode.compile(self.shape)
         if self.drafter is not None:
             self.drafter.reload()
         self.version = version
