@@ -343,7 +343,7 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     encoder = tokenizer.load(paths[0])
     prompts = [encoder.encode(p.prompt).ids for p in sums(99, 400)]
     sampler = offline.Sampler(model, shape, offline.Training(), drafts.load("eagle3", paths[1], shape), 3)
-    sampler.engine.lengths = counting = Counting(3)
+    sampler.engine.use(counting := Counting(3))
     sampler(prompts, 7)
     done = subprocess.run(
         [python, str(ROOT / "scripts/compare/vllm_eagle3.py"), *map(str, paths), "3"],

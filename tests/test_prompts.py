@@ -22,4 +22,4 @@ def test_prompts_are_read_in_the_passes_that_cost_least(lengths, packs, pass_tok
     def ways(count):
         return [[first, *rest] for first in range(1, count + 1) for rest in ways(count - first)] if count else [[]]
 
-    assert cost(prompts.passes(lengths, packs, pass_tokens)) <= min(map(cost, ways(len(lengths)))) + 1e-6
+    assert cost(prompts.rows_of_passes(lengths, packs, pass_tokens)) <= min(map(cost, ways(len(lengths)))) + 1e-6

@@ -11,55 +11,31 @@ those of responses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
+from asyncspec.engine.backend import Target
 from asyncspec.engine.kv_cache import runs
-from asyncspec.speculation.drafter import Proposal, Slots
+from asyncspec.speculation.drafter import Drafter, Proposal, Slots
 
 _BASE = 6364136223846793005  # of hashes
 
 
-class _Lookup:
-    aux_layers: tuple[int, ...] = ()
-    remembers, looks_up = False, True
-    learn = None  # see `LookupLength.learn`
+class _Lookup(Drafter):
+    looks_up = True
     HINDSIGHT = 32  # one finished rollout in so many is looked back at
     STRETCH = 512  # tokens of it, at most
 
     def __init__(self, slots: Slots) -> None:
         self.slots, self._left = slots, 0
 
-    def enter(self, first_row: int, count: int) -> None:
-        pass
-
-    def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
-        pass
-
-    def prefill(self, first_row: int, count: int) -> None:
-        pass
-
-    def catch_up(self) -> None:
-        pass
-
-    def unread(self, count: int) -> int:
-        return 1
-
-    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        pass
-
-    def leave(self, row: int) -> None:
-        pass
-
-    def reload(self) -> None:
-        pass
-
-    def launch_by(self, graphs) -> None:
-        pass
+    @classmethod
+    def of(cls, target: Target) -> _Lookup:
+        return cls(target.slots)
 
     def _due(self) -> bool:
         """Whether to look back at the next of the finished rollouts."""
@@ -132,7 +108,6 @@ class SuffixDrafter(_Lookup):
     that collides proposes wrong tokens, which costs acceptance, not exactness.
     """
 
-    remembers = True
     ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
     RING = 1 << 20
     UNREMEMBERED = 64  # finished rollouts that wait at most
@@ -147,6 +122,7 @@ class SuffixDrafter(_Lookup):
         # the context's hash, the place after it
         self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)
         self.end = 1  # where the next rollout goes; place 0 means nothing
+        self._entered = 0  # sequences, whose number salts their seeds
         power = [1]
         for _ in range(longest - 1):
             power.append((power[-1] * _BASE) % (1 << 64))
@@ -158,16 +134,21 @@ class SuffixDrafter(_Lookup):
         # tokens, the prompt's hash, and how many are its; not remembered yet
         self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
-    def past(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """A copy of all it remembers, for `restore`."""
-        self._remember()
-        return self.ring.clone(), self.seen_T2.clone(), self.end
+    def state_dict(self) -> dict[str, torch.Tensor | int]:
+        """A copy of all it remembers."""
+        self.catch_up()
+        return {"ring": self.ring.clone(), "seen": self.seen_T2.clone(), "end": self.end, "entered": self._entered}
 
-    def restore(self, past: tuple[torch.Tensor, torch.Tensor, int]) -> None:
-        self.ring.copy_(past[0])
-        self.seen_T2.copy_(past[1])
-        self.end = past[2]
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
+        """Remember that, and nothing else."""
+        self.ring.copy_(state["ring"])
+        self.seen_T2.copy_(state["seen"])
+        self.end, self._entered = state["end"], state["entered"]
         self._finished.clear()
+
+    def seeds(self, seeds: Sequence[int]) -> list[int]:
+        first, self._entered = self._entered, self._entered + len(seeds)
+        return [hash((seed, first + i)) for i, seed in enumerate(seeds)]
 
     def enter(self, first_row: int, count: int) -> None:
         rows, slots = slice(first_row, first_row + count), self.slots
@@ -190,12 +171,9 @@ class SuffixDrafter(_Lookup):
             (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row]))
         )
         if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
-            self._remember()
+            self.catch_up()
 
     def catch_up(self) -> None:
-        self._remember()
-
-    def _remember(self) -> None:
         """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of
         an engine step.
         """
@@ -226,7 +204,7 @@ class SuffixDrafter(_Lookup):
         self.end += len(token_T)
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        self._remember()
+        self.catch_up()
         slots, length_B = self.slots, self.slots.length_S[:count]
         window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - self._back_N).clamp_(min=0))
         key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)

@@ -12,28 +12,28 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from asyncspec.engine.backend import Target
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.protocol import Request
-from asyncspec.speculation.drafter import Drafter, Slots
+from asyncspec.speculation.drafter import Drafter
 from asyncspec.speculation.verify import sampling_distribution
 
 PREFILL_CHUNK = 512  # positions read in one pass
 PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
 READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
-PASS_TOKENS, GPU_PASS_TOKENS = 48, 2048  # a further pass over prompts costs what so many tokens cost
 GRAPH_STEP = 16  # to multiples of so many positions prompts are padded where passes are graphs
 ATTENDED_TOKEN = 512  # positions that padding attends to cost what a token costs
 
 
 class PromptReader:
-    def __init__(self, decode: DecodeModel, tokens: Slots, drafter: Drafter | None, settings, first_row: int) -> None:
+    def __init__(self, decode: DecodeModel, target: Target, drafter: Drafter | None, first_row: int) -> None:
         """
         Args:
-            settings: temperature, top_p, top_k.
             first_row: of the `PROMPT_ROWS` rows for prompts.
         """
-        self.decode, self.tokens, self.drafter, self.settings = decode, tokens, drafter, settings
+        self.decode, self.drafter = decode, drafter
+        _, self.tokens, self.sampling, self.backend = target
         self.first_row, self.aux_layers = first_row, () if drafter is None else drafter.aux_layers
         self.forget()
 
@@ -74,12 +74,12 @@ class PromptReader:
                 ahead[id(request)] = request
         requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
         logits, read = [], 0
-        pass_tokens = PASS_TOKENS if self.tokens.device.type == "cpu" else GPU_PASS_TOKENS
-        for count in passes([len(request.prompt) for request in requests], self.decode.packs, pass_tokens):
+        lengths = [len(request.prompt) for request in requests]
+        for count in rows_of_passes(lengths, self.backend.packs, self.backend.pass_tokens):
             prompts = [request.prompt for request in requests[read : read + count]]
             logits.append(self._read_alike(self.first_row + read, prompts, drafting))
             read += count
-        self._p_UV = sampling_distribution(torch.cat(logits), *self.settings)
+        self._p_UV = sampling_distribution(torch.cat(logits), self.sampling)
         self._index, self._requests = {id(request): i for i, request in enumerate(requests)}, tuple(requests)
         return total
 
@@ -111,7 +111,7 @@ class PromptReader:
             position_UL = self.tokens.index_P[start : start + L].expand(U, -1)
             last_U, packed = (length_U - 1 - start).clamp(0, L - 1), None
             index_U = torch.arange(U, device=last_U.device) * L + last_U
-            if self.decode.packs:
+            if self.backend.packs:
                 _, packed, of_UL = packing(last_U.numpy() + 1, L)
                 if packed is not None:
                     index_U = torch.from_numpy(of_UL[np.arange(U), last_U])
@@ -128,7 +128,7 @@ class PromptReader:
         return self.decode.logits(hidden_UD) if wanted else None
 
 
-def passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
+def rows_of_passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
     """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where
     a pass `packs`, against the cost of another pass, in tokens.
     """

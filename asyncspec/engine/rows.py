@@ -57,7 +57,7 @@ class Rows:
         self.logprob_SP = state(slots + 1, tokens.positions, dtype=torch.float32)
         self.version_SP = state(slots + 1, tokens.positions, dtype=torch.int32)
         self.missed_S = np.zeros(slots + 1, dtype=bool)  # rows of which some features were not kept for the draft
-        self.run_S = np.zeros(slots + 1, dtype=np.int64)  # tokens since the last rejection, while proposals are made
+        self.streak_S = np.zeros(slots + 1, dtype=np.int64)  # tokens since the last rejection, while proposals are made
         self.counter_S3 = np.zeros((slots + 1, 3), dtype=np.int64)  # on the host: verifications, proposed, accepted
         # Verifications that came to j proposals, and that accepted j.
         self.reached_SJ, self.accepted_SJ = (np.zeros((slots + 1, longest + 1), dtype=np.int64) for _ in range(2))
@@ -140,18 +140,18 @@ class Rows:
         self.samples[row] = None
         self._free.append(row)
         return Completion(
-            sample.request.request_id,
-            sample.number,
-            response,
-            logprob_P[start:end].clone(),
-            version_P[start:end].clone(),
-            int(response[-1]) not in self.eos_token_ids,
-            verifications,
-            proposed,
-            accepted,
-            sample.started_at,
-            at_least(self.reached_SJ[row]),
-            at_least(self.accepted_SJ[row]),
+            request_id=sample.request.request_id,
+            sample=sample.number,
+            tokens=response,
+            logprobs=logprob_P[start:end].clone(),
+            versions=version_P[start:end].clone(),
+            truncated=int(response[-1]) not in self.eos_token_ids,
+            verifications=verifications,
+            proposed=proposed,
+            accepted=accepted,
+            started_at=sample.started_at,
+            reached_at=at_least(self.reached_SJ[row]),
+            accepted_at=at_least(self.accepted_SJ[row]),
         )
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Rows:
             self.reached_SJ,
             self.accepted_SJ,
             self.missed_S,
-            self.run_S,
+            self.streak_S,
         ):
             tensor[target] = tensor[source]
 

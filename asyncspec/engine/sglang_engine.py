@@ -196,17 +196,17 @@ class SglangEngine(QueueingEngine):
             f"nobody else may change its weights",
         )
         return Completion(
-            sample.request.request_id,
-            sample.sample,
-            torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]),
-            torch.tensor(versions, dtype=torch.int32),
+            request_id=sample.request.request_id,
+            sample=sample.sample,
+            tokens=torch.tensor(tokens, dtype=torch.int32),
+            logprobs=torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]),
+            versions=torch.tensor(versions, dtype=torch.int32),
             # It may stop at tokens of its own too, those of the model's generation_config.json.
-            reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
-            meta.spec_verify_ct if self._drafting else len(tokens) - 1,
-            meta.spec_num_proposed_drafts,
-            meta.spec_num_correct_drafts,
-            sample.started_at,
+            truncated=reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
+            verifications=meta.spec_verify_ct if self._drafting else len(tokens) - 1,
+            proposed=meta.spec_num_proposed_drafts,
+            accepted=meta.spec_num_correct_drafts,
+            started_at=sample.started_at,
         )
 
 

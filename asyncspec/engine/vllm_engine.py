@@ -280,7 +280,7 @@ class VllmEngine(QueueingEngine):
             raise RuntimeError(
                 f"vLLM ended request {sample.request.request_id}, sample {sample.sample}: {part.finish_reason}"
             )
-        verifications, proposed, accepted, by_position = sample.steps - 1, 0, 0, ()
+        verifications, proposed, accepted, reached_at, accepted_at = sample.steps - 1, 0, 0, (), ()
         if (metrics := part.spec_decode_metrics) is not None and metrics.per_step_drafted:
             offered_N, accepted_N = np.array(metrics.per_step_drafted), np.array(metrics.per_step_accepted)
             proposed, emitted_N = metrics.num_draft_tokens, accepted_N + 1
@@ -289,17 +289,19 @@ class VllmEngine(QueueingEngine):
             emitted_N[-1] = max(0, emitted_N[-1] - (accepted_N.sum() + verifications - (len(sample.tokens) - 1)))
             accepted_N = np.minimum(accepted_N, emitted_N)
             accepted = int(accepted_N.sum())
-            by_position = (at_least(np.bincount(np.minimum(offered_N, emitted_N))), at_least(np.bincount(accepted_N)))
+            reached_at = at_least(np.bincount(np.minimum(offered_N, emitted_N)))
+            accepted_at = at_least(np.bincount(accepted_N))
         return Completion(
-            sample.request.request_id,
-            sample.sample,
-            torch.tensor(sample.tokens, dtype=torch.int32),
-            torch.tensor(sample.logprobs),
-            torch.tensor(sample.versions, dtype=torch.int32),
-            sample.tokens[-1] not in self.shape.eos_token_ids,
-            verifications,
-            proposed,
-            accepted,
-            sample.started_at,
-            *by_position,
+            request_id=sample.request.request_id,
+            sample=sample.sample,
+            tokens=torch.tensor(sample.tokens, dtype=torch.int32),
+            logprobs=torch.tensor(sample.logprobs),
+            versions=torch.tensor(sample.versions, dtype=torch.int32),
+            truncated=sample.tokens[-1] not in self.shape.eos_token_ids,
+            verifications=verifications,
+            proposed=proposed,
+            accepted=accepted,
+            started_at=sample.started_at,
+            reached_at=reached_at,
+            accepted_at=accepted_at,
         )
