@@ -281,9 +281,5 @@ def test_the_rows_of_a_calibration_are_where_it_says_that_they_are(
         for live, k in itertools.product((1, 4, 16), (0, 3, 15)):
             calibrator.lay_out(live, 0)
             engine.arrange(live, k + 1)
-            assert chooser._share_attended(live, k, engine._attended(live)) == pytest.approx(1.0)
+            assert chooser._share_attended(live, k, engine.tokens.attended(live)) == pytest.approx(1.0)
         assert len(engine.tokens.ends) > 1
-    assert (
-        make(small_shape, copy.deepcopy(small_policy), copy.deepcopy(contrary_draft), dtype=torch.bfloat16)._attended
-        is None
-    )

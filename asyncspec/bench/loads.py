@@ -88,8 +88,6 @@ class Loads:
         return engine
 
     def _set(self, engine: TorchEngine, key: tuple[str, int], draft_length: int | str) -> None:
-        if engine.drafter is None:
-            return
         engine.drafter.catch_up()
         engine.use(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
         if isinstance(engine.drafter, SuffixDrafter):
@@ -181,5 +179,5 @@ class Loads:
                 "tokens_per_s": tokens[i] / seconds[i],
                 "step_ms": 1e3 * seconds[i] / steps[i],
             }
-            results.append(result | (accepted(done[i]) if engine.drafter is not None else {}))
+            results.append(result | accepted(done[i]))
         return results

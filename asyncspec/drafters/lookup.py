@@ -50,17 +50,27 @@ class _Lookup(Drafter):
         start += self._left * 7919 % (more + 1)
         return slice(start, min(end, start + self.STRETCH))
 
+    def _tell(self, token_T, at_R, draft_RK, count_R) -> None:
+        """Tell what would have been proposed at these places of a rollout."""
+        index_K = self.slots.index_P[:LONGEST]
+        token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
+        kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
+        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy())
+
 
 class NGramDrafter(_Lookup):
     """Prompt lookup (Saxena 2023): the most recent place in the row's own tokens that matches its last ones longest."""
 
     MATCHES = (2, 3, 4)  # tokens, least to most
+    AT_ONCE = 64  # places of a rollout that are looked back at together
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        slots = self.slots
-        span = int(slots.length[:count].max())
-        length_B1 = slots.length_S[:count].unsqueeze(1)
-        token_BP = slots.token_SP[:count, :span]
+        slots, span = self.slots, int(self.slots.length[:count].max())
+        return Proposal(*self._found(slots.token_SP[:count, :span], slots.length_S[:count], draft_length))
+
+    def _found(self, token_BP, length_B, draft_length: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        """A proposal for rows of tokens, so many of each."""
+        length_B1, index_P, span = length_B.unsqueeze(1), self.slots.index_P, token_BP.shape[1]
         # match_BP: how many tokens that end at each position equal the row's last ones.
         equal_BP = token_BP == token_BP.gather(1, length_B1 - 1)
         match_BP = equal_BP.to(torch.int64)
@@ -69,33 +79,24 @@ class NGramDrafter(_Lookup):
             equal_BP = equal_BP[:, 1:] & (token_BP[:, : span - back] == last_B1)
             match_BP[:, back:] += equal_BP
         # Longest match first, then the most recent; not the end itself.
-        key_BP = (match_BP * span + slots.index_P[:span]).masked_fill_(slots.index_P[:span] >= length_B1 - 1, 0)
+        key_BP = (match_BP * span + index_P[:span]).masked_fill_(index_P[:span] >= length_B1 - 1, 0)
         best_B = key_BP.amax(1)
         found_B, at_B = best_B // span >= self.MATCHES[0], best_B % span
-        index_BK = at_B.unsqueeze(1) + 1 + slots.index_P[:draft_length]
-        draft_BK = token_BP.gather(1, index_BK.clamp(max=span - 1))
-        count_B = torch.where(found_B, (length_B1.squeeze(1) - 1 - at_B).clamp(max=draft_length), 0)
-        return Proposal(draft_BK, None, count_B)
+        draft_BK = token_BP.gather(1, (at_B.unsqueeze(1) + 1 + index_P[:draft_length]).clamp(max=span - 1))
+        return draft_BK, None, torch.where(found_B, (length_B - 1 - at_B).clamp(max=draft_length), 0)
 
     def leave(self, row: int) -> None:
         if not self._due():
             return
-        token_T = self.slots.token_SP[row, : int(self.slots.length[row])].cpu().numpy()
-        T, first = len(token_T), int(self.slots.prompt_S[row]) + 1  # the first token of a response is never proposed
-        at_T, key_T = np.full(T, -1), np.zeros(T, dtype=np.int64)
-        for order in range(1, self.MATCHES[-1] + 1):
-            key_T[order - 1 :] += (token_T[: T - order + 1] + 1) * (_BASE**order % (1 << 61))  # overflows as a hash may
-            if order in self.MATCHES and T > order:
-                # Where the same tokens ended before: the last place of the same key.
-                sorted_T = key_T[order - 1 :].argsort(kind="stable") + order - 1
-                same = key_T[sorted_T[1:]] == key_T[sorted_T[:-1]]
-                at_T[sorted_T[1:][same]] = sorted_T[:-1][same]
-        last_R, index_K = np.arange(T)[self._stretch(first - 1, T - 1)], np.arange(LONGEST)
-        count_R = np.where(at_T[last_R] >= 0, np.minimum(last_R - at_T[last_R], LONGEST), 0)
-        draft_RK = token_T[np.minimum(at_T[last_R, None] + 1 + index_K, T - 1)]
-        token_RK = np.append(token_T, [-1] * LONGEST)[last_R[:, None] + 1 + index_K]
-        kept_R = ((draft_RK == token_RK) & (index_K < count_R[:, None])).cumprod(1).sum(1)
-        self.learn(count_R, kept_R)
+        token_T = self.slots.token_SP[row, : int(self.slots.length[row])]
+        # The first token of a response is never proposed.
+        at_R = torch.arange(len(token_T), device=token_T.device)[
+            self._stretch(int(self.slots.prompt_S[row]) + 1, len(token_T))
+        ]
+        found = [self._found(token_T.expand(len(some), -1), some, LONGEST) for some in at_R.split(self.AT_ONCE)]
+        if found:
+            draft_RK, _, count_R = zip(*found)
+            self._tell(token_T, at_R, torch.cat(draft_RK), torch.cat(count_R))
 
 
 class SuffixDrafter(_Lookup):
@@ -195,7 +196,7 @@ class SuffixDrafter(_Lookup):
         if look_back:
             # The response without its first token, which is never proposed, and without the end mark.
             here = self._stretch(1, int(lengths[0]) - prompts[0] - 1)
-            self._look_back(token_T, at_R[here], key_RN[here], valid_RN[here])
+            self._tell(token_T, at_R[here], *self._found(key_RN[here], valid_RN[here], LONGEST))
         if self.end + len(token_T) > self.RING:
             self.end = 1
         self.ring[self.end : self.end + len(token_T)] = token_T
@@ -219,14 +220,6 @@ class SuffixDrafter(_Lookup):
         draft_BK = self.ring[place_B.unsqueeze(1) + self.slots.index_P[:draft_length]]
         follows_BK = (draft_BK >= 0).cumprod(1) * (rank_B > 0).unsqueeze(1)
         return draft_BK, follows_BK.sum(1)
-
-    def _look_back(self, token_T, at_R, key_RN, valid_RN) -> None:
-        """What would have been proposed at these places of a rollout."""
-        index_K = self.slots.index_P[:LONGEST]
-        draft_RK, count_R = self._found(key_RN, valid_RN, LONGEST)
-        token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
-        kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
-        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy())
 
     def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
         """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.

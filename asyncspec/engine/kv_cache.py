@@ -134,7 +134,9 @@ class KVCache:
     def _attended(self, layer: int, q: torch.Tensor, group: RowGroup) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]
         if q.dtype is not torch.float32:
-            return narrow_attention(q, keys.transpose(1, 2), values, group.mask)
+            # As a single head each, which torch's fast kernels want; its scores are in float32.
+            q, keys, values, mask = (t.unsqueeze(1) for t in (q, keys.transpose(1, 2), values, group.mask))
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0).squeeze(1)
         weight = torch.baddbmm(group.mask, q, keys).softmax(-1)
         return torch.bmm(weight, values)
 
@@ -142,18 +144,6 @@ class KVCache:
         """Fill each of these rows with the first `length` positions of its source."""
         for source, copies in runs(sources, rows):
             self.kv[:, copies, :, :length] = self.kv[:, source, None, :, :length]
-
-
-def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention in bfloat16 whose scores are in float32 all the same.
-
-    Args:
-        q, keys, values: [rows, queries or span, H]; what attention is scaled by is in q.
-        mask: [rows, queries, span], 0 or -inf.
-    """
-    # As a single head each, which torch's fast kernels want.
-    q, keys, values, mask = (tensor.unsqueeze(1) for tensor in (q, keys, values, mask))
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0).squeeze(1)
 
 
 def runs(sources: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, slice]]:

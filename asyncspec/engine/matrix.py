@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_info
 
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.workspace import Buffer, Workspace
@@ -24,7 +23,6 @@ LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
 # pack them
 UNPACKED = 1_000_000
 LEAST_PIECE = 32  # tokens, from which on a product in such pieces is faster: each is a call more
-AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
 
 
 class Matrix:
@@ -116,7 +114,7 @@ class Derived(Arena):
         weight_OI = self.keep(weight_OI.detach())
         if weight_OI.dtype is not torch.float32 or not slowed_by_mkl(weight_OI.device.type):
             return Matrix(weight_OI)
-        if numpy_uses_avx512() and weight_OI.numel() < LARGE:
+        if weight_OI.numel() < LARGE:
             return NumpyMatrix(weight_OI, self)
         return OneDnnMatrix(weight_OI)
 
@@ -136,15 +134,3 @@ def slowed_by_mkl(device: str) -> bool:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-@lru_cache
-def numpy_uses_avx512() -> bool:
-    """Whether numpy's BLAS does; which kernels it takes is settled when it is loaded, and OPENBLAS_CORETYPE can settle
-    it otherwise.
-    """
-    return any(
-        library.get("architecture") in AVX512_KERNELS
-        for library in threadpool_info()
-        if library["internal_api"] == "openblas"
-    )

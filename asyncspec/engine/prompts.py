@@ -27,14 +27,14 @@ ATTENDED_TOKEN = 512  # positions that padding attends to cost what a token cost
 
 
 class PromptReader:
-    def __init__(self, decode: DecodeModel, target: Target, drafter: Drafter | None, first_row: int) -> None:
+    def __init__(self, decode: DecodeModel, target: Target, drafter: Drafter, first_row: int) -> None:
         """
         Args:
             first_row: of the `PROMPT_ROWS` rows for prompts.
         """
         self.decode, self.drafter = decode, drafter
         _, self.tokens, self.sampling, self.backend = target
-        self.first_row, self.aux_layers = first_row, () if drafter is None else drafter.aux_layers
+        self.first_row, self.aux_layers = first_row, drafter.aux_layers
         self.forget()
 
     def forget(self) -> None:
@@ -93,8 +93,7 @@ class PromptReader:
         tokens.token_SP[rows, :longest] = token_UL
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_U
         tokens.refresh(rows.stop)
-        if self.drafter is not None:
-            self.drafter.enter(first_row, len(prompts))
+        self.drafter.enter(first_row, len(prompts))
         logits_UV = self.fill(first_row, token_UL, length_U, True)
         if drafting:
             self.drafter.prefill(first_row, len(prompts))
@@ -118,8 +117,7 @@ class PromptReader:
             hidden_ULD, features_ULD = self.decode.hidden_states(
                 first_row, chunk_UL, position_UL, [(U, start + L)], self.aux_layers, packed
             )
-            if self.drafter is not None:
-                self.drafter.observe(first_row, features_ULD, position_UL, packed)
+            self.drafter.observe(first_row, features_ULD, position_UL, packed)
             if wanted:
                 here_UD = hidden_ULD.flatten(0, 1)[index_U]
                 hidden_UD = (

@@ -9,7 +9,6 @@ Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -23,18 +22,18 @@ from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
-from asyncspec.engine.protocol import Completion, Request, check_request
-from asyncspec.engine.rows import Rows, Sample
+from asyncspec.engine.protocol import Completion, QueueingEngine, Sample
+from asyncspec.engine.rows import Rows
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
-from asyncspec.speculation.drafter import Drafter, Proposal, Slots
+from asyncspec.speculation.drafter import Drafter, NoDrafter, Proposal, Slots
 from asyncspec.speculation.verify import AS_IS, Sampling, sample, sampling_distribution, verify
 
 PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
 
 
-class TorchEngine:
+class TorchEngine(QueueingEngine):
     def __init__(
         self,
         shape: PolicyShape,
@@ -59,8 +58,8 @@ class TorchEngine:
             dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in
                 float32.
         """
-        self.slots, self.shape, self.kv_at_swap, self.sampling = slots, shape, kv_at_swap, sampling
-        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        super().__init__(shape, slots, max_prompt_tokens, max_response_tokens)
+        self.kv_at_swap, self.sampling = kv_at_swap, sampling
         self.version = self.draft_version = -1
         auto = draft_length == "auto" and make_drafter is not None
         self._longest = longest = LONGEST if auto else 0 if make_drafter is None else int(draft_length)
@@ -71,48 +70,30 @@ class TorchEngine:
         self.backend, self.tokens = backend_for(device, dtype), Slots(rows, positions, device)
         self.decode = DecodeModel(self.model, shape, rows, positions, self.backend)
         target = Target(self.model, self.tokens, sampling, self.backend)
-        self.drafter = None if make_drafter is None else make_drafter(target)
-        self.aux_layers = () if self.drafter is None else self.drafter.aux_layers
+        self.drafter = NoDrafter() if make_drafter is None else make_drafter(target)
+        self.aux_layers = self.drafter.aux_layers
         # chooses the draft length of each step; None: made by a calibration before the first
         self.chooser = None if auto else FixedLength(longest)
-        # Where rows do not pack they are attended to at once or in groups, as the width of a step has it, or what that
-        # costs was not tried.
-        self._attended = self.tokens.attended if self.backend.packs else None
         self._prompts = PromptReader(self.decode, target, self.drafter, slots + 1)
         self._drafting = longest > 0
         self._keeping = True  # features for the draft
         self.rows = Rows(shape, slots, self.tokens, longest, self._copy)
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
-        self._queue: deque[Sample] = deque()
         self.launch_by(Graphs.of(slots, device))
 
     @property
     def live(self) -> int:
         return self.rows.live
 
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
         return dict((self.model if kind == "policy" else self.drafter.draft).named_parameters())
-
-    def submit(self, request: Request) -> None:
-        """Queue all samples of a prompt.
-
-        Raises:
-            ValueError: see `check_request`.
-        """
-        check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
-        self._queue.extend(Sample(request, i) for i in range(len(request.seeds)))
 
     def use(self, chooser) -> None:
         """Choose draft lengths by this from now on: `FixedLength`, or what a `Calibrator` made; None: calibrate before
         the next step.
         """
         self.chooser = chooser
-        if self.drafter is not None:
-            self.drafter.learn = getattr(chooser, "learn", None)
+        self.drafter.learn = getattr(chooser, "learn", None)
 
     def abandon(self) -> None:
         """Forget all sequences, waiting and live; nothing comes of them."""
@@ -136,8 +117,7 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self.decode.reload()
-        if self.drafter is not None:
-            self.drafter.reload()
+        self.drafter.reload()
         self.version = version
         self._prompts.forget()
         if self.kv_at_swap == "recompute" and self.live:
@@ -148,8 +128,7 @@ class TorchEngine:
             self._prompts.fill(
                 0, self.tokens.token_SP[: self.live, : longest - 1], self.tokens.length_S[: self.live] - 1
             )
-            if self.drafter is not None:
-                self.drafter.catch_up()
+            self.drafter.catch_up()
             self.rows.missed_S[: self.live] = False
 
     @torch.no_grad()
@@ -163,8 +142,7 @@ class TorchEngine:
     def launch_by(self, graphs: Graphs | None) -> None:
         """Launch passes over few tokens, the policy's and the draft's, by these from now on; None: kernel by kernel."""
         self.decode.launch_by(graphs)
-        if self.drafter is not None:
-            self.drafter.launch_by(graphs)
+        self.drafter.launch_by(graphs)
 
     def _admit(self) -> list[Completion]:
         """Give free slots to waiting sequences."""
@@ -192,9 +170,7 @@ class TorchEngine:
         tokens.token_SP[row_B, :longest] = tokens.token_SP[source_B, :longest]
         tokens.prompt_S[row_B], tokens.length_S[row_B] = length_B, length_B + 1
         state.limit_S[row_B] = limit_B
-        seeds = [s.request.seeds[s.number] for s in new]
-        if self.drafter is not None:
-            seeds = self.drafter.seeds(seeds)
+        seeds = self.drafter.seeds([s.request.seeds[s.number] for s in new])
         needed = max(limits) + self._longest  # a draft may lead beyond the limit
         uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(tokens.device)
         state.uniform_SPR[row_B, :needed] = uniform_BPR
@@ -210,12 +186,8 @@ class TorchEngine:
 
     def _step(self) -> list[Completion]:
         B = self.live
-        if self.drafter is None:
-            self.arrange(B, 1)
-            _, finished_B, _ = self.advance(B, 0)
-            return self._retired(finished_B.nonzero()[0].tolist())
         chooser, missed_S, streak_B = self.chooser, self.rows.missed_S, self.rows.streak_S[:B]
-        K = chooser.choose(B, missed_S, self._attended)
+        K = chooser.choose(B, missed_S, self.tokens.attended)
         self._drafting = K > 0
         self._keeping = K > 0 or chooser.keeps or not self.aux_layers
         if K:  # not this step's own work
@@ -226,7 +198,7 @@ class TorchEngine:
         # usually costs.
         usual, graphs = K == 0 or self.drafter.behind(B) <= LONGEST + 1, self.decode.graphs
         early = graphs and graphs.came_early
-        span = self._attended(B) if chooser.watches and self._attended else None
+        span = self.tokens.attended(B) if chooser.watches else None
         kept_B, finished_B, found_B = self.advance(B, K)
         if not self._keeping:
             missed_S[:B] = True
@@ -274,7 +246,7 @@ class TorchEngine:
         before_B = tokens.length[:B].copy()
         finished_B = rows.commit(token_BJ, p_BJV, count_B, self.version).cpu().numpy()
         tokens.refresh(B)
-        if self.drafter is not None and self._keeping:
+        if self._keeping:
             self.drafter.observe(0, *observed)
         rows.counter_S3[:B, 0] += 1
         if not K:
@@ -332,9 +304,8 @@ class TorchEngine:
     def _retired(self, rows: list[int]) -> list[Completion]:
         """Hand out what finished in these rows."""
         done = self.rows.retire(rows)
-        if self.drafter is not None:
-            for row in rows:
-                self.drafter.leave(row)
+        for row in rows:
+            self.drafter.leave(row)
         return done
 
     def arrange(self, live: int, width: int) -> None:
@@ -349,8 +320,6 @@ class TorchEngine:
         While features are not kept those there are would not serve: a copy costs as much as a hundredth of a step.
         """
         self.decode.cache.copy(sources, rows, length)
-        if self.drafter is None:
-            return
         if self._keeping:
             self.drafter.copy(sources, rows)
         else:

@@ -136,3 +136,10 @@ class Drafter(ABC):
 
     def launch_by(self, graphs: Callable[..., Sequence[torch.Tensor]] | None) -> None:
         """Launch passes by these (`engine.graphs.Graphs`) from now on; None: kernel by kernel."""
+
+
+class NoDrafter(Drafter):
+    """For an engine that does not speculate."""
+
+    def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
+        raise ValueError(f"draft_length={draft_length}: expected 0 without a drafter")
