@@ -33,7 +33,8 @@ def engine_of(shape, policy, make_drafter, slots=64, k=3, sampling=AS_IS, **opti
     engine = TorchEngine(
         shape, make_drafter, slots=slots, max_prompt_tokens=8, max_response_tokens=40, sampling=sampling, **options
     )
-    engine.use(RandomLength() if k == "random" else None if k == "auto" else FixedLength(k))
+    if make_drafter is not None:
+        engine.use(RandomLength() if k == "random" else None if k == "auto" else FixedLength(k))
     engine.load_policy(dict(policy.named_parameters()), 0)
     return engine
 

@@ -66,7 +66,7 @@ def test_a_proposal_of_numba_has_the_distributions_it_was_drawn_from():
                 logits_U.copy(),
                 np.float32(0.8),
                 np.float32(uniform),
-                np.empty(0, np.int64),
+                np.arange(50),
                 q_V,
                 np.empty(50, np.int32),
             )

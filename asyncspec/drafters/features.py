@@ -78,16 +78,11 @@ class DecodeFeatures(ABC):
     def to_numba(self, embedding_VD: torch.Tensor) -> numba_draft.Weights:
         """The weights of a dense draft, as numba takes them."""
         layer = self.layer
-        return numba_draft.Weights(
-            embedding_VD=embedding_VD.detach().numpy(),
-            wqkv=layer.wqkv.to_numpy(),
-            wo_AD=layer.wo.to_numpy(),
-            inward_DF=layer.mlp.inward.to_numpy(),
-            outward_FD=layer.mlp.outward.to_numpy(),
-            head_DU=self.lm_head.to_numpy(),
-            turn_PH2=self.rope.to_numpy(),
-            **self.own_weights(),
-        ).contiguous()
+        matrices = (layer.wqkv, layer.wo, layer.mlp.inward, layer.mlp.outward, self.lm_head)
+        arrays = [embedding_VD.detach().numpy(), *(matrix.to_numpy() for matrix in matrices), self.rope.to_numpy()]
+        own = {"token_U": np.arange(len(embedding_VD)), **self.own_weights()}
+        own = {name: np.ascontiguousarray(array) for name, array in own.items()}
+        return numba_draft.Weights(*(np.ascontiguousarray(array) for array in arrays), **own)
 
 
 class FeatureDrafter(Drafter):

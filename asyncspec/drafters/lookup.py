@@ -66,9 +66,10 @@ class NGramDrafter(_Lookup):
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         slots, span = self.slots, int(self.slots.length[:count].max())
-        return Proposal(*self._found(slots.token_SP[:count, :span], slots.length_S[:count], draft_length))
+        draft_BK, count_B = self._found(slots.token_SP[:count, :span], slots.length_S[:count], draft_length)
+        return Proposal(draft_BK, None, count_B)
 
-    def _found(self, token_BP, length_B, draft_length: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def _found(self, token_BP, length_B, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A proposal for rows of tokens, so many of each."""
         length_B1, index_P, span = length_B.unsqueeze(1), self.slots.index_P, token_BP.shape[1]
         # match_BP: how many tokens that end at each position equal the row's last ones.
@@ -83,7 +84,7 @@ class NGramDrafter(_Lookup):
         best_B = key_BP.amax(1)
         found_B, at_B = best_B // span >= self.MATCHES[0], best_B % span
         draft_BK = token_BP.gather(1, (at_B.unsqueeze(1) + 1 + index_P[:draft_length]).clamp(max=span - 1))
-        return draft_BK, None, torch.where(found_B, (length_B - 1 - at_B).clamp(max=draft_length), 0)
+        return draft_BK, torch.where(found_B, (length_B - 1 - at_B).clamp(max=draft_length), 0)
 
     def leave(self, row: int) -> None:
         if not self._due():
@@ -95,7 +96,7 @@ class NGramDrafter(_Lookup):
         ]
         found = [self._found(token_T.expand(len(some), -1), some, LONGEST) for some in at_R.split(self.AT_ONCE)]
         if found:
-            draft_RK, _, count_R = zip(*found)
+            draft_RK, count_R = zip(*found)
             self._tell(token_T, at_R, torch.cat(draft_RK), torch.cat(count_R))
 
 

@@ -45,14 +45,11 @@ class Weights(NamedTuple):
     outward_FD: np.ndarray
     head_DU: np.ndarray
     turn_PH2: np.ndarray  # cosine and sine of each position and pair of a head, [P, H / 2, 2]
+    token_U: np.ndarray  # int64, which tokens it can propose
     fuse_ED: np.ndarray = np.empty((0, 0), np.float32)  # EAGLE-3: the target's layers into one
     join_ID: np.ndarray = np.empty((0, 0), np.float32)  # MTP: both inputs into one
     inverse_RH: np.ndarray = np.empty((0, 0), np.float32)  # of norms of heads, as `HeadNorm` has it, [R - 1, H]
     norm_D: np.ndarray = np.empty(0, np.float32)  # MTP: of what is fed back
-    token_U: np.ndarray = np.empty(0, np.int64)  # which tokens it can propose; empty: all
-
-    def contiguous(self) -> Weights:
-        return Weights(*(np.ascontiguousarray(array) for array in self))
 
 
 class State(NamedTuple):
@@ -84,7 +81,8 @@ def _rehearse() -> None:
         return np.zeros(size, np.float32)
 
     one, none = np.float32(1.0), np.zeros(1, np.int64)
-    weights = Weights(zeros(8, 8), zeros(16, 32), zeros(16, 8), zeros(8, 16), zeros(8, 8), zeros(8, 8), zeros(9, 4, 2))
+    sizes = ((8, 8), (16, 32), (16, 8), (8, 16), (8, 8), (8, 8), (9, 4, 2))
+    weights = Weights(*(zeros(*size) for size in sizes), token_U=np.arange(8))
     state = State(np.zeros((1, 9), np.int64), np.full(1, 3), none, zeros(1, 9, 8), zeros(1, 1, 8, 9), zeros(1, 1, 9, 8))
     propose(weights, state, zeros(1, 1), one, one)
     read(weights, state, 0, none, one)
@@ -135,6 +133,15 @@ def _unit(x, start, out, eps):
         out[start + i] = x[i] * by
 
 
+@_numba()
+def _units(x_ND, eps):
+    """The same of each row."""
+    unit_ND = np.empty_like(x_ND)
+    for n in range(len(x_ND)):
+        _unit(x_ND[n], 0, unit_ND[n], eps)
+    return unit_ND
+
+
 @_numba(fastmath=_FAST)
 def _heads(w, x_ND, token_N, eps):
     """Of N tokens and the hidden states before them: heads [N, G, R, H] not yet turned; x becomes what comes into the
@@ -150,10 +157,7 @@ def _heads(w, x_ND, token_N, eps):
     np.dot(units_NI, w.join_ID, x_ND)
     if w.inverse_RH.size:
         return np.dot(x_ND, w.wqkv)
-    unit_ND = np.empty_like(x_ND)
-    for n in range(N):
-        _unit(x_ND[n], 0, unit_ND[n], eps)
-    return np.dot(unit_ND, w.wqkv)
+    return np.dot(_units(x_ND, eps), w.wqkv)
 
 
 @_numba(fastmath=_FAST)
@@ -180,14 +184,9 @@ def _write_kv(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
                     heads_W[at + h] *= by
             if r < R - 1:
                 for i in range(H // 2):
-                    real, imaginary, cos, sin = (
-                        heads_W[at + 2 * i],
-                        heads_W[at + 2 * i + 1],
-                        turn_H2[i, 0],
-                        turn_H2[i, 1],
-                    )
-                    heads_W[at + 2 * i] = real * cos - imaginary * sin
-                    heads_W[at + 2 * i + 1] = real * sin + imaginary * cos
+                    real, imaginary = heads_W[at + 2 * i], heads_W[at + 2 * i + 1]
+                    heads_W[at + 2 * i] = real * turn_H2[i, 0] - imaginary * turn_H2[i, 1]
+                    heads_W[at + 2 * i + 1] = real * turn_H2[i, 1] + imaginary * turn_H2[i, 0]
         at = (g * R + R - 2) * H
         for h in range(H):
             key_GHP[g, h, position] = heads_W[at + h]
@@ -230,22 +229,16 @@ def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
 def _mlp(w, x_ND, eps):
     """x += down(silu(gate(norm(x))) * up(norm(x)))."""
     N, F = len(x_ND), len(w.outward_FD)
-    unit_ND, gate_NF = np.empty_like(x_ND), np.empty((N, F), np.float32)
-    for n in range(N):
-        _unit(x_ND[n], 0, unit_ND[n], eps)
-    inward_NF, flat_NF = np.dot(unit_ND, w.inward_DF), gate_NF.reshape(-1)
+    inward_NF, gate_NF = np.dot(_units(x_ND, eps), w.inward_DF), np.empty((N, F), np.float32)
     for n in range(N):
         for f in range(F):
             gate_NF[n, f] = -abs(inward_NF[n, f])
-    _exp(flat_NF, np.empty(N * F, np.int32), N * F)
+    _exp(gate_NF.reshape(-1), np.empty(N * F, np.int32), N * F)
     for n in range(N):
         for f in range(F):
             gate, e = inward_NF[n, f], gate_NF[n, f]
             gate_NF[n, f] = gate * (_1 if gate >= _0 else e) / (_1 + e) * inward_NF[n, F + f]
-    change_ND = np.dot(gate_NF, w.outward_FD)
-    for n in range(N):
-        for d in range(x_ND.shape[1]):
-            x_ND[n, d] += change_ND[n, d]
+    x_ND += np.dot(gate_NF, w.outward_FD)
 
 
 @_numba(fastmath=_FAST)
@@ -271,10 +264,6 @@ def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
         if below > uniform * whole:
             drawn = u
             break
-    if not token_U.size:
-        for u in range(U):
-            out_V[u] = logits_U[u]
-        return drawn
     for u in range(U):
         out_V[token_U[u]] = logits_U[u]
     return token_U[drawn]
@@ -296,9 +285,9 @@ def copy(s, source_N, row_N):
     """Of each source what it has read, and its features."""
     for n in range(len(row_N)):
         source, row = source_N[n], row_N[n]
-        read, length = s.cached_S[source], s.length_S[source]
-        s.key_SGHP[row, :, :, :read] = s.key_SGHP[source, :, :, :read]
-        s.value_SGPH[row, :, :read] = s.value_SGPH[source, :, :read]
+        cached, length = s.cached_S[source], s.length_S[source]
+        s.key_SGHP[row, :, :, :cached] = s.key_SGHP[source, :, :, :cached]
+        s.value_SGPH[row, :, :cached] = s.value_SGPH[source, :, :cached]
         s.feature_SPE[row, :length] = s.feature_SPE[source, :length]  # all: passes launched one by one read some again
 
 
@@ -341,7 +330,6 @@ def propose(w, s, uniform_BK, temperature, eps):
         token_B[b] = s.token_SP[b, position + 1]
     x_BD = np.dot(feature_BE, w.fuse_ED) if w.fuse_ED.size else feature_BE
     attended_BA, unit_BD = np.empty((B, len(w.wo_AD)), np.float32), np.empty((B, D), np.float32)
-    change_BD, logits_BU = np.empty((B, D), np.float32), np.empty((B, w.head_DU.shape[1]), np.float32)
     score_P, bits = np.empty(P, np.float32), np.empty(max(P, w.head_DU.shape[1]), np.int32)
     for k in range(K):
         heads_BW = _heads(w, x_BD, token_B, eps)
@@ -349,10 +337,7 @@ def propose(w, s, uniform_BK, temperature, eps):
             position = max(s.length_S[b] - 2 + k, 0)
             _write_kv(w, heads_BW[b], x_BD[b], position, s.key_SGHP[b], s.value_SGPH[b], eps)
             _attend(heads_BW[b], position + 1, s.key_SGHP[b], s.value_SGPH[b], attended_BA[b], score_P, bits)
-        np.dot(attended_BA, w.wo_AD, change_BD)
-        for b in range(B):
-            for d in range(D):
-                x_BD[b, d] += change_BD[b, d]
+        x_BD += np.dot(attended_BA, w.wo_AD)
         _mlp(w, x_BD, eps)
         for b in range(B):
             _unit(x_BD[b], 0, unit_BD[b], eps)
@@ -360,7 +345,7 @@ def propose(w, s, uniform_BK, temperature, eps):
                 for d in range(D):
                     unit_BD[b, d] *= w.norm_D[d]
                     x_BD[b, d] = unit_BD[b, d]
-        np.dot(unit_BD, w.head_DU, logits_BU)
+        logits_BU = np.dot(unit_BD, w.head_DU)
         for b in range(B):
             token_B[b] = _draw(logits_BU[b], temperature, uniform_BK[b, k], w.token_U, q_BKV[b, k], bits)
             token_BK[b, k] = token_B[b]

@@ -120,28 +120,23 @@ class PromptReader:
             self.drafter.observe(first_row, features_ULD, position_UL, packed)
             if wanted:
                 here_UD = hidden_ULD.flatten(0, 1)[index_U]
-                hidden_UD = (
-                    here_UD if hidden_UD is None else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
-                )
+                hidden_UD = here_UD if not start else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
         return self.decode.logits(hidden_UD) if wanted else None
 
 
 def rows_of_passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
-    """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where
-    a pass `packs`, against the cost of another pass, in tokens.
+    """How many rows to read in each pass, given their lengths, longest first: as many until their padding costs more
+    than another pass.
+
+    Args:
+        packs: whether padding is only attended to.
+        pass_tokens: what another pass costs, in tokens.
     """
-    least, last, read = [0.0], [0], np.cumsum([0, *lengths])
-    for end in range(1, len(lengths) + 1):
-        costs = []
-        for start in range(end):
-            padded = (end - start) * lengths[start]
-            tokens = read[end] - read[start] + padded * lengths[start] / ATTENDED_TOKEN if packs else padded
-            costs.append((least[start] + pass_tokens + tokens, start))
-        cost, start = min(costs)
-        least.append(cost)
-        last.append(start)
-    counts, end = [], len(lengths)
-    while end:
-        counts.append(end - last[end])
-        end = last[end]
-    return counts[::-1]
+    counts, longest, padding = [], 0, 0
+    for length in lengths:
+        padding += longest - length
+        if not counts or padding * (longest / ATTENDED_TOKEN if packs else 1) > pass_tokens:
+            counts.append(0)
+            longest, padding = length, 0
+        counts[-1] += 1
+    return counts
