@@ -14,6 +14,7 @@ import torch
 
 from asyncspec import config as configuration
 from asyncspec.commands.draft_train import acceptance_length
+from asyncspec.config.schema import SpeculationConfig
 from asyncspec.drafters.lookup import SuffixDrafter
 from asyncspec.drafters.make import drafter_for, drafter_maker
 from asyncspec.drafts import draft as drafts
@@ -115,7 +116,7 @@ class Loads:
         if method == "random":
             torch.manual_seed(c.seed)
             return drafter_for(drafts.new("eagle3", self.shape, self.model))
-        spec = configuration.SpeculationConfig(
+        spec = SpeculationConfig(
             method=method, draft_path=c.speculation.draft_path if method == c.speculation.method else ""
         )
         directory = configuration.Config(speculation=spec).draft_directory

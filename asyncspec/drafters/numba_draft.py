@@ -34,7 +34,7 @@ _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / math.factorial(n)) for n in range
 
 
 class Weights(NamedTuple):
-    """float32, as (inputs, outputs); what a draft does not have is empty. engine/decode.py says what has gone into
+    """float32, as (inputs, outputs); what a draft does not have is empty. engine/layers.py says what has gone into
     them.
     """
 

@@ -82,7 +82,7 @@ class Engine(Protocol):
     def slots(self) -> int: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
     request: Request
     number: int

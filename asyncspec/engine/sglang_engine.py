@@ -43,7 +43,7 @@ from asyncspec.models.policy import PolicyShape
 LONGEST_WAIT_S = 0.01  # of one poll
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sent(Sample):
     version: int = 0  # the engine's when it was sent
 

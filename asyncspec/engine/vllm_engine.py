@@ -97,14 +97,14 @@ def _shut_down() -> None:
         vllm_process.keep_kernels()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Live(Sample):
     """A sample that has a slot."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    steps: list[bool] = field(default_factory=list)  # whether they gave tokens
+    steps: int = 0  # that gave tokens
 
 
 class VllmEngine(QueueingEngine):
@@ -223,7 +223,7 @@ class VllmEngine(QueueingEngine):
                 ranked[token].logprob for token, ranked in zip(part.token_ids, part.logprobs, strict=True)
             ]
             sample.versions += [self.version] * len(part.token_ids)
-            sample.steps.append(bool(part.token_ids))
+            sample.steps += bool(part.token_ids)
             if output.finished:
                 del self._live[output.request_id]
                 done.append(self._completion(sample, part))
@@ -278,7 +278,7 @@ class VllmEngine(QueueingEngine):
             raise RuntimeError(
                 f"vLLM ended request {sample.request.request_id}, sample {sample.number}: {part.finish_reason}"
             )
-        verifications, proposed, accepted, reached_at, accepted_at = sum(sample.steps) - 1, 0, 0, (), ()
+        verifications, proposed, accepted, reached_at, accepted_at = sample.steps - 1, 0, 0, (), ()
         if (metrics := part.spec_decode_metrics) is not None and metrics.per_step_drafted:
             offered_N, accepted_N = np.array(metrics.per_step_drafted), np.array(metrics.per_step_accepted)
             proposed, emitted_N = metrics.num_draft_tokens, accepted_N + 1

@@ -3,7 +3,7 @@
 With few tokens a pass costs what launching its operations and making their views costs. So a layer allocates little and
 views nothing anew. What is never in use at once shares memory, so that it stays in a processor's caches. Behind each
 token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D),
-which goes into the matrices behind it (`decode.scale`).
+which goes into the matrices behind it (`layers.scale`).
 
 Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value
 groups, R = queries of a group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries
