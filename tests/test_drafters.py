@@ -84,7 +84,7 @@ def test_suffix_stays_exact_when_a_seed_comes_again(small_shape, small_policy, m
     """It then proposes the very tokens that the seed's random numbers chose before."""
     prompt, length, n = [2, 3, 5], 2, 4000
     engine = engine_of(small_shape, small_policy, maker["suffix"], 1, 1)
-    exact = exact_sequences(small_policy, (1.0, 1.0, 0), length, small_shape.eos_token_id, prompt)
+    exact = exact_sequences(small_policy, AS_IS, length, small_shape.eos_token_id, prompt)
     counts = dict.fromkeys(exact, 0)
     for seed in range(n):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Drafting on a CPU as one compiled function: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read
+"""Drafting on a CPU as one function of numba's: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read
 before them.
 
 A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is
