@@ -1,5 +1,5 @@
-"""Drafting on a CPU as one function of numba's: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read
-before them.
+"""Drafting on a CPU as one function that numba compiles: all passes of a proposal of EAGLE-3 or MTP, and what each row
+has to read before them.
 
 A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is
 thirty operations that cost what launching them costs. So the whole proposal is one function, compiled by numba when it
