@@ -1,16 +1,16 @@
 #!/bin/sh
 # What a GPU shows, into a directory, all of it or the parts named: the tests that need one; the default job on it, in float32 and bfloat16; a
 # job of Qwen3-0.6B's sizes with random weights; what steps of both policies cost by live rows and draft length, beside what reading their weights takes;
-# and their generation (the default one's also compiled).
+# and their generation.
 #
-#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [costs] [engine] [engine-compiled] [engine-random]
+#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [costs] [engine] [engine-random]
 #
 # DEVICE=cpu LIKE=50mb go through the same motions without a GPU; STEPS and REPEATS make it shorter or longer.
 set -eu
 out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- tests default random costs engine engine-compiled engine-random
+[ $# -gt 0 ] || set -- tests default random costs engine engine-random
 device=${DEVICE:-cuda} failed=0
 asyncspec() { python3 -m asyncspec.cli "$@"; }
 own() { # fields of the policy of random weights
@@ -34,19 +34,17 @@ for part in "$@"; do
         asyncspec audit "$out/random" || failed=1
         rm -r "$out/random/checkpoint"* ;;
     costs)
-        for compile in false true; do
-            python3 scripts/step_costs.py "deployment.device=$device" "engine.compile=$compile"
-            python3 scripts/step_costs.py --like "${LIKE:-qwen3-0.6b}" "deployment.device=$device" model.dtype=bfloat16 "engine.compile=$compile"
-        done > "$out/costs.txt" ;;
+        {
+            python3 scripts/step_costs.py "deployment.device=$device"
+            python3 scripts/step_costs.py --like "${LIKE:-qwen3-0.6b}" "deployment.device=$device" model.dtype=bfloat16
+        } > "$out/costs.txt" ;;
     engine)
         asyncspec bench engine "deployment.device=$device" --repeats "${REPEATS:-2}" --out "$out/engine" ;;
-    engine-compiled)
-        asyncspec bench engine "deployment.device=$device" engine.compile=true --repeats "${REPEATS:-2}" --out "$out/engine-compiled" ;;
     engine-random) # every rollout of random weights is as long as it may be, shellcheck disable=SC2086
         own
         asyncspec bench engine $fields "deployment.device=$device" sampling.max_response_tokens=32 --repeats "${REPEATS:-2}" --out "$out/engine-random" ;;
     *)
-        echo "$part: expected tests, default, random, costs, engine, engine-compiled or engine-random" >&2
+        echo "$part: expected tests, default, random, costs, engine or engine-random" >&2
         exit 2 ;;
     esac
 done

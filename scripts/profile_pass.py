@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("rows", type=int, help="live sequences")
     parser.add_argument("tokens", type=int, help="tokens of each: 1 + draft length")
     parser.add_argument("--length", type=int, default=60, help="positions before them (default: 60)")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for example engine.compile=true")
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for example engine.threads=2")
     args = parser.parse_args()
     loads = Loads(args.overrides)
     engine, shape = loads.engine("none", args.rows), loads.shape

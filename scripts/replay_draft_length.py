@@ -65,6 +65,7 @@ class Turns(FixedLength):
         super().__init__(LONGEST)
         self.rng, self.order, self.left, self.rounds = np.random.default_rng(seed), [], 0, 0
         self.steps: list[Observation] = []
+        self.learned: list[tuple] = []  # responses that a lookup looked back at
         self.seconds = 0.0
 
     def choose(self, live, missed_S=None, attended=None):
@@ -75,6 +76,9 @@ class Turns(FixedLength):
         self.left -= 1
         return self.now
 
+    def learn(self, count_R, kept_R):
+        self.learned.append((count_R, kept_R))
+
     def observe(self, step):
         self.seconds += step.seconds
         if self.left < TURN - SETTLING:
@@ -83,10 +87,9 @@ class Turns(FixedLength):
 
 def record(loads: Loads, method: str, live: int) -> dict:
     engine = loads.engine(method, live, "auto")
-    auto, engine.lengths = engine.lengths, Turns(live)
-    turns, learned, done, prompts = engine.lengths, [], [], 0
-    if engine.drafter.looks_up:
-        engine.drafter.learn = lambda *looked_back: learned.append(looked_back)
+    auto, turns, done, prompts = engine.chooser, Turns(live), [], 0
+    learned = turns.learned
+    engine.use(turns)
     while turns.seconds < RECORDED_S or turns.rounds <= ROUNDS:
         while engine.waiting < 2 * live:
             loads.submit(engine, prompts, loads.config.rl.group_size, 1)

@@ -4,7 +4,7 @@ tokens. Of the shipped policy, or of random weights of other sizes; rows stand w
 it what reading a dense policy's weights once takes.
 
     scripts/step_costs.py deployment.device=cuda
-    scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16 engine.compile=true
+    scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from asyncspec import config as configuration
 from asyncspec.bench.engine import read_rate, weight_bytes
 from asyncspec.console import terminal
-from asyncspec.drafters.eagle3 import eagle3_drafter
-from asyncspec.drafters.make import drafter_maker
+from asyncspec.drafters.make import drafter_for, drafter_maker
+from asyncspec.drafts import draft as drafts
+from asyncspec.engine.calibrate import Calibrator
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch.roles import devices
 from asyncspec.loading import use_threads
 from asyncspec.models import policy
-from asyncspec.models.eagle3 import DraftShape, Eagle3
 from asyncspec.models.shape import PolicyShape
 from scripts.make_random import LIKE, SHIPPED
 
@@ -50,7 +50,7 @@ def main() -> None:
         "overrides",
         nargs="*",
         metavar="field=value",
-        help="of deployment.device, engine.compile, engine.threads, model, sampling.max_response_tokens: for example "
+        help="of deployment.device, engine.threads, model, sampling.max_response_tokens: for example "
         "deployment.device=cuda",
     )
     args = parser.parse_args()
@@ -65,9 +65,7 @@ def main() -> None:
         shape = replace(PolicyShape.from_hf(SHIPPED), **LIKE[args.like])
         model = policy.build(shape).to(device)
         model.init_states()
-
-        def maker(model, slots, settings):
-            return eagle3_drafter(Eagle3(DraftShape.for_policy(shape)), model, slots, settings)
+        maker = drafter_for(drafts.new("eagle3", shape, model))
     else:
         model, shape = policy.load(configuration.resolve_path(c.model.path))
         maker = drafter_maker("eagle3", configuration.resolve_path(c.draft_directory), shape)
@@ -79,7 +77,6 @@ def main() -> None:
         max_prompt_tokens=c.engine.max_prompt_tokens,
         max_response_tokens=c.sampling.max_response_tokens,
         draft_length=max(LENGTHS),
-        compile_layers=c.engine.compile,
         device=device,
         dtype=dtype,
     )
@@ -93,13 +90,13 @@ def main() -> None:
     )
     for column in ("live", *(f"k={k}" for k in LENGTHS), "floor over k=0"):
         table.add_column(column, justify="right")
-    with torch.inference_mode():
-        for live in LIVE:
-            medians = []
-            for k in LENGTHS:
-                took = [engine._time_step(live, k, np.full(live, k)) for _ in range(WARM + TIMED)]
-                medians.append(statistics.median(took[WARM:]))
-            table.add_row(str(live), *(f"{1e3 * seconds:.2f}" for seconds in medians), f"{floor / medians[0]:.3f}")
+    calibrator = Calibrator(engine)
+    for live in LIVE:
+        medians = []
+        for k in LENGTHS:
+            took = [calibrator.time_step(live, k, np.full(live, k)) for _ in range(WARM + TIMED)]
+            medians.append(statistics.median(took[WARM:]))
+        table.add_row(str(live), *(f"{1e3 * seconds:.2f}" for seconds in medians), f"{floor / medians[0]:.3f}")
     terminal().print(table)
 
 

@@ -102,30 +102,24 @@ def contrary_mtp(small_shape, small_policy):
 @pytest.fixture
 def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
     """method -> make_drafter, with drafts that disagree with the policy."""
-    from functools import partial
-
     from asyncspec.drafters.draft_model import DraftModelDrafter
-    from asyncspec.drafters.eagle3 import eagle3_drafter
-    from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
-    from asyncspec.drafters.mtp import mtp_drafter
+    from asyncspec.drafters.make import drafter_for, drafter_maker
     from asyncspec.drafts import draft as drafts
+    from asyncspec.drafts.draft import Draft
     from asyncspec.models import policy as policies
 
-    def other_policy(model, slots, settings):
+    def other_policy(target):
         torch.manual_seed(6)
-        other = policies.build(small_shape, slots.positions)
+        other = policies.build(small_shape, target.slots.positions)
         other.init_states()
-        return DraftModelDrafter(
-            policies.cast(other, policies.dtype_of(model)).requires_grad_(False), small_shape, slots, settings
-        )
+        model = policies.cast(other, target.backend.dtype).requires_grad_(False)
+        return DraftModelDrafter(model, small_shape, target)
 
     torch.manual_seed(6)
-    few = drafts.new("eagle3", small_shape, small_policy, torch.tensor([1, 3, 4])).module
     return {
-        "eagle3": partial(eagle3_drafter, contrary_draft),
-        "eagle3 of few tokens": partial(eagle3_drafter, few),
-        "mtp": partial(mtp_drafter, contrary_mtp),
+        "eagle3": drafter_for(Draft("eagle3", contrary_draft, contrary_draft.shape)),
+        "eagle3 of few tokens": drafter_for(drafts.new("eagle3", small_shape, small_policy, torch.tensor([1, 3, 4]))),
+        "mtp": drafter_for(Draft("mtp", contrary_mtp, small_shape)),
         "draft_model": other_policy,
-        "ngram": lambda model, slots, settings: NGramDrafter(slots),
-        "suffix": lambda model, slots, settings: SuffixDrafter(slots),
+        **{method: drafter_maker(method, None, small_shape) for method in ("ngram", "suffix")},
     }

@@ -10,8 +10,9 @@ from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models.policy import hidden_states
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
-from asyncspec.speculation.verify import sampling_distribution
+from asyncspec.speculation.verify import AS_IS, Sampling, sampling_distribution
 
+GREEDY = Sampling(top_k=1)
 METHODS = ["eagle3", "eagle3 of few tokens", "mtp", "draft_model", "ngram", "suffix"]
 PROMPT = [2, 3, 5]
 ALPHA = 1e-4  # chance that one distribution test fails though the engine is exact
@@ -28,11 +29,12 @@ class RandomLength(FixedLength):
         return int(self.rng.integers(0, 5))
 
 
-def engine_of(shape, policy, make_drafter, slots=64, k=3, **settings):
+def engine_of(shape, policy, make_drafter, slots=64, k=3, sampling=AS_IS, **options):
     engine = TorchEngine(
-        shape, make_drafter, slots=slots, max_prompt_tokens=8, max_response_tokens=40, draft_length="auto", **settings
+        shape, make_drafter, slots=slots, max_prompt_tokens=8, max_response_tokens=40, sampling=sampling, **options
     )
-    engine.lengths = RandomLength() if k == "random" else None if k == "auto" else FixedLength(k)
+    if make_drafter is not None:
+        engine.use(RandomLength() if k == "random" else None if k == "auto" else FixedLength(k))
     engine.load_policy(dict(policy.named_parameters()), 0)
     return engine
 
@@ -46,14 +48,14 @@ def run(engine, prompts, samples=1, length=24, first_seed=0):
     return {(c.request_id, c.sample): c for c in done}
 
 
-def exact_sequences(policy, settings, length, eos, prompt=PROMPT):
+def exact_sequences(policy, sampling, length, eos, prompt=PROMPT):
     """{tokens: probability} of every response of at most `length` tokens."""
     result, open_ = {}, {(): 1.0}
     for _ in range(length):
         prefixes = list(open_)
         tokens = torch.tensor([prompt + list(p) for p in prefixes])
         logits = policy.lm_head(hidden_states(policy, tokens)[:, -1])
-        probs = sampling_distribution(logits, *settings).double()
+        probs = sampling_distribution(logits, sampling).double()
         extended = {}
         for prefix, row in zip(prefixes, probs):
             for token, p in enumerate(row.tolist()):
@@ -63,12 +65,12 @@ def exact_sequences(policy, settings, length, eos, prompt=PROMPT):
     return result | open_
 
 
-def check_distribution(engine, policy, shape, *settings):
+def check_distribution(engine, policy, shape):
     """That responses are as probable as the policy says; returns how many tokens were proposed and accepted."""
     # Many samples of one prompt that repeats itself: n-gram and suffix find plenty to copy.
     prompt, length, n = [2, 3, 5, 2, 3, 4, 2, 3], 4, 20_000
     done = run(engine, [prompt], samples=n, length=length)
-    exact = exact_sequences(policy, settings or (1.0, 1.0, 0), length, shape.eos_token_id, prompt)
+    exact = exact_sequences(policy, engine.sampling, length, shape.eos_token_id, prompt)
     counts = dict.fromkeys(exact, 0)
     for completion in done.values():
         counts[tuple(completion.tokens.tolist())] += 1  # KeyError: a sequence of probability zero

@@ -18,6 +18,7 @@ from asyncspec.drafters.make import drafter_maker
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy
+from asyncspec.speculation.verify import Sampling
 
 POLICY = resolve_path("asset:tiny/policy")
 GENERATE = {"input_ids", "sampling_params", "return_logprob", "stream"}
@@ -45,7 +46,7 @@ class MockSglangServer:
             max_prompt_tokens=96,
             max_response_tokens=max_response_tokens,
             draft_length=draft_length,
-            temperature=temperature,
+            sampling=Sampling(temperature),
             kv_at_swap="recompute",
         )
         self.engine.load_policy(dict(model.named_parameters()), 999)

@@ -23,6 +23,7 @@ from asyncspec.drafts.training import unrolled_loss
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import eagle3, policy
+from asyncspec.speculation.verify import Sampling
 
 POLICY_8B = {
     "model_type": "qwen3",
@@ -113,8 +114,7 @@ def test_a_generator_needs_its_draft_and_the_distributions_of_a_step(tmp_path, s
             max_prompt_tokens=8,
             max_response_tokens=34,
             draft_length=5,
-            top_p=top_p,
-            temperature=0.9,
+            sampling=Sampling(0.9, top_p),
         )
         engine.load_policy(dict(model.named_parameters()), 0)
         cache, drafter = engine.decode.cache, engine.drafter
@@ -275,6 +275,7 @@ def test_nodes_look_at_each_other(tmp_path):
     assert len(re.findall(r"[+-]\d+\.\d ms", said)) == 3
 
 
+@pytest.mark.slow
 def test_nodes_that_are_not_there_are_one_line(tmp_path):
     code, said = doctor(
         tmp_path,

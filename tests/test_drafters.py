@@ -6,18 +6,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from engines import ALPHA, METHODS, RandomLength, check_distribution, engine_of, exact_sequences, run
+from engines import ALPHA, GREEDY, METHODS, RandomLength, check_distribution, engine_of, exact_sequences, run
 from scipy.stats import chisquare
 
 from asyncspec.drafters.draft_model import DraftModelDrafter
 from asyncspec.drafters.make import drafter_for, drafter_maker
 from asyncspec.drafts import draft as drafts
-from asyncspec.engine import decode, numpy_cache
+from asyncspec.engine import backend, kv_cache, layers, torch_engine
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.models import policy as policies
 from asyncspec.speculation.draft_length import FixedLength
 from asyncspec.speculation.drafter import Slots
+from asyncspec.speculation.verify import AS_IS, Sampling
 
 
 @pytest.mark.parametrize("method", [*drafts.METHODS, "ngram"])
@@ -35,21 +36,19 @@ def test_greedy_output_of_other_families_is_the_same_with_and_without_a_draft(tm
             assert torch.equal(tensor, read.module.state_dict()[name])
         maker = drafter_for(read)
     prompts = [list(p) for p in itertools.product(range(2, 5), repeat=3)]
-    plain, drafted = (run(engine_of(shape, policy, made, slots=12, top_k=1), prompts) for made in (None, maker))
+    plain, drafted = (run(engine_of(shape, policy, made, slots=12, sampling=GREEDY), prompts) for made in (None, maker))
     assert {key: c.tokens.tolist() for key, c in plain.items()} == {
         key: c.tokens.tolist() for key, c in drafted.items()
     }
     assert sum(c.proposed for c in drafted.values()) > sum(c.accepted for c in drafted.values()) > 0
 
 
-@pytest.mark.parametrize("temperature,top_p,top_k", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
+@pytest.mark.parametrize("sampling", [AS_IS, Sampling(0.7, 0.9, 4)])
 @pytest.mark.parametrize("k", [3, "random", "auto"])
 @pytest.mark.parametrize("method", METHODS)
-def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, k, temperature, top_p, top_k):
-    engine = engine_of(
-        small_shape, small_policy, maker[method], 256, k, temperature=temperature, top_p=top_p, top_k=top_k
-    )
-    proposed, accepted = check_distribution(engine, small_policy, small_shape, temperature, top_p, top_k)
+def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, k, sampling):
+    engine = engine_of(small_shape, small_policy, maker[method], 256, k, sampling)
+    proposed, accepted = check_distribution(engine, small_policy, small_shape)
     if k != "auto":  # which may rightly find that such a draft does not pay
         assert 0 < accepted < 0.9 * proposed
 
@@ -69,8 +68,8 @@ def test_sequences_fit_the_distribution_that_is_computed_in_16_bits(small_shape,
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_output_is_the_same_with_and_without_a_draft(small_shape, small_policy, maker, method, k):
     prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
-    plain = run(engine_of(small_shape, small_policy, None, top_k=1), prompts)
-    drafted = run(engine_of(small_shape, small_policy, maker[method], 24, k, top_k=1), prompts)
+    plain = run(engine_of(small_shape, small_policy, None, sampling=GREEDY), prompts)
+    drafted = run(engine_of(small_shape, small_policy, maker[method], 24, k, sampling=GREEDY), prompts)
     for c in drafted.values():
         assert sum(c.accepted_at) == c.accepted and sum(c.reached_at) <= c.proposed
         assert all(
@@ -85,7 +84,7 @@ def test_suffix_stays_exact_when_a_seed_comes_again(small_shape, small_policy, m
     """It then proposes the very tokens that the seed's random numbers chose before."""
     prompt, length, n = [2, 3, 5], 2, 4000
     engine = engine_of(small_shape, small_policy, maker["suffix"], 1, 1)
-    exact = exact_sequences(small_policy, (1.0, 1.0, 0), length, small_shape.eos_token_id, prompt)
+    exact = exact_sequences(small_policy, AS_IS, length, small_shape.eos_token_id, prompt)
     counts = dict.fromkeys(exact, 0)
     for seed in range(n):
         for _ in range(2):
@@ -151,18 +150,16 @@ def test_the_smallest_engines_work(small_shape, small_policy, maker, method, lim
 
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_rows_attended_to_in_groups_give_the_same_output(small_shape, small_policy, maker, method, monkeypatch):
-    from asyncspec.engine import kv_cache
-
     prompts = [list(p)[: 1 + i % 8] for i, p in enumerate(itertools.product(range(2, 6), repeat=8)) if i % 997 == 0][
         :40
     ]
 
     def output(exchanges):
         # What suffix proposes depends on the order in which rollouts end; greedy tokens do not depend on proposals.
-        greedy = {"top_k": 1} if method == "suffix" else {}
+        greedy = {"sampling": GREEDY} if method == "suffix" else {}
         engine = engine_of(small_shape, small_policy, method and maker[method], 12, 0, **greedy)
         if method:  # features that were not kept differ from row to row, and with them what is proposed
-            engine.lengths = RandomLength(always_keeps=True)
+            engine.use(RandomLength(always_keeps=True))
         exchange = engine.rows.move
 
         def counting(source, target):
@@ -186,10 +183,11 @@ def test_torch_attends_as_numpy_does(small_shape, small_policy, maker, method, m
     prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
     done = []
     for by_numpy in (True, False):
-        monkeypatch.setattr(numpy_cache, "numpy_attends", lambda *_, by_numpy=by_numpy: by_numpy)
-        engine = engine_of(small_shape, small_policy, method and maker[method], 12, 0, top_k=1)
+        if not by_numpy:
+            monkeypatch.setattr(torch_engine, "backend_for", backend.TorchBackend)
+        engine = engine_of(small_shape, small_policy, method and maker[method], 12, 0, sampling=GREEDY)
         if method:
-            engine.lengths = RandomLength(always_keeps=True)
+            engine.use(RandomLength(always_keeps=True))
         done.append(run(engine, prompts))
     assert all(torch.equal(c.tokens, done[1][key].tokens) for key, c in done[0].items())
     if method != "suffix":  # whose proposals depend on the order in which rollouts end
@@ -203,19 +201,19 @@ def test_what_would_come_behind_the_end_is_not_read_and_changes_nothing(
     small_shape, small_policy, maker, method, monkeypatch
 ):
     prompts, read, done = [list(p) for p in itertools.product(range(2, 6), repeat=3)], [], []
-    layer_pass = decode.DecodeLayer.project
+    layer_pass = layers.DecodeLayer.project
 
     def counting(self, space):
         if self.index == 1:  # a draft's only layer is 0
             read[-1] += space.rows[0] * space.rows[1]
         layer_pass(self, space)
 
-    monkeypatch.setattr(decode.DecodeLayer, "project", counting)
+    monkeypatch.setattr(layers.DecodeLayer, "project", counting)
     for packs in (True, False):
-        monkeypatch.setattr(decode.DecodeModel, "packs", packs)
+        monkeypatch.setattr(backend.CpuBackend, "packs", packs)
         read.append(0)
         done.append(
-            run(engine_of(small_shape, small_policy, maker[method], 12, 7, temperature=0.7), prompts, length=20)
+            run(engine_of(small_shape, small_policy, maker[method], 12, 7, sampling=Sampling(0.7)), prompts, length=20)
         )
     assert read[0] < 0.9 * read[1], read
     for key, completion in done[0].items():
@@ -227,8 +225,8 @@ def test_what_would_come_behind_the_end_is_not_read_and_changes_nothing(
 def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small_policy, k):
     """So its cache holds at every step exactly what the policy's does."""
 
-    def same(model, slots, settings):
-        return DraftModelDrafter(model, small_shape, slots, settings)
+    def same(target):
+        return DraftModelDrafter(target.model, small_shape, target)
 
     prompts = [[2 + i % 4, 3, 2 + i // 4] for i in range(12)]
     done = run(engine_of(small_shape, small_policy, same, 7, k), prompts, samples=3)
@@ -239,7 +237,7 @@ def test_a_draft_model_equal_to_the_policy_is_always_accepted(small_shape, small
     assert accepted >= 0.999 * proposed - cut and accepted > 0.5 * proposed
 
 
-@pytest.mark.parametrize("greedy", [{"top_k": 1}, {"temperature": 1e-3}])
+@pytest.mark.parametrize("greedy", [GREEDY, Sampling(1e-3)])
 @pytest.mark.parametrize("pattern", [[0, 0, 3, 0, 3], [3, 0, 0, 0]])
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
 def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, method, pattern, greedy):
@@ -254,8 +252,8 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
             return self.pattern[self.step % len(self.pattern)]
 
     def proposals(pattern):
-        engine = engine_of(small_shape, small_policy, maker[method], 12, 3, **greedy)
-        engine.lengths = Now(pattern)
+        engine = engine_of(small_shape, small_policy, maker[method], 12, 3, greedy)
+        engine.use(Now(pattern))
         seen, propose = [], engine.drafter.propose
 
         def recording(count, draft_length, uniform_BK):
@@ -278,12 +276,10 @@ def test_what_is_read_late_is_read_alike(small_shape, small_policy, maker, metho
 def test_a_lookup_is_told_what_would_have_been_proposed_while_it_rests(small_shape, small_policy, maker):
     engine = engine_of(small_shape, small_policy, maker["ngram"], 12, "auto")
     run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)], samples=8)
-    assert engine.lengths._tokens > 0
+    assert engine.chooser._found_KM.any()
 
 
 def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, maker, monkeypatch):
-    from asyncspec.engine import kv_cache
-
     monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
     monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
     engine, entered, missed, met = engine_of(small_shape, small_policy, maker["eagle3"], 12), set(), set(), []
@@ -305,50 +301,39 @@ def test_an_engine_knows_which_rows_miss_features(small_shape, small_policy, mak
                 missed.update(sequences)
             return k
 
-        def observe(
-            self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None
-        ):
+        def observe(self, step):
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]
-            assert missed_B.tolist() == [s in missed for s in sequences]  # rows may have changed places
+            assert step.missed_B.tolist() == [s in missed for s in sequences]  # rows may have changed places
 
-    engine.lengths = Recording()
+    engine.use(Recording())
     run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)], samples=8)
     assert sum(met) > 10
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_an_engine_tells_what_each_row_kept_and_emitted_since_its_last_rejection(
-    small_shape, small_policy, maker, monkeypatch, method
-):
-    from asyncspec.engine import kv_cache
-
+def test_an_engine_tells_what_each_row_kept(small_shape, small_policy, maker, monkeypatch, method):
     monkeypatch.setattr(kv_cache, "GROUP_GAIN", 1)
     monkeypatch.setattr(kv_cache, "GROUP_ROWS", 2)
-    engine, runs, going_on, ends = engine_of(small_shape, small_policy, maker[method], 12), {}, 0, 0
+    engine, lengths, ends = engine_of(small_shape, small_policy, maker[method], 12), {}, 0
 
     class Recording(RandomLength):
         watches = True
 
-        def observe(
-            self, live, draft_length, seconds, kept_B, run_B, found_B=None, usual=True, missed_B=None, span=None
-        ):
-            nonlocal going_on, ends
+        def observe(self, step):
+            nonlocal ends
             sequences = [(s.request.request_id, s.number) for s in engine.rows.samples]  # rows change places
-            assert run_B.tolist() == [runs.get(s, (0, 0))[0] for s in sequences]
             for row, s in enumerate(sequences):
                 length = int(engine.tokens.length[row])
-                if s in runs and draft_length:
-                    assert kept_B[row] == length - runs[s][1] - 1  # also where a draft leads beyond the end
-                    ends += kept_B[row] < draft_length and bool(
+                if s in lengths and step.draft_length:
+                    assert step.kept_B[row] == length - lengths[s] - 1  # also where a draft leads beyond the end
+                    ends += step.kept_B[row] < step.draft_length and bool(
                         engine.rows.stops_V[engine.tokens.token_SP[row, length - 1]]
                     )
-                run = int(run_B[row]) + draft_length + 1 if draft_length and kept_B[row] == draft_length else 0
-                going_on += run > draft_length + 1
-                runs[s] = run, length
+                lengths[s] = length
 
-    engine.lengths = Recording()
+    engine.use(Recording())
     run(engine, [list(p) for p in itertools.product(range(2, 6), repeat=3)], samples=8)
-    assert going_on > 10 and ends > 10
+    assert ends > 10
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])

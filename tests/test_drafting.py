@@ -7,51 +7,52 @@ import pytest
 import torch
 from engines import engine_of, run
 
-from asyncspec.drafters import numba_draft as drafting
+from asyncspec.drafters import numba_draft
+from asyncspec.drafters.features import FeatureDrafter
 from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts
+from asyncspec.speculation.verify import Sampling
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("method", ["eagle3", "eagle3 of few tokens", "mtp"])
-def test_a_compiled_proposal_is_that_of_passes_launched_one_by_one(
-    small_shape, small_policy, maker, method, temperature
-):
-    check_compiled(engine_of(small_shape, small_policy, maker[method], 12, "random", temperature=temperature))
+def test_numba_proposes_what_passes_launched_one_by_one_do(small_shape, small_policy, maker, method, temperature):
+    check_numba(engine_of(small_shape, small_policy, maker[method], 12, "random", Sampling(temperature)))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_a_compiled_proposal_for_other_families(other, method):
+def test_numba_drafts_for_other_families(other, method):
     torch.manual_seed(6)
     engine = engine_of(*other, drafter_for(drafts.new(method, *other)), 12, "random")
     if other[0].experts is not None and method == "mtp":
-        assert engine.drafter._compiled is None
+        assert type(engine.drafter) is FeatureDrafter
     else:
-        check_compiled(engine)
+        check_numba(engine)
 
 
-def check_compiled(engine):
+def check_numba(engine):
     """While sequences come and go, at once and in parts, and prompts of one token among them."""
-    compiled, launched, of = engine.drafter._compiled.propose, engine.drafter._launched, []
+    drafter, of = engine.drafter, []
+    by_numba = drafter._draft
 
-    def both(uniform_BK, temperature):
-        (B, K), read = uniform_BK.shape, engine.drafter.read.copy()
-        expected_BK, expected_BKV = launched(B, K, uniform_BK)
-        engine.drafter.read[:] = read
-        token_BK, q_BKV = compiled(uniform_BK, temperature)
+    def both(B, K, uniform_BK):
+        cached_S = drafter.cached_S.copy()
+        expected_BK, expected_BKV = FeatureDrafter._draft(drafter, B, K, uniform_BK)
+        drafter.cached_S[:] = cached_S
+        token_BK, q_BKV = by_numba(B, K, uniform_BK)
         assert torch.equal(token_BK, expected_BK)
         assert torch.allclose(q_BKV, expected_BKV, rtol=1e-4, atol=1e-6)
         of.append((B, K))
         return token_BK, q_BKV
 
-    engine.drafter._compiled.propose = both
+    drafter._draft = both
     run(engine, [[2 + i % 4] * (1 + i % 8) for i in range(24)], samples=3)
     rows = {B for B, _ in of}
     assert min(rows) < 6 and max(rows) == 12 and {K for _, K in of} == {1, 2, 3, 4}, of
-    assert len(drafting._draft.signatures) == 1, "compiled for arguments of several kinds"
+    assert len(numba_draft.propose.signatures) == 1, "compiled for arguments of several kinds"
 
 
-def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
+def test_a_proposal_of_numba_has_the_distributions_it_was_drawn_from():
     """Whatever logits and uniform numbers: what is drawn is where the cumulative sum passes, never a token of
     probability zero.
     """
@@ -61,11 +62,11 @@ def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
         expected_V = torch.from_numpy(logits_U / np.float32(0.8)).softmax(-1).double()
         for uniform in (0.0, 1 - 2**-23, *(rng.integers(0, 2**23, 40) / 2**23)):
             q_V = np.zeros(50, np.float32)
-            token = drafting._draw(
+            token = numba_draft._draw(
                 logits_U.copy(),
                 np.float32(0.8),
                 np.float32(uniform),
-                np.empty(0, np.int64),
+                np.arange(50),
                 q_V,
                 np.empty(50, np.int32),
             )
@@ -81,9 +82,9 @@ def test_a_compiled_proposal_has_the_distributions_it_was_drawn_from():
 def test_what_was_compiled_and_kept_damaged_is_compiled_again(tmp_path, monkeypatch, suffix):
     file = tmp_path / "kept.py"
     file.write_text(
-        "from asyncspec.speculation.drafting import _compiled\n\n\n@_compiled()\ndef double(x):\n    return 2 * x\n"
+        "from asyncspec.drafters.numba_draft import _numba\n\n\n@_numba()\ndef double(x):\n    return 2 * x\n"
     )
-    monkeypatch.setattr(drafting, "_FUNCTIONS", [])
+    monkeypatch.setattr(numba_draft, "_FUNCTIONS", [])
 
     def loaded():
         spec = importlib.util.spec_from_file_location("kept", file)
@@ -96,11 +97,11 @@ def test_what_was_compiled_and_kept_damaged_is_compiled_again(tmp_path, monkeypa
     assert kept
     for one in kept:
         one.write_bytes(one.read_bytes()[:50])
-    drafting._FUNCTIONS.clear()
+    numba_draft._FUNCTIONS.clear()
     again, results = loaded(), []
     with pytest.raises(Exception, match="pickle|EOF|truncated"):
         again(2)
-    monkeypatch.setattr(drafting, "_rehearse", lambda: results.append(again(3)))
-    drafting.prepare.__wrapped__()
+    monkeypatch.setattr(numba_draft, "_rehearse", lambda: results.append(again(3)))
+    numba_draft.prepare.__wrapped__()
     assert results == [6]
     assert loaded()(4) == 8

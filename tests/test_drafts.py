@@ -296,6 +296,7 @@ def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
     assert all(torch.equal(trained[True][k], trained[False][k]) for k in trained[False])
 
 
+@pytest.mark.slow
 def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(tmp_path):
     done = train(tmp_path / "run", "--steps", "3", "speculation.method=mtp")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -345,7 +346,7 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     encoder = tokenizer.load(paths[0])
     prompts = [encoder.encode(p.prompt).ids for p in sums(99, 400)]
     sampler = offline.Sampler(model, shape, offline.Training(), drafts.load("eagle3", paths[1], shape), 3)
-    sampler.engine.lengths = counting = Counting(3)
+    sampler.engine.use(counting := Counting(3))
     sampler(prompts, 7)
     done = subprocess.run(
         [python, str(ROOT / "scripts/compare/vllm_eagle3.py"), *map(str, paths), "3"],

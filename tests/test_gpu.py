@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from engines import METHODS, check_distribution, engine_of, run
+from engines import GREEDY, METHODS, check_distribution, engine_of, run
 from runs import Running, rows
 from versions import SHAPES, tensors, wait_until_idle
 
@@ -16,7 +16,7 @@ from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.ledger.audit import audit
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts
-from asyncspec.speculation.verify import sample
+from asyncspec.speculation.verify import AS_IS, Sampling, sample
 from asyncspec.wire.messages import Membership, Publish
 from asyncspec.wire.weights import Layout, Publisher, WholeSnapshot
 
@@ -33,7 +33,7 @@ def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method,
         [],
     )
     for device in ("cpu", "cuda:0"):
-        engine = engine_of(small_shape, small_policy, maker.get(method), top_k=1, device=device)
+        engine = engine_of(small_shape, small_policy, maker.get(method), sampling=GREEDY, device=device)
         graphs = engine.decode.graphs
         if launched == "kernels":
             engine.launch_by(None)
@@ -52,7 +52,14 @@ def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
     model.init_states()
     for launched in ("kernels", "graphs"):
         engine = TorchEngine(
-            shape, None, slots=5, max_prompt_tokens=8, max_response_tokens=24, top_k=1, device="cuda:0", dtype=dtype
+            shape,
+            None,
+            slots=5,
+            max_prompt_tokens=8,
+            max_response_tokens=24,
+            sampling=GREEDY,
+            device="cuda:0",
+            dtype=dtype,
         )
         engine.load_policy(dict(model.named_parameters()), 0)
         if launched == "kernels":
@@ -62,23 +69,23 @@ def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
     assert bool(engine.decode.graphs) == (dtype is torch.bfloat16)  # in float32 grouped products wait for the host
 
 
-@pytest.mark.parametrize("settings", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
+@pytest.mark.parametrize("sampling", [AS_IS, Sampling(0.7, 0.9, 4)])
 @pytest.mark.parametrize("k", [3, "auto"])
 @pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", METHODS)
-def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, settings):
+def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, method, launched, k, sampling):
     engine = engine_of(
         small_shape,
         small_policy,
         maker[method],
         256,
         k,
+        sampling,
         device="cuda:0",
-        **dict(zip(("temperature", "top_p", "top_k"), settings)),
     )
     if launched == "kernels":
         engine.launch_by(None)
-    check_distribution(engine, small_policy, small_shape, *settings)
+    check_distribution(engine, small_policy, small_shape)
 
 
 def test_no_token_of_probability_zero_is_ever_drawn():

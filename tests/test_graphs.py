@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 import torch
-from engines import METHODS, engine_of, run
+from engines import GREEDY, METHODS, engine_of, run
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncspec.engine import matrix, numpy_cache
-from asyncspec.engine.graphs import TIMES, Graphs, padded
+from asyncspec.engine import matrix, torch_engine
+from asyncspec.engine.backend import TorchBackend
+from asyncspec.engine.graphs import TIMES, Graphs, graph_size
 from asyncspec.engine.protocol import Request
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
 
@@ -67,17 +68,17 @@ class MockCudaGraph:
 @pytest.mark.parametrize("method,k", [(None, 3), *((method, 3) for method in METHODS), ("eagle3", "now and then")])
 def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy, maker, method, k):
     # what numpy computes is no operation of torch's to be recorded
-    for module, name in ((matrix, "slowed_by_mkl"), (numpy_cache, "numpy_attends")):
-        monkeypatch.setattr(module, name, lambda *_: False)
+    monkeypatch.setattr(matrix, "slowed_by_mkl", lambda *_: False)
+    monkeypatch.setattr(torch_engine, "backend_for", TorchBackend)
     prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
     torch.manual_seed(9)
     new = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()}
     engines = [
-        engine_of(small_shape, small_policy, maker.get(method), 5, k, top_k=1, kv_at_swap="recompute") for _ in range(2)
+        engine_of(small_shape, small_policy, maker.get(method), 5, k, GREEDY, kv_at_swap="recompute") for _ in range(2)
     ]
     if k == "now and then":
         for engine in engines:
-            engine.lengths = NowAndThen()
+            engine.use(NowAndThen())
     engines[1].launch_by(graphs := Graphs(5, MockCudaGraphs()))
     results, proposed = [], [[], []]
     for engine, drafts_ in zip(engines, proposed):
@@ -104,9 +105,9 @@ def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy
 
 @given(st.integers(1, 10**6))
 def test_padding_costs_a_quarter_at_most_and_gives_four_numbers_in_an_octave(count):
-    more = padded(count)
-    assert count <= more < 1.25 * count + 1 and padded(more) == more
-    assert len({padded(n) for n in range(count, 2 * count)}) <= 5 if count < 2000 else True
+    more = graph_size(count)
+    assert count <= more < 1.25 * count + 1 and graph_size(more) == more
+    assert len({graph_size(n) for n in range(count, 2 * count)}) <= 5 if count < 2000 else True
 
 
 class Wrong:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from runs import SILENT, Running, descendants, events, outliving, pid_of, rows
 
-from asyncspec.config import ConfigError, load
+from asyncspec.config import ConfigError, UserError, load
 from asyncspec.launch import hosts
 from asyncspec.launch.join import Rendezvous
 from asyncspec.ledger.audit import violations
@@ -249,7 +249,7 @@ def test_a_name_that_nobody_knows_does_not_answer(name):
 
 @pytest.mark.parametrize("text", ["", ":", "a:", "a:0", "a:1:2", "tcp://a", "a b", "[::1]:4"])
 def test_what_is_no_address_is_one_line(text):
-    with pytest.raises(ConfigError, match="expected HOST or HOST:PORT; nearest valid choice: ") as caught:
+    with pytest.raises(UserError, match="expected HOST or HOST:PORT; nearest valid choice: ") as caught:
         hosts.Address.parse(text, "--hosts:")
     assert "\n" not in str(caught.value)
 
@@ -258,14 +258,14 @@ def test_a_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError,
+            UserError,
             match=f"^asyncspec host 127.0.0.1:{port}: Address already in use; expected an address of this host and a "
             f"free port$",
         ):
             hosts.serve(f"127.0.0.1:{port}")
-    with pytest.raises(ConfigError, match="^asyncspec host 203.0.113.7:26600: Cannot assign requested address; "):
+    with pytest.raises(UserError, match="^asyncspec host 203.0.113.7:26600: Cannot assign requested address; "):
         hosts.serve("203.0.113.7")
     for text in ("nowhere.invalid", "a..b", "tcp://127.0.0.1:1@tcp://0.0.0.0:1"):
-        with pytest.raises(ConfigError, match="^asyncspec host[: ].*; ") as caught:
+        with pytest.raises(UserError, match="^asyncspec host[: ].*; ") as caught:
             hosts.serve(text)
         assert "\n" not in str(caught.value)

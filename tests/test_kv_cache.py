@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.engine import kv_cache, numpy_cache
-from asyncspec.engine.workspace import LayerShape, Workspace
+from asyncspec.engine.backend import CpuBackend, TorchBackend
+from asyncspec.engine.workspace import LayerShape
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=64))
@@ -40,31 +41,28 @@ def test_a_packing_holds_what_is_needed_and_tells_where(counts):
         assert (computed[packed.of_N].reshape(B, L)[needed_BJ[:, :L]] == token_BL[needed_BJ[:, :L]]).all()
 
 
-@pytest.mark.parametrize("cache", [kv_cache.KVCache, numpy_cache.NumpyKVCache])
+@pytest.mark.parametrize("kind", [CpuBackend, TorchBackend])
 @pytest.mark.parametrize(
     "B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)]
 )
-def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
+def test_what_was_read_is_attended_to_up_to_each_position(kind, B, L, G, Q, P):
     """Passes of L positions, rows of every length, in two groups; then as many of one position."""
     H, first, layers, R = 8, 2, 2, Q + 2
     shape, g = LayerShape(16, G, Q, H, 8, 1e-6, False), torch.Generator().manual_seed(0)
-    made = (
-        cache(layers, first + B, P, shape, "cpu", torch.float32)
-        if cache is kv_cache.KVCache
-        else cache(layers, first + B, P, shape)
-    )
+    backend = kind("cpu", torch.float32)
+    cache = backend.cache(layers, first + B, P, shape)
     heads = torch.randn(B, P, G, R, H, generator=g)  # of one layer; the other has them negative
     start_B = torch.arange(B) % 3
 
-    def attended(place, position_BL):
-        space = Workspace(shape, B, position_BL.shape[1], torch.float32, "cpu")
+    def attended(access, position_BL):
+        space = backend.workspaces(shape)(B, position_BL.shape[1])
         for layer in range(layers):
             now = heads.gather(1, position_BL.view(*position_BL.shape, 1, 1, 1).expand(-1, -1, G, R, H)) * (
                 1 - 2 * layer
             )
             space.heads.tensor.copy_(now.reshape(-1, G * R * H))
-            made.write(layer, place, space)
-            made.attend(layer, place, space)
+            cache.write(layer, access, space)
+            cache.attend(layer, access, space)
             out_BLGQH = space.attended.tensor.view(*position_BL.shape, G, Q, H)
             for row in range(B):
                 for i, position in enumerate(position_BL[row].tolist()):
@@ -85,10 +83,10 @@ def test_what_was_read_is_attended_to_up_to_each_position(cache, B, L, G, Q, P):
 
     for pass_ in range(2):
         position_BL = start_B.unsqueeze(1) + pass_ * L + torch.arange(L)
-        attended(made.at(first, position_BL, spans(position_BL[:, -1])), position_BL)
+        attended(cache.at(first, position_BL, spans(position_BL[:, -1])), position_BL)
     position_BL = start_B.unsqueeze(1) + 2 * L + torch.arange(L)
-    for i, place in enumerate(made.at(first, position_BL, spans(position_BL[:, -1])).each()):
-        attended(place, position_BL[:, i : i + 1])
+    for i, access in enumerate(cache.at(first, position_BL, spans(position_BL[:, -1])).each()):
+        attended(access, position_BL[:, i : i + 1])
 
 
 @pytest.mark.parametrize("positions", [1, 417, 432, 500, 512, 1024])

@@ -52,12 +52,11 @@ PRODUCTS = """
 import torch
 from asyncspec.actors.base import resource_usage
 from asyncspec.config import load
-from asyncspec.engine.matrix import Matrix
+from asyncspec.engine.matrix import Derived
 from asyncspec.actors.engines import make_engine
-from asyncspec.engine.memory import Arena
 
 make_engine(load("tiny"), "cpu")
-product, x = Matrix(torch.ones(128, 128), Arena()), torch.ones(500, 128)
+product, x = Derived().matrix(torch.ones(512, 512)), torch.ones(500, 512)
 for rows in range(100, 500):
     product(x[:rows])
     if rows == 199:
@@ -73,10 +72,8 @@ def test_what_onednn_keeps_is_bounded():
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("numpy", [True, False])
-def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
+def test_a_product_is_the_same_whoever_multiplies(monkeypatch):
     monkeypatch.setattr(matrix, "slowed_by_mkl", lambda device: True)
-    monkeypatch.setattr(matrix, "numpy_uses_avx512", lambda: numpy)
     # from 41 in pieces; the last is large
     for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (41, 64, 384), (300, 64, 384), (3, 512, 768)):
         weight_OI, x_TI, rest_TO = (
@@ -85,7 +82,7 @@ def test_a_product_is_the_same_whoever_multiplies(monkeypatch, numpy):
             torch.randn(tokens, outputs),
         )
         with torch.inference_mode():
-            product = matrix.Matrix(weight_OI, memory.Arena())
+            product = matrix.Derived().matrix(weight_OI)
             torch.testing.assert_close(product(x_TI), x_TI @ weight_OI.T, atol=1e-4, rtol=1e-4)
             shape = LayerShape(outputs, 1, 1, 16, 0, 1e-6, False)
             space = Workspace(shape, tokens, 1, torch.float32, "cpu")

@@ -211,13 +211,15 @@ def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_dra
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft, contrary_mtp, kind):
     """Pass j of training must see what the drafter's KV cache holds when it drafts its (j+1)-th token."""
-    from asyncspec.drafters.eagle3 import eagle3_drafter
-    from asyncspec.drafters.mtp import mtp_drafter
+    from asyncspec.drafters.make import drafter_for
+    from asyncspec.drafts.draft import Draft
     from asyncspec.drafts.supervision import supervise
     from asyncspec.drafts.training import _UnrolledAttention
+    from asyncspec.engine.backend import Target, backend_for
     from asyncspec.speculation.drafter import Slots
+    from asyncspec.speculation.verify import AS_IS
 
-    draft, make = (contrary_draft, eagle3_drafter) if kind == "eagle3" else (contrary_mtp, mtp_drafter)
+    draft = contrary_draft if kind == "eagle3" else contrary_mtp
     tokens = torch.randint(2, 6, (1, 12), generator=torch.Generator().manual_seed(1))
     made = supervise(small_policy, draft.aux_layers, tokens, torch.ones(1, 12, dtype=torch.bool), 1.0)
     features, embeds = made.features_BLE, made.embeds_BLD
@@ -230,12 +232,13 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
             trained.append(step_logits)
             hidden = torch.nn.functional.pad(out[:, :-1], (0, 0, 1, 0))
         slots = Slots(1, 32, "cpu")
-        drafter = make(draft, small_policy, slots, (1.0, 1.0, 0))
+        target = Target(small_policy, slots, AS_IS, backend_for("cpu", torch.float32))
+        drafter = drafter_for(Draft(kind, draft, small_shape))(target)
         n = 6  # tokens known; the draft reads positions 0..n-2
         slots.token_SP[:, :12], slots.length_S[:] = tokens, n
         drafter.enter(0, 1)
         drafter.observe(0, features[:, : n - 1].chunk(len(draft.aux_layers), -1), torch.arange(n - 1)[None])
-        drafter._read(0, slots.length_S - 2, drafter.unread(1) - 1)
+        drafter._read_before(0, slots.length_S - 2, drafter.behind(1) - 1)
         drafted, decode, space = [], drafter.decode, drafter.decode.spaces(1, 1)
         drafter._fuse(0, slots.length_S.unsqueeze(1) - 2, space)
         for j in range(unroll):  # teacher-forced: the draft's own tokens are those of the sequence

@@ -9,17 +9,16 @@ from asyncspec.engine import prompts
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.booleans(), st.sampled_from([48, 2048]))
-def test_prompts_are_read_in_the_passes_that_cost_least(lengths, packs, pass_tokens):
+def test_a_pass_over_prompts_holds_rows_until_padding_costs_more_than_another(lengths, packs, pass_tokens):
     lengths.sort(reverse=True)
+    counts = prompts.rows_of_passes(lengths, packs, pass_tokens)
+    ends = list(itertools.accumulate(counts))
+    assert ends[-1] == len(lengths) and min(counts) > 0
 
-    def cost(counts):
-        ends = itertools.accumulate(counts)
-        parts = [lengths[end - count : end] for end, count in zip(ends, counts)]
-        padded = [len(part) * part[0] for part in parts]
-        attended = [n * part[0] / prompts.ATTENDED_TOKEN for n, part in zip(padded, parts)]
-        return pass_tokens * len(parts) + (sum(lengths) + sum(attended) if packs else sum(padded))
+    def cost(start, end):
+        padding = (end - start) * lengths[start] - sum(lengths[start:end])
+        return padding * lengths[start] / prompts.ATTENDED_TOKEN if packs else padding
 
-    def ways(count):
-        return [[first, *rest] for first in range(1, count + 1) for rest in ways(count - first)] if count else [[]]
-
-    assert cost(prompts.passes(lengths, packs, pass_tokens)) <= min(map(cost, ways(len(lengths)))) + 1e-6
+    for start, end in zip([0, *ends], ends):
+        assert cost(start, end) <= pass_tokens
+        assert end == len(lengths) or cost(start, end + 1) > pass_tokens

@@ -95,6 +95,7 @@ def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     assert output.count("all is started again from the last checkpoint") >= count - planned.count("controller:"), output
 
 
+@pytest.mark.slow
 def test_actors_may_be_lost_while_starting(tmp_path):
     run_dir = tmp_path / "run"
     planned = "generator0:boot:1:kill,logprob:join:1:kill,draft_adapter:boot:1:freeze,trainer:boot:1:kill"
@@ -115,6 +116,7 @@ def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, acto
     assert "frozen: no sign of life for 25" in output and f"{actor} died: " in output, output
 
 
+@pytest.mark.slow
 def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "2")
@@ -187,6 +189,7 @@ def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, specu
         )
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     launcher = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", SCRIPT)

@@ -77,6 +77,7 @@ def test_a_run_keeps_its_lag_and_leaves_everything_behind(tmp_path, lag):
     assert again.returncode == 2 and "holds a run already" in again.stderr and again.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_play_the_roles(tmp_path):
     launcher = (
         sys.executable,
@@ -350,6 +351,7 @@ def test_an_actor_that_ends_without_a_word_is_named(tmp_path):
     assert f"failed: generator0 ended with exit code 3; see {tmp_path}/run/logs/generator0.log" in output, output
 
 
+@pytest.mark.slow
 def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reason(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     output = Running.new(tmp_path / "run", "--steps", "6", "data.reward=mine:overflows", "data.eval_prompts=0").end()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from asyncspec.speculation import counter_rng
-from asyncspec.speculation.verify import sample, sample_in_blocks, sampling_distribution, verify
+from asyncspec.speculation.verify import Sampling, sample, sample_in_blocks, sampling_distribution, verify
 
 ALPHA = 1e-5
 
@@ -102,7 +102,7 @@ def test_sample_never_returns_a_token_of_weight_zero(seed, u):
 def test_sampling_distribution_keeps_the_most_probable_tokens(seed, temperature, top_p, top_k):
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
     plain = (logits / temperature).softmax(-1)
-    probs = sampling_distribution(logits, temperature, top_p, top_k)
+    probs = sampling_distribution(logits, Sampling(temperature, top_p, top_k))
     torch.testing.assert_close(probs.sum(-1), torch.ones(3))
     for row, full in zip(probs, plain):
         kept = row > 0
@@ -116,8 +116,8 @@ def test_sampling_distribution_keeps_the_most_probable_tokens(seed, temperature,
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert (sampling_distribution(logits, 1.0, top_p=0.75) > 0).tolist() == [[True, True, False, False]]
-    assert (sampling_distribution(logits, 1.0, top_p=0.85) > 0).tolist() == [[True, True, True, False]]
+    assert (sampling_distribution(logits, Sampling(top_p=0.75)) > 0).tolist() == [[True, True, False, False]]
+    assert (sampling_distribution(logits, Sampling(top_p=0.85)) > 0).tolist() == [[True, True, True, False]]
 
 
 def test_counter_rng_is_uniform_and_uncorrelated():

@@ -11,10 +11,9 @@ from asyncspec.config import Config, resolve_path
 from asyncspec.engine.protocol import Engine
 
 # For every matrix and number of rows it meets, oneDNN keeps a primitive and torch the description of one: 0.6 MB the
-# two, however small
-# the matrix, and 1024 of each by default. An engine meets new numbers of rows for hours, and what is kept splits up the
-# heap between
-# tensors. With 64 of each, fewer than one product in a hundred is made ready anew, which takes 0.2 ms.
+# two, however small the matrix, and 1024 of each by default. An engine meets new numbers of rows for hours, and what is
+# kept splits up the heap between tensors. With 64 of each, fewer than one product in a hundred is made ready anew,
+# which takes 0.2 ms.
 ONEDNN_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
 
 
@@ -37,6 +36,7 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
     from asyncspec.drafters.make import drafter_maker
     from asyncspec.engine.torch_engine import TorchEngine
     from asyncspec.models import policy
+    from asyncspec.speculation.verify import Sampling
 
     for name, capacity in ONEDNN_CACHES.items():
         os.environ.setdefault(name, capacity)  # read when oneDNN is first used
@@ -49,11 +49,8 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
         max_prompt_tokens=config.engine.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
         draft_length=config.speculation.draft_length,
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
+        sampling=Sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
         kv_at_swap=config.engine.kv_at_swap,
-        compile_layers=config.engine.compile,
         device=device,
         dtype=getattr(torch, config.model.dtype),
     )

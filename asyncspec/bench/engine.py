@@ -5,7 +5,7 @@ chosen for each step; acceptance by position; where a step's time goes; and what
 would take to read a dense policy's weights once, as fast as the device's memory gives a gigabyte: with few sequences
 the least that a large policy's step can take. Then the same rollouts, from the first to the last token, through this
 engine, vLLM on the CPU and transformers' generate: same weights, prompts, temperature and threads, all in float32 (on a
-GPU, and in bfloat16, this engine alone), none of ours compiled.
+GPU, and in bfloat16, this engine alone).
 
 The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the
 variables ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line
@@ -19,7 +19,8 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ from asyncspec import config as configuration
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
 from asyncspec.bench.loads import Loads
 from asyncspec.commands import estimate
+from asyncspec.engine.protocol import Completion
+from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.errors import UserError
 from asyncspec.models.shape import PolicyShape
 
@@ -36,7 +39,7 @@ LIVE = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (0, *range(1, 8), "auto")
 ROLLOUTS = 24  # of a measurement, besides those that are still live when it ends
 COMPARED = (1, 4, 16, 64)
-PARTS = ("admit", "draft", "target", "verify and sample", "bookkeeping")
+PARTS = ("admit", "draft", "target", "rest")  # of a step; the rest verifies, and commits what comes of it
 SCRIPTS = configuration.PACKAGE_DIR.parent / "scripts" / "compare"
 OTHERS = {  # name: environment variable, program, further arguments
     "vllm": ("ASYNCSPEC_VLLM_PYTHON", "vllm_cpu.py", ["512"]),
@@ -91,13 +94,49 @@ def weight_bytes(shape: PolicyShape, dtype: torch.dtype) -> int:
     return dtype.itemsize * (estimate.parameters(shape.to_hf()) - looked_up)
 
 
+class TimedEngine(TorchEngine):
+    """An engine that tells where the time of its steps goes."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.timed = False
+        self.seconds: Counter[str] = Counter()  # by part, and of all, while it is timed
+
+    def poll(self) -> list[Completion]:
+        if not self.timed:
+            return super().poll()
+        return self._timed("all", super().poll)
+
+    def _admit(self) -> list[Completion]:
+        return self._timed("admit", super()._admit)
+
+    def _propose(self, *args):
+        return self._timed("draft", super()._propose, *args)
+
+    def _read(self, *args):
+        return self._timed("target", super()._read, *args)
+
+    def _timed(self, part: str, function: Callable, *args):
+        if not self.timed:
+            return function(*args)
+        began = self._now()
+        result = function(*args)
+        self.seconds[part] += self._now() - began
+        return result
+
+    def _now(self) -> float:
+        if self.backend.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
 class GenerationBenchmark(Benchmark):
     name = "engine"
     repeats = 5
     columns = ("tokens_per_s", "acceptance_length", "step_ms")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
-        self.loads = Loads(overrides)
+        self.loads = Loads(overrides, TimedEngine)
         self.others: dict[str, Other] = {}
         c = self.loads.config
         self.floor_ms = (
@@ -131,18 +170,20 @@ class GenerationBenchmark(Benchmark):
             return done | {"tokens_per_s": done["tokens"] / done["seconds"]}
         length = name.removeprefix("k=") if name.startswith("k=") else "auto" if name == "eagle3" else "0"
         engine = loads.engine("none" if length == "0" else "eagle3", live, length)
+        engine.seconds.clear()
         # Timing the parts of a step stops a GPU at each, so it has a measurement of its own there.
-        engine.laps = {} if loads.device == "cpu" else None
+        engine.timed = loads.device == "cpu"
         if engine.decode.graphs is not None:  # those that a job has long captured
             loads.steady(repetition, ROLLOUTS + live, engine)
         if not name.startswith("k="):
             return loads.batch(repetition, rollouts, 1, engine)[0]
         measured = parted = loads.steady(repetition, ROLLOUTS + live, engine)[0]
-        if engine.laps is None:
-            engine.laps = {}
+        if not engine.timed:
+            engine.timed = True
             parted = loads.steady(repetition, live, engine)[0]
-        steps = round(1e3 * parted["seconds"] / parted["step_ms"])
-        return measured | {f"{part}_ms": 1e3 * engine.laps.get(part, 0.0) / steps for part in PARTS}
+        seconds, steps = engine.seconds, round(1e3 * parted["seconds"] / parted["step_ms"])
+        seconds["rest"] = 2 * seconds["all"] - seconds.total()
+        return measured | {f"{part}_ms": 1e3 * seconds[part] / steps for part in PARTS}
 
     def headline(self, samples: Samples) -> dict[str, float]:
         result = {f"tokens_per_s_{live}_live": median(samples, f"{live} k=0", "tokens_per_s") for live in LIVE}

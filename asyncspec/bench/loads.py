@@ -14,14 +14,17 @@ import torch
 
 from asyncspec import config as configuration
 from asyncspec.commands.draft_train import acceptance_length
+from asyncspec.config.schema import SpeculationConfig
 from asyncspec.drafters.lookup import SuffixDrafter
-from asyncspec.drafters.make import drafter_maker
+from asyncspec.drafters.make import drafter_for, drafter_maker
+from asyncspec.drafts import draft as drafts
 from asyncspec.engine.protocol import Completion, Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch.roles import devices
 from asyncspec.loading import use_threads
-from asyncspec.models import eagle3, policy, tokenizer
+from asyncspec.models import policy, tokenizer
 from asyncspec.speculation.draft_length import LONGEST, FixedLength
+from asyncspec.speculation.verify import Sampling
 from asyncspec.tasks.sums import sums
 from asyncspec.timing.metrics import summed
 
@@ -29,9 +32,8 @@ from asyncspec.timing.metrics import summed
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
 WARM_UP_ROLLOUTS = 24  # for each slot
 # Of engines that are measured side by side. The shorter, the more alike is what else the machine does; but of 64 turns
-# most were single steps, which
-# began with the other engine's weights in the processor's caches: what is paid once a step weighed more than it does
-# where an engine goes on.
+# most were single steps, which began with the other engine's weights in the processor's caches: what is paid once a
+# step weighed more than it does where an engine goes on.
 TURNS = 16
 
 
@@ -47,8 +49,13 @@ def accepted(done: Sequence[Completion]) -> dict[str, float]:
 
 
 class Loads:
-    def __init__(self, overrides: Sequence[str]) -> None:
-        self.config = c = configuration.load("tiny", overrides)
+    def __init__(self, overrides: Sequence[str], engine: type[TorchEngine] = TorchEngine) -> None:
+        """
+        Args:
+            engine: the class to make engines of.
+        """
+        self._class, self.config = engine, configuration.load("tiny", overrides)
+        c = self.config
         use_threads(c.engine.threads)
         self.device = devices(c.deployment.device, ["generator"])[0]
         path = configuration.resolve_path(c.model.path)
@@ -70,11 +77,10 @@ class Loads:
         if key not in self._engines:
             self._engines[key] = [engine := self._made(method, slots, "auto")]
             engine.poll()
-            self._auto[key] = engine.lengths
-            self._set(engine, key, "auto")
+            self._auto[key] = engine.chooser
             self.steady(len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1), engine)
             if isinstance(engine.drafter, SuffixDrafter):
-                self._pasts[slots] = engine.drafter.past()
+                self._pasts[slots] = engine.drafter.state_dict() | {"entered": 0}
         if instance == len(self._engines[key]):
             self._engines[key].append(engine := self._made(method, slots, LONGEST))
             self.steady(len(self.prompts) // 2, slots, engine)
@@ -83,31 +89,22 @@ class Loads:
         return engine
 
     def _set(self, engine: TorchEngine, key: tuple[str, int], draft_length: int | str) -> None:
-        if engine.drafter is None:
-            return
         engine.drafter.catch_up()
-        engine.lengths = self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length))
-        if engine.drafter.looks_up:
-            engine.drafter.learn = self._auto[key].learn if draft_length == "auto" else None
+        engine.use(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
         if isinstance(engine.drafter, SuffixDrafter):
             # Variants of a repetition get the same prompts and random numbers: none may copy from another's rollouts.
-            engine.entered = 0
-            if key[1] in self._pasts:
-                engine.drafter.restore(self._pasts[key[1]])
+            engine.drafter.load_state_dict(self._pasts[key[1]])
 
     def _made(self, method: str, slots: int, draft_length: int | str) -> TorchEngine:
         c = self.config
-        engine = TorchEngine(
+        engine = self._class(
             self.shape,
             self._maker(method),
             slots=slots,
             max_prompt_tokens=c.engine.max_prompt_tokens,
             max_response_tokens=c.sampling.max_response_tokens,
             draft_length=draft_length,
-            temperature=c.sampling.temperature,
-            top_p=c.sampling.top_p,
-            top_k=c.sampling.top_k,
-            compile_layers=c.engine.compile,
+            sampling=Sampling(c.sampling.temperature, c.sampling.top_p, c.sampling.top_k),
             device=self.device,
             dtype=getattr(torch, c.model.dtype),
         )
@@ -117,15 +114,9 @@ class Loads:
     def _maker(self, method: str):
         c = self.config
         if method == "random":
-
-            def useless(model, slots, settings):
-                from asyncspec.drafters.eagle3 import eagle3_drafter
-
-                torch.manual_seed(c.seed)
-                return eagle3_drafter(eagle3.Eagle3(eagle3.DraftShape.for_policy(self.shape)), model, slots, settings)
-
-            return useless
-        spec = configuration.SpeculationConfig(
+            torch.manual_seed(c.seed)
+            return drafter_for(drafts.new("eagle3", self.shape, self.model))
+        spec = SpeculationConfig(
             method=method, draft_path=c.speculation.draft_path if method == c.speculation.method else ""
         )
         directory = configuration.Config(speculation=spec).draft_directory
@@ -182,12 +173,12 @@ class Loads:
                 seconds[i] += time.perf_counter() - began
         results = []
         for i, engine in enumerate(engines):
-            tokens[i] = engine.begun_tokens + sum(len(c.tokens) for c in done[i])
+            tokens[i] = engine.rows.begun_tokens + sum(len(c.tokens) for c in done[i])
             result = {
                 "tokens": tokens[i],
                 "seconds": seconds[i],
                 "tokens_per_s": tokens[i] / seconds[i],
                 "step_ms": 1e3 * seconds[i] / steps[i],
             }
-            results.append(result | (accepted(done[i]) if engine.drafter is not None else {}))
+            results.append(result | accepted(done[i]))
         return results

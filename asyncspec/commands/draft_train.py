@@ -7,10 +7,10 @@ distributions on them. What comes of it is measured by really drafting on prompt
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from asyncspec.errors import UserError
 from asyncspec.loading import use_threads
 from asyncspec.models import CheckpointError, policy
 from asyncspec.models import tokenizer as tokenizers
+from asyncspec.speculation.verify import Sampling
 from asyncspec.tasks.data import read_jsonl
 from asyncspec.tasks.sums import sums
 
@@ -64,7 +65,7 @@ class Sampler:
             max_prompt_tokens=settings.max_prompt_tokens,
             max_response_tokens=self.limit,
             draft_length=draft_length,
-            temperature=settings.temperature,
+            sampling=Sampling(settings.temperature),
         )
         self.engine.load_policy(dict(model.named_parameters()), 0)
 
@@ -218,7 +219,7 @@ def run(settings: Training) -> int:
                     soft_wrap=True,
                 )
 
-        rounds = itertools.repeat(rollouts) if rollouts else sampled(model, shape, prompts, settings)
+        rounds = repeat(rollouts) if rollouts else sampled(model, shape, prompts, settings)
         trainer = train_draft(draft, model, rounds, settings, shown)
         bars.update(bar, completed=1.0)
     draft.save(out, path)

@@ -9,27 +9,25 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncspec.engine.backend import Target
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import Graphs
 from asyncspec.models.policy import PolicyShape
-from asyncspec.speculation.drafter import Proposal, Slots
+from asyncspec.speculation.drafter import Drafter, Proposal
 from asyncspec.speculation.verify import sample, sampling_distribution
 
 
-class DraftModelDrafter:
-    aux_layers: tuple[int, ...] = ()
-    remembers = looks_up = False
-
-    def __init__(self, model, shape: PolicyShape, slots: Slots, settings: tuple[float, float, int]) -> None:
+class DraftModelDrafter(Drafter):
+    def __init__(self, model, shape: PolicyShape, target: Target) -> None:
         """
         Args:
-            model: a policy with a RoPE table for all positions of `slots`.
-            settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
+            model: a policy of the target's dtype, with a RoPE table for all positions of its slots.
         """
-        self.draft, self.shape, self.slots, self.settings = model.to(slots.device), shape, slots, settings
-        self.decode = DecodeModel(model, shape, *slots.token_SP.shape, slots.device)
+        self.slots, self.sampling, backend = target.slots, target.sampling, target.backend
+        self.draft = model.to(backend.device)
+        self.decode = DecodeModel(model, shape, *self.slots.token_SP.shape, backend)
         # positions below are in the KV cache, if still the row's own
-        self.read = np.zeros(len(slots.length), dtype=np.int64)
+        self.cached_S = np.zeros(len(self.slots.length), dtype=np.int64)
         self.reload()
 
     def reload(self) -> None:
@@ -39,25 +37,22 @@ class DraftModelDrafter:
         self.decode.launch_by(graphs)
 
     def enter(self, first_row: int, count: int) -> None:
-        self.read[first_row : first_row + count] = 0
+        self.cached_S[first_row : first_row + count] = 0
 
     def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
         # Of proposals that were read, those stay that were accepted; the token after them is the target's own.
         rows = slice(first_row, first_row + len(position_BL))
-        self.read[rows] = np.minimum(self.read[rows], self.slots.length[rows] - 1)
+        self.cached_S[rows] = np.minimum(self.cached_S[rows], self.slots.length[rows] - 1)
 
-    def catch_up(self) -> None:
-        pass
-
-    def unread(self, count: int) -> int:
+    def behind(self, count: int) -> int:
         # At least the last token: the one the target chose itself.
-        return max(1, int((self.slots.length[:count] - self.read[:count]).max()))
+        return max(1, int((self.slots.length[:count] - self.cached_S[:count]).max()))
 
     def prefill(self, first_row: int, count: int) -> None:
         self._read(first_row, count, int(self.slots.length[first_row : first_row + count].max()))
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        width = self.unread(count)
+        width = self.behind(count)
         if self.decode.graphs is not None and width <= draft_length + 1:
             width = draft_length + 1  # one graph, whatever was accepted
         logits_BV = self._read(0, count, width)
@@ -69,18 +64,15 @@ class DraftModelDrafter:
                     0, tokens[-1].unsqueeze(1), length_B1 + (step - 1), self.slots.spans(0, count, step)
                 )
                 logits_BV = self.decode.logits(hidden_B1D.squeeze(1))
-            distributions.append(sampling_distribution(logits_BV, *self.settings))
+            distributions.append(sampling_distribution(logits_BV, self.sampling))
             tokens.append(sample(distributions[-1], uniform_BK[:, step]))
         # The proposals but the last have been read; `observe` takes back those that are rejected.
-        self.read[:count] += draft_length - 1
+        self.cached_S[:count] += draft_length - 1
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         self.decode.cache.copy(sources, rows, int(self.slots.length[sources].max()))
-        self.read[rows] = self.read[sources]
-
-    def leave(self, row: int) -> None:
-        pass
+        self.cached_S[rows] = self.cached_S[sources]
 
     def _read(self, first_row: int, count: int, width: int) -> torch.Tensor:
         """Read the last `width` tokens of each row; logits for the next one."""
@@ -89,5 +81,5 @@ class DraftModelDrafter:
         hidden_BWD, _ = self.decode.hidden_states(
             first_row, slots.token_SP[rows].gather(1, position_BW), position_BW, slots.spans(first_row, count)
         )
-        self.read[rows] = slots.length[rows]
+        self.cached_S[rows] = slots.length[rows]
         return self.decode.logits(hidden_BWD[:, -1])

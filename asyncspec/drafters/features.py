@@ -5,97 +5,129 @@ it reads its own hidden state in place of the target's. Features wait in a buffe
 proposals; then keys and values of all it has missed but the last position are made in one pass, right-aligned over the
 rows, and it drafts on from there, that position first. A draft replaced in between costs acceptance, never exactness:
 proposals are verified against the very distribution they were drawn from.
+
+`FeatureDrafter` launches its passes one by one, or as a graph. `NumbaDrafter` does the same in one function.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from asyncspec.drafters.numba_draft import CompiledDraft
+from asyncspec.drafters import numba_draft
 from asyncspec.engine import memory
+from asyncspec.engine.backend import Access, Target
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.kv_cache import Spans, runs
-from asyncspec.engine.numpy_cache import NumpyKVCache, Packed
-from asyncspec.engine.workspace import Workspace
-from asyncspec.speculation.drafter import Proposal, Slots
+from asyncspec.engine.layers import DecodeLayer, RoPE
+from asyncspec.engine.matrix import Derived, Matrix
+from asyncspec.engine.workspace import LayerShape, Workspace
+from asyncspec.loading import use_threads
+from asyncspec.models.policy import cast
+from asyncspec.speculation.drafter import Drafter, Packed, Proposal
 from asyncspec.speculation.verify import sample, sampling_distribution
 
 UNSTORED = 32  # steps without speculation whose features are written at once
 
 
-class FeatureDrafter:
-    remembers = looks_up = False
+class DecodeFeatures(ABC):
+    """A draft's forward pass over a KV cache of one layer, in a workspace of two inputs: an embedding, and x."""
 
-    def __init__(self, draft, decode, embedding_VD, slots: Slots, settings: tuple[float, float, int]) -> None:
+    layer: DecodeLayer
+    fc: Matrix
+    lm_head: Matrix
+
+    def __init__(self, draft, shape: LayerShape, rope: RoPE, target: Target) -> None:
+        self.draft, self.shape, self.rope, self.derived = draft, shape, rope, Derived()
+        self.cache = target.backend.cache(1, *target.slots.token_SP.shape, shape)
+        self.spaces = target.backend.workspaces(shape, inputs=2)
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Derive from the parameters anew what is derived from them."""
+
+    @abstractmethod
+    def fuse(self, features_TE: torch.Tensor, space: Workspace) -> None:
+        """x = what the target has computed."""
+
+    @abstractmethod
+    def logits(self, space: Workspace) -> torch.Tensor:
+        """Logits for the token after, [T, V]."""
+
+    def join(self, space: Workspace) -> None:
+        """Make of both inputs what comes into the layer."""
+        space.normalize_inputs()
+
+    def write(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
+        """Write keys and values of both inputs to the cache."""
+        self.join(space)
+        self.layer.write(space, access, rotation)
+
+    def __call__(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
+        """Besides, x becomes what is fed back."""
+        self.join(space)
+        self.layer(space, access, rotation)
+
+    @abstractmethod
+    def own_weights(self) -> dict:
+        """Fields of `numba_draft.Weights` that not every draft has."""
+
+    def to_numba(self, embedding_VD: torch.Tensor) -> numba_draft.Weights:
+        """The weights of a dense draft, as numba takes them."""
+        layer = self.layer
+        matrices = (layer.wqkv, layer.wo, layer.mlp.inward, layer.mlp.outward, self.lm_head)
+        arrays = [embedding_VD.detach().numpy(), *(matrix.to_numpy() for matrix in matrices), self.rope.to_numpy()]
+        own = {"token_U": np.arange(len(embedding_VD)), **self.own_weights()}
+        own = {name: np.ascontiguousarray(array) for name, array in own.items()}
+        return numba_draft.Weights(*(np.ascontiguousarray(array) for array in arrays), **own)
+
+
+class FeatureDrafter(Drafter):
+    def __init__(self, draft, decode: DecodeFeatures, target: Target) -> None:
         """
         Args:
             draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
-            decode: its forward pass over a KV cache (`DecodeEagle3`, `DecodeMTP`), in a workspace: `fuse` puts features
-                there as x, `read` puts keys and values of x and an embedding in the cache, calling it besides leaves as
-                x what is to be fed back, `logits` are those for the token after. `to_numpy` gives what drafting.py
-                wants to do the same, or None.
-            embedding_VD: the target's.
-            settings: temperature, top_p, top_k of the target; the draft follows them to be accepted more.
+            decode: its forward pass.
         """
-        self.draft, self.decode, self._embedding_VD, self.slots, self.settings = (
-            draft,
-            decode,
-            embedding_VD,
-            slots,
-            settings,
-        )
-        self.aux_layers = draft.aux_layers
-        size = (*slots.token_SP.shape, len(self.aux_layers) * draft.shape.dim)
-        self.feature_SPE = memory.zeros(*size, dtype=draft.fc.weight.dtype, device=slots.device)
-        self._feature_TE = self.feature_SPE.view(-1, size[-1])
-        self._start_S1 = torch.arange(size[0], device=slots.device).unsqueeze(1) * slots.positions
+        self.draft, self.decode, self.slots, self.sampling = draft, decode, target.slots, target.sampling
+        self.aux_layers, self._embedding_VD = draft.aux_layers, target.model.tok_embeddings.weight
+        S, P = self.slots.token_SP.shape
+        size = (S, P, len(self.aux_layers) * draft.shape.dim)
+        self.feature_SPE = memory.zeros(*size, dtype=target.backend.dtype, device=self.slots.device)
+        self._feature_TE = self.feature_SPE.view(S * P, -1)
+        self._start_S1 = torch.arange(S, device=self.slots.device).unsqueeze(1) * P
         self._unstored: list[torch.Tensor] = []  # features of single positions, from row 0; layer by layer
         self._unstored_at: list[torch.Tensor] = []  # and the positions
-        self.read = np.zeros(size[0], dtype=np.int64)  # positions below are in the KV cache
+        self.cached_S = np.zeros(S, dtype=np.int64)  # positions below are in the KV cache
         self.graphs: Graphs | None = None
-        self._compiled: CompiledDraft | None = None
-        _, top_p, top_k = settings
-        self._whole = top_p >= 1.0 and not 0 < top_k < len(embedding_VD)  # whether all tokens may be sampled
         self.reload()
 
     def reload(self) -> None:
         self.decode.reload()
-        if (
-            isinstance(self.decode.cache, NumpyKVCache)
-            and (weights := self.decode.to_numpy(self._embedding_VD)) is not None
-        ):
-            if self._compiled is None:
-                self._compiled = CompiledDraft(
-                    self.slots, self.read, self.feature_SPE, self.decode.cache, self.draft.shape.norm_eps
-                )
-            self._compiled.reload(weights)
 
     def launch_by(self, graphs: Graphs | None) -> None:
         self.graphs = graphs
 
     def enter(self, first_row: int, count: int) -> None:
-        self.read[first_row : first_row + count] = 0
+        self.cached_S[first_row : first_row + count] = 0
 
     def observe(self, first_row: int, features_BLD, position_BL, packed: Packed | None = None) -> None:
         B, L = position_BL.shape
         if first_row or L > 1:
-            self._store()
-            if self._compiled is not None:
-                self._compiled.store(features_BLD, first_row, position_BL, packed)
-            else:
-                self._write(first_row, torch.cat(features_BLD, -1), position_BL, packed)
+            self.catch_up()
+            self._store(first_row, features_BLD, position_BL, packed)
             return
         # While nothing is proposed, one write serves many steps: it costs as much as a hundredth of a step.
         waiting = self._unstored_at
         if waiting and (len(waiting) == UNSTORED or len(waiting[0]) != B):
-            self._store()
+            self.catch_up()
         self._unstored += features_BLD
         self._unstored_at.append(position_BL)
 
-    def _store(self) -> None:
+    def catch_up(self) -> None:
         """Write what `observe` has put off."""
         if self._unstored_at:
             self._write(0, torch.cat(self._unstored, 1), torch.cat(self._unstored_at, 1))
@@ -109,40 +141,36 @@ class FeatureDrafter:
             index_N = index_N[torch.from_numpy(packed.at_T)]
         self._feature_TE.index_copy_(0, index_N, features.reshape(-1, self._feature_TE.shape[-1]))
 
-    def catch_up(self) -> None:
-        self._store()
-
-    def unread(self, count: int) -> int:
+    def behind(self, count: int) -> int:
         # The last token's features come with the next verification.
-        return max(1, int((self.slots.length[:count] - 1 - self.read[:count]).max()))
+        return max(1, int((self.slots.length[:count] - 1 - self.cached_S[:count]).max()))
 
     def prefill(self, first_row: int, count: int) -> None:
         rows = slice(first_row, first_row + count)
-        width = int((self.slots.length[rows] - 1 - self.read[rows]).max())
+        width = int((self.slots.length[rows] - 1 - self.cached_S[rows]).max())
         if width > 0:
-            self._store()
-            if self._compiled is not None:
-                self._compiled.read(first_row, self.slots.length[rows] - 1)
-            else:
-                self._read(first_row, self.slots.length_S[rows] - 1, width)
-            self.read[rows] = self.slots.length[rows] - 1
+            self.catch_up()
+            self._read(rows, width)
+            self.cached_S[rows] = self.slots.length[rows] - 1
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        self._store()
-        if self._compiled is not None and self._whole:
-            draft_BK, q_BKV = self._compiled.propose(uniform_BK, self.settings[0])
-        else:
-            draft_BK, q_BKV = self._launched(count, draft_length, uniform_BK)
-        self.read[:count] = self.slots.length[:count] - 1
+        self.catch_up()
+        draft_BK, q_BKV = self._draft(count, draft_length, uniform_BK)
+        self.cached_S[:count] = self.slots.length[:count] - 1
         return Proposal(draft_BK, q_BKV)
 
-    def _launched(self, count: int, draft_length: int, uniform_BK) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store(self, first_row: int, features_BLD, position_BL, packed: Packed | None) -> None:
+        """Keep features; see `observe`."""
+        self._write(first_row, torch.cat(features_BLD, -1), position_BL, packed)
+
+    def _read(self, rows: slice, width: int) -> None:
+        """Read the `width` positions before each row's last token."""
+        self._read_before(rows.start, self.slots.length_S[rows] - 1, width)
+
+    def _draft(self, count: int, draft_length: int, uniform_BK) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and distributions, by passes that are launched one by one, or by a graph of them."""
-        inputs, width, spans = (
-            (self.slots.length_S[:count], uniform_BK),
-            self.unread(count),
-            self.slots.spans(0, count, draft_length - 2),
-        )
+        inputs, width = (self.slots.length_S[:count], uniform_BK), self.behind(count)
+        spans = self.slots.spans(0, count, draft_length - 2)
         if self.graphs is None or width > draft_length + 1:  # which a draft has to read after it has rested
             q_BKV, draft_BK = self._proposal(*inputs, spans, width)
         else:
@@ -154,47 +182,90 @@ class FeatureDrafter:
         """Distributions and tokens, once the `width` positions before each row's last token are read."""
         (B, K), slots, decode = uniform_BK.shape, self.slots, self.decode
         if width > 1:
-            self._read(0, length_B - 2, width - 1)
+            self._read_before(0, length_B - 2, width - 1)
         space, position_BK = decode.spaces(B, 1), (length_B.unsqueeze(1) + (slots.index_P[:K] - 2)).clamp_(min=0)
         token_B = self._fuse(0, position_BK[:, :1], space).squeeze(1)
-        place, rotations = (
-            decode.cache.at(0, position_BK, spans),
-            decode.rope.at(position_BK).unflatten(0, (B, K)).unbind(1),
-        )
+        access = decode.cache.at(0, position_BK, spans)
+        rotations = decode.rope.at(position_BK).unflatten(0, (B, K)).unbind(1)
         tokens, distributions = [], []
-        for uniform_B, step, rotation in zip(uniform_BK.unbind(1), place.each(), rotations):
+        for uniform_B, step, rotation in zip(uniform_BK.unbind(1), access.each(), rotations):
             torch.index_select(self._embedding_VD, 0, token_B, out=space.embedding_TD)
             decode(space, step, rotation)
-            distributions.append(sampling_distribution(decode.logits(space), *self.settings))
+            distributions.append(sampling_distribution(decode.logits(space), self.sampling))
             tokens.append(token_B := sample(distributions[-1], uniform_B))
         return torch.stack(distributions, 1), torch.stack(tokens, 1)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        self._store()
-        if self._compiled is not None:
-            self._compiled.copy(sources, rows)
-            self.read[rows] = self.read[sources]
-            return
-        length, read = int(self.slots.length[sources].max()), int(self.read[sources].max())
-        if read:
-            self.decode.cache.copy(sources, rows, read)
+        self.catch_up()
+        length, cached = int(self.slots.length[sources].max()), int(self.cached_S[sources].max())
+        if cached:
+            self.decode.cache.copy(sources, rows, cached)
         for source, copies in runs(sources, rows):
             self.feature_SPE[copies, :length] = self.feature_SPE[source, :length]
-            self.read[copies] = self.read[source]
+            self.cached_S[copies] = self.cached_S[source]
 
-    def leave(self, row: int) -> None:
-        pass
-
-    def _read(self, first_row: int, end_B, width: int) -> None:
+    def _read_before(self, first_row: int, end_B, width: int) -> None:
         """Read the `width` positions before each row's end; what was read before is read again alike."""
         position_BW = (end_B.unsqueeze(1) + (self.slots.index_P[:width] - width)).clamp_(min=0)
         space = self.decode.spaces(len(end_B), width)
         token_BW = self._fuse(first_row, position_BW, space)
         torch.index_select(self._embedding_VD, 0, token_BW.flatten(), out=space.embedding_TD)
-        self.decode.read(space, self.decode.cache.at(first_row, position_BW, []), self.decode.rope.at(position_BW))
+        self.decode.write(space, self.decode.cache.at(first_row, position_BW, []), self.decode.rope.at(position_BW))
 
     def _fuse(self, first_row: int, position_BW, space: Workspace) -> torch.Tensor:
         """Put the features of these positions in the workspace; returns the tokens after them."""
         rows = slice(first_row, first_row + len(position_BW))
         self.decode.fuse(self._feature_TE[(self._start_S1[rows] + position_BW).flatten()], space)
         return self.slots.token_SP[rows].gather(1, position_BW + 1)
+
+
+class NumbaDrafter(FeatureDrafter):
+    """The same on one thread of a CPU, in functions that numba compiles. With top-k or top-p it drafts as others do."""
+
+    def __init__(self, draft, decode: DecodeFeatures, target: Target) -> None:
+        numba_draft.prepare()
+        use_threads(1)  # of numba's BLAS, too
+        super().__init__(draft, decode, target)
+        self._whole = self.sampling.whole(len(self._embedding_VD))
+        self._eps, self._temperature = np.float32(draft.shape.norm_eps), np.float32(self.sampling.temperature)
+        self._rows = numba_draft.State(
+            self.slots.token_SP.numpy(),
+            self.slots.length,
+            self.cached_S,
+            self.feature_SPE.numpy(),
+            decode.cache.keys[0].numpy(),
+            decode.cache.values[0].numpy(),
+        )
+
+    def reload(self) -> None:
+        super().reload()
+        self._weights = self.decode.to_numba(self._embedding_VD)
+
+    def _store(self, first_row: int, features_BLD, position_BL, packed: Packed | None) -> None:
+        parts = tuple(features.numpy().reshape(-1, features.shape[-1]) for features in features_BLD)
+        at_T = numba_draft.ALL if packed is None else packed.at_T
+        numba_draft.store(self._rows.feature_SPE, parts, first_row, np.ascontiguousarray(position_BL.numpy()), at_T)
+
+    def _read(self, rows: slice, width: int) -> None:
+        numba_draft.read(self._weights, self._rows, rows.start, self.slots.length[rows] - 1, self._eps)
+
+    def _draft(self, count: int, draft_length: int, uniform_BK) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._whole:
+            return super()._draft(count, draft_length, uniform_BK)
+        uniform_BK = np.ascontiguousarray(uniform_BK.numpy())
+        token_BK, q_BKV = numba_draft.propose(self._weights, self._rows, uniform_BK, self._temperature, self._eps)
+        return torch.from_numpy(token_BK), torch.from_numpy(q_BKV)
+
+    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
+        self.catch_up()
+        numba_draft.copy(self._rows, np.array(sources), np.array(rows))
+        self.cached_S[rows] = self.cached_S[sources]
+
+
+def feature_drafter(decode: type[DecodeFeatures], draft, target: Target) -> FeatureDrafter:
+    """Make the drafter for a module, which becomes the engine's own."""
+    backend = target.backend
+    draft = cast(draft.to(backend.device), backend.dtype).requires_grad_(False)
+    passes = decode(draft, target)
+    dense = passes.shape.hidden_dim > 0
+    return (NumbaDrafter if backend.numba and dense else FeatureDrafter)(draft, passes, target)

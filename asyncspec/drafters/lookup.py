@@ -11,55 +11,31 @@ those of responses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
+from asyncspec.engine.backend import Target
 from asyncspec.engine.kv_cache import runs
-from asyncspec.speculation.drafter import Proposal, Slots
+from asyncspec.speculation.drafter import Drafter, Proposal, Slots
 
 _BASE = 6364136223846793005  # of hashes
 
 
-class _Lookup:
-    aux_layers: tuple[int, ...] = ()
-    remembers, looks_up = False, True
-    learn = None  # see `LookupLength.learn`
+class _Lookup(Drafter):
+    looks_up = True
     HINDSIGHT = 32  # one finished rollout in so many is looked back at
     STRETCH = 512  # tokens of it, at most
 
     def __init__(self, slots: Slots) -> None:
         self.slots, self._left = slots, 0
 
-    def enter(self, first_row: int, count: int) -> None:
-        pass
-
-    def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
-        pass
-
-    def prefill(self, first_row: int, count: int) -> None:
-        pass
-
-    def catch_up(self) -> None:
-        pass
-
-    def unread(self, count: int) -> int:
-        return 1
-
-    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        pass
-
-    def leave(self, row: int) -> None:
-        pass
-
-    def reload(self) -> None:
-        pass
-
-    def launch_by(self, graphs) -> None:
-        pass
+    @classmethod
+    def of(cls, target: Target) -> _Lookup:
+        return cls(target.slots)
 
     def _due(self) -> bool:
         """Whether to look back at the next of the finished rollouts."""
@@ -74,17 +50,28 @@ class _Lookup:
         start += self._left * 7919 % (more + 1)
         return slice(start, min(end, start + self.STRETCH))
 
+    def _tell(self, token_T, at_R, draft_RK, count_R) -> None:
+        """Tell what would have been proposed at these places of a rollout."""
+        index_K = self.slots.index_P[:LONGEST]
+        token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
+        kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
+        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy())
+
 
 class NGramDrafter(_Lookup):
     """Prompt lookup (Saxena 2023): the most recent place in the row's own tokens that matches its last ones longest."""
 
     MATCHES = (2, 3, 4)  # tokens, least to most
+    AT_ONCE = 64  # places of a rollout that are looked back at together
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        slots = self.slots
-        span = int(slots.length[:count].max())
-        length_B1 = slots.length_S[:count].unsqueeze(1)
-        token_BP = slots.token_SP[:count, :span]
+        slots, span = self.slots, int(self.slots.length[:count].max())
+        draft_BK, count_B = self._found(slots.token_SP[:count, :span], slots.length_S[:count], draft_length)
+        return Proposal(draft_BK, None, count_B)
+
+    def _found(self, token_BP, length_B, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A proposal for rows of tokens, so many of each."""
+        length_B1, index_P, span = length_B.unsqueeze(1), self.slots.index_P, token_BP.shape[1]
         # match_BP: how many tokens that end at each position equal the row's last ones.
         equal_BP = token_BP == token_BP.gather(1, length_B1 - 1)
         match_BP = equal_BP.to(torch.int64)
@@ -93,33 +80,24 @@ class NGramDrafter(_Lookup):
             equal_BP = equal_BP[:, 1:] & (token_BP[:, : span - back] == last_B1)
             match_BP[:, back:] += equal_BP
         # Longest match first, then the most recent; not the end itself.
-        key_BP = (match_BP * span + slots.index_P[:span]).masked_fill_(slots.index_P[:span] >= length_B1 - 1, 0)
+        key_BP = (match_BP * span + index_P[:span]).masked_fill_(index_P[:span] >= length_B1 - 1, 0)
         best_B = key_BP.amax(1)
         found_B, at_B = best_B // span >= self.MATCHES[0], best_B % span
-        index_BK = at_B.unsqueeze(1) + 1 + slots.index_P[:draft_length]
-        draft_BK = token_BP.gather(1, index_BK.clamp(max=span - 1))
-        count_B = torch.where(found_B, (length_B1.squeeze(1) - 1 - at_B).clamp(max=draft_length), 0)
-        return Proposal(draft_BK, None, count_B)
+        draft_BK = token_BP.gather(1, (at_B.unsqueeze(1) + 1 + index_P[:draft_length]).clamp(max=span - 1))
+        return draft_BK, torch.where(found_B, (length_B - 1 - at_B).clamp(max=draft_length), 0)
 
     def leave(self, row: int) -> None:
         if not self._due():
             return
-        token_T = self.slots.token_SP[row, : int(self.slots.length[row])].cpu().numpy()
-        T, first = len(token_T), int(self.slots.prompt_S[row]) + 1  # the first token of a response is never proposed
-        at_T, key_T = np.full(T, -1), np.zeros(T, dtype=np.int64)
-        for order in range(1, self.MATCHES[-1] + 1):
-            key_T[order - 1 :] += (token_T[: T - order + 1] + 1) * (_BASE**order % (1 << 61))  # overflows as a hash may
-            if order in self.MATCHES and T > order:
-                # Where the same tokens ended before: the last place of the same key.
-                sorted_T = key_T[order - 1 :].argsort(kind="stable") + order - 1
-                same = key_T[sorted_T[1:]] == key_T[sorted_T[:-1]]
-                at_T[sorted_T[1:][same]] = sorted_T[:-1][same]
-        last_R, index_K = np.arange(T)[self._stretch(first - 1, T - 1)], np.arange(LONGEST)
-        count_R = np.where(at_T[last_R] >= 0, np.minimum(last_R - at_T[last_R], LONGEST), 0)
-        draft_RK = token_T[np.minimum(at_T[last_R, None] + 1 + index_K, T - 1)]
-        token_RK = np.append(token_T, [-1] * LONGEST)[last_R[:, None] + 1 + index_K]
-        kept_R = ((draft_RK == token_RK) & (index_K < count_R[:, None])).cumprod(1).sum(1)
-        self.learn(count_R, kept_R)
+        token_T = self.slots.token_SP[row, : int(self.slots.length[row])]
+        # The first token of a response is never proposed.
+        at_R = torch.arange(len(token_T), device=token_T.device)[
+            self._stretch(int(self.slots.prompt_S[row]) + 1, len(token_T))
+        ]
+        found = [self._found(token_T.expand(len(some), -1), some, LONGEST) for some in at_R.split(self.AT_ONCE)]
+        if found:
+            draft_RK, count_R = zip(*found)
+            self._tell(token_T, at_R, torch.cat(draft_RK), torch.cat(count_R))
 
 
 class SuffixDrafter(_Lookup):
@@ -132,7 +110,6 @@ class SuffixDrafter(_Lookup):
     that collides proposes wrong tokens, which costs acceptance, not exactness.
     """
 
-    remembers = True
     ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
     RING = 1 << 20
     UNREMEMBERED = 64  # finished rollouts that wait at most
@@ -147,6 +124,7 @@ class SuffixDrafter(_Lookup):
         # the context's hash, the place after it
         self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)
         self.end = 1  # where the next rollout goes; place 0 means nothing
+        self._entered = 0  # sequences, whose number salts their seeds
         power = [1]
         for _ in range(longest - 1):
             power.append((power[-1] * _BASE) % (1 << 64))
@@ -158,16 +136,21 @@ class SuffixDrafter(_Lookup):
         # tokens, the prompt's hash, and how many are its; not remembered yet
         self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
-    def past(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """A copy of all it remembers, for `restore`."""
-        self._remember()
-        return self.ring.clone(), self.seen_T2.clone(), self.end
+    def state_dict(self) -> dict[str, torch.Tensor | int]:
+        """A copy of all it remembers."""
+        self.catch_up()
+        return {"ring": self.ring.clone(), "seen": self.seen_T2.clone(), "end": self.end, "entered": self._entered}
 
-    def restore(self, past: tuple[torch.Tensor, torch.Tensor, int]) -> None:
-        self.ring.copy_(past[0])
-        self.seen_T2.copy_(past[1])
-        self.end = past[2]
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
+        """Remember that, and nothing else."""
+        self.ring.copy_(state["ring"])
+        self.seen_T2.copy_(state["seen"])
+        self.end, self._entered = state["end"], state["entered"]
         self._finished.clear()
+
+    def seeds(self, seeds: Sequence[int]) -> list[int]:
+        first, self._entered = self._entered, self._entered + len(seeds)
+        return [hash((seed, first + i)) for i, seed in enumerate(seeds)]
 
     def enter(self, first_row: int, count: int) -> None:
         rows, slots = slice(first_row, first_row + count), self.slots
@@ -190,12 +173,9 @@ class SuffixDrafter(_Lookup):
             (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row]))
         )
         if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
-            self._remember()
+            self.catch_up()
 
     def catch_up(self) -> None:
-        self._remember()
-
-    def _remember(self) -> None:
         """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of
         an engine step.
         """
@@ -217,7 +197,7 @@ class SuffixDrafter(_Lookup):
         if look_back:
             # The response without its first token, which is never proposed, and without the end mark.
             here = self._stretch(1, int(lengths[0]) - prompts[0] - 1)
-            self._look_back(token_T, at_R[here], key_RN[here], valid_RN[here])
+            self._tell(token_T, at_R[here], *self._found(key_RN[here], valid_RN[here], LONGEST))
         if self.end + len(token_T) > self.RING:
             self.end = 1
         self.ring[self.end : self.end + len(token_T)] = token_T
@@ -226,7 +206,7 @@ class SuffixDrafter(_Lookup):
         self.end += len(token_T)
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        self._remember()
+        self.catch_up()
         slots, length_B = self.slots, self.slots.length_S[:count]
         window_BN = slots.token_SP[:count].gather(1, (length_B.unsqueeze(1) - 1 - self._back_N).clamp_(min=0))
         key_BN, valid_BN = self._keys(window_BN, self._prompt_S[:count], length_B)
@@ -241,14 +221,6 @@ class SuffixDrafter(_Lookup):
         draft_BK = self.ring[place_B.unsqueeze(1) + self.slots.index_P[:draft_length]]
         follows_BK = (draft_BK >= 0).cumprod(1) * (rank_B > 0).unsqueeze(1)
         return draft_BK, follows_BK.sum(1)
-
-    def _look_back(self, token_T, at_R, key_RN, valid_RN) -> None:
-        """What would have been proposed at these places of a rollout."""
-        index_K = self.slots.index_P[:LONGEST]
-        draft_RK, count_R = self._found(key_RN, valid_RN, LONGEST)
-        token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
-        kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
-        self.learn(count_R.cpu().numpy(), kept_R.cpu().numpy())
 
     def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
         """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.

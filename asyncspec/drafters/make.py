@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from asyncspec.drafts.draft import Draft, load
+from asyncspec.engine.backend import Target
 from asyncspec.models import policy as policies
 from asyncspec.models.policy import PolicyShape
 from asyncspec.speculation.drafter import Drafter
 
+DrafterMaker = Callable[[Target], Drafter]
 
-def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> Callable[..., Drafter] | None:
-    """callable(model, slots, settings) -> Drafter for `TorchEngine`; None for "none".
+
+def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> DrafterMaker | None:
+    """What `TorchEngine` makes its drafter with; None for "none".
 
     Raises:
         CheckpointError: the draft's files are missing or broken, or it was made for another policy.
@@ -20,32 +24,26 @@ def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> Callable
     if method == "none":
         return None
     if method in ("ngram", "suffix"):
-        from asyncspec.drafters import lookup
+        from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
 
-        drafter = {"ngram": lookup.NGramDrafter, "suffix": lookup.SuffixDrafter}[method]
-        return lambda model, slots, settings: drafter(slots)
+        return {"ngram": NGramDrafter, "suffix": SuffixDrafter}[method].of
     if method == "mtp":  # its head is that of the engine's own policy
-        return lambda model, slots, settings: drafter_for(load(method, directory, policy, model))(
-            model, slots, settings
-        )
+        return lambda target: drafter_for(load(method, directory, policy, target.model))(target)
     return drafter_for(load(method, directory, policy))
 
 
-def drafter_for(draft: Draft) -> Callable[..., Drafter]:
+def drafter_for(draft: Draft) -> DrafterMaker:
     """The same for a draft at hand."""
-    if draft.method == "eagle3":
-        from asyncspec.drafters.eagle3 import eagle3_drafter
+    if draft.method == "draft_model":
+        from asyncspec.drafters.draft_model import DraftModelDrafter
 
-        return lambda *engine: eagle3_drafter(draft.module, *engine)
-    if draft.method == "mtp":
-        from asyncspec.drafters.mtp import mtp_drafter
+        def of_any_length(target: Target) -> Drafter:
+            model = policies.lengthened(draft.module, draft.shape, target.slots.positions)
+            return DraftModelDrafter(policies.cast(model, target.backend.dtype), draft.shape, target)
 
-        return lambda *engine: mtp_drafter(draft.module, *engine)
-    from asyncspec.drafters.draft_model import DraftModelDrafter
+        return of_any_length
+    from asyncspec.drafters.eagle3 import DecodeEagle3
+    from asyncspec.drafters.features import feature_drafter
+    from asyncspec.drafters.mtp import DecodeMTP
 
-    return lambda model, slots, settings: DraftModelDrafter(
-        policies.cast(policies.lengthened(draft.module, draft.shape, slots.positions), policies.dtype_of(model)),
-        draft.shape,
-        slots,
-        settings,
-    )
+    return partial(feature_drafter, {"eagle3": DecodeEagle3, "mtp": DecodeMTP}[draft.method], draft.module)

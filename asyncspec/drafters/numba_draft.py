@@ -1,5 +1,5 @@
-"""Drafting on a CPU as one compiled function: all passes of a proposal of EAGLE-3 or MTP, and what each row has to read
-before them.
+"""Drafting on a CPU as one function that numba compiles: all passes of a proposal of EAGLE-3 or MTP, and what each row
+has to read before them.
 
 A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is
 thirty operations that cost what launching them costs. So the whole proposal is one function, compiled by numba when it
@@ -14,21 +14,16 @@ vocabulary, U the draft's own; G key-value groups, R = queries of a group, then 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg.cython_blas  # noqa: F401  its BLAS is numba's; loaded here, so that `use_threads` finds it
-import torch
 from numba import njit
 
-from asyncspec.engine.numpy_cache import NumpyKVCache, Packed
-from asyncspec.loading import use_threads
-from asyncspec.speculation.drafter import Slots
-
 _FUNCTIONS: list[Callable] = []  # all that numba compiles here
-_ALL = np.empty(0, np.int64)
+ALL = np.empty(0, np.int64)
 _1, _0 = np.float32(1.0), np.float32(0.0)
 # exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its
 # Taylor series to r^7.
@@ -39,7 +34,7 @@ _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / math.factorial(n)) for n in range
 
 
 class Weights(NamedTuple):
-    """float32, as (inputs, outputs); what a draft does not have is empty. engine/decode.py says what has gone into
+    """float32, as (inputs, outputs); what a draft does not have is empty. engine/layers.py says what has gone into
     them.
     """
 
@@ -50,11 +45,11 @@ class Weights(NamedTuple):
     outward_FD: np.ndarray
     head_DU: np.ndarray
     turn_PH2: np.ndarray  # cosine and sine of each position and pair of a head, [P, H / 2, 2]
+    token_U: np.ndarray  # int64, which tokens it can propose
     fuse_ED: np.ndarray = np.empty((0, 0), np.float32)  # EAGLE-3: the target's layers into one
     join_ID: np.ndarray = np.empty((0, 0), np.float32)  # MTP: both inputs into one
     inverse_RH: np.ndarray = np.empty((0, 0), np.float32)  # of norms of heads, as `HeadNorm` has it, [R - 1, H]
     norm_D: np.ndarray = np.empty(0, np.float32)  # MTP: of what is fed back
-    token_U: np.ndarray = np.empty(0, np.int64)  # which tokens it can propose; empty: all
 
 
 class State(NamedTuple):
@@ -62,69 +57,10 @@ class State(NamedTuple):
 
     token_SP: np.ndarray  # int64
     length_S: np.ndarray  # int64
-    read_S: np.ndarray  # int64, positions below are in the cache
+    cached_S: np.ndarray  # int64, positions below are in the cache
     feature_SPE: np.ndarray
     key_SGHP: np.ndarray
     value_SGPH: np.ndarray
-
-
-class CompiledDraft:
-    """The rows of a drafter, and its passes over them."""
-
-    def __init__(
-        self, slots: Slots, read_S: np.ndarray, feature_SPE: torch.Tensor, cache: NumpyKVCache, eps: float
-    ) -> None:
-        """
-        Args:
-            read_S: int64, positions below are in the cache; whose it is keeps it so.
-            feature_SPE: float32, what the target has computed at each position.
-            cache: of a single layer.
-            eps: of RMSNorm.
-        """
-        prepare()
-        use_threads(torch.get_num_threads())
-        self._state = State(
-            slots.token_SP.numpy(),
-            slots.length,
-            read_S,
-            feature_SPE.numpy(),
-            cache.keys[0].numpy(),
-            cache.values[0].numpy(),
-        )
-        self._eps = np.float32(eps)
-
-    def reload(self, weights: Weights) -> None:
-        self._weights = Weights(*(np.ascontiguousarray(array) for array in weights))
-
-    def store(
-        self, features_BLD: Sequence[torch.Tensor], first_row: int, position_BL: torch.Tensor, packed: Packed | None
-    ) -> None:
-        """Keep the features of these positions; see `Drafter.observe`."""
-        parts = tuple(features.numpy().reshape(-1, features.shape[-1]) for features in features_BLD)
-        _store(
-            self._state.feature_SPE,
-            parts,
-            first_row,
-            np.ascontiguousarray(position_BL.numpy()),
-            _ALL if packed is None else packed.at_T,
-        )
-
-    def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        """Each of these rows becomes a copy of its source."""
-        _copy(self._state, np.array(sources), np.array(rows))
-
-    def read(self, first_row: int, end_B: np.ndarray) -> None:
-        """Keys and values of the positions that rows from `first_row` have not read before `end_B`, int64."""
-        _read(self._weights, self._state, first_row, end_B, self._eps)
-
-    def propose(self, uniform_BK: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Proposals for rows from 0: token_BK, int64, and q_BKV, float32, the distributions they were drawn from by
-        these numbers in [0, 1).
-        """
-        token_BK, q_BKV = _draft(
-            self._weights, self._state, np.ascontiguousarray(uniform_BK.numpy()), np.float32(temperature), self._eps
-        )
-        return torch.from_numpy(token_BK), torch.from_numpy(q_BKV)
 
 
 @cache
@@ -145,25 +81,26 @@ def _rehearse() -> None:
         return np.zeros(size, np.float32)
 
     one, none = np.float32(1.0), np.zeros(1, np.int64)
-    weights = Weights(zeros(8, 8), zeros(16, 32), zeros(16, 8), zeros(8, 16), zeros(8, 8), zeros(8, 8), zeros(9, 4, 2))
+    sizes = ((8, 8), (16, 32), (16, 8), (8, 16), (8, 8), (8, 8), (9, 4, 2))
+    weights = Weights(*(zeros(*size) for size in sizes), token_U=np.arange(8))
     state = State(np.zeros((1, 9), np.int64), np.full(1, 3), none, zeros(1, 9, 8), zeros(1, 1, 8, 9), zeros(1, 1, 9, 8))
-    _draft(weights, state, zeros(1, 1), one, one)
-    _read(weights, state, 0, none, one)
-    _copy(state, none, none)
+    propose(weights, state, zeros(1, 1), one, one)
+    read(weights, state, 0, none, one)
+    copy(state, none, none)
     for parts in (1, 3):  # of MTP and of EAGLE-3
-        _store(zeros(1, 9, 8 * parts), (zeros(1, 8),) * parts, 0, np.zeros((1, 1), np.int64), _ALL)
+        store(zeros(1, 9, 8 * parts), (zeros(1, 8),) * parts, 0, np.zeros((1, 1), np.int64), ALL)
 
 
-def _compiled(**options) -> Callable:
+def _numba(**options) -> Callable:
     """As numba's njit; kept on disk, where there is a place for it."""
 
     def decorate(function: Callable) -> Callable:
         try:
-            compiled = njit(cache=True, **options)(function)
+            made = njit(cache=True, **options)(function)
         except RuntimeError:  # neither beside the source nor in the user's own cache can anything be written
-            compiled = njit(**options)(function)
-        _FUNCTIONS.append(compiled)
-        return compiled
+            made = njit(**options)(function)
+        _FUNCTIONS.append(made)
+        return made
 
     return decorate
 
@@ -171,7 +108,7 @@ def _compiled(**options) -> Callable:
 _FAST = {"reassoc", "contract", "arcp"}  # sums in any order; infinities and NaN mean what they mean
 
 
-@_compiled()
+@_numba()
 def _exp(x, bits, n):
     """x[:n] = exp(x[:n]), for x up to 0 or a little above; `bits` is scratch, int32."""
     for i in range(n):
@@ -185,7 +122,7 @@ def _exp(x, bits, n):
         x[i] *= power[i]
 
 
-@_compiled(fastmath=_FAST)
+@_numba(fastmath=_FAST)
 def _unit(x, start, out, eps):
     """out[start:] = x / sqrt(sum(x^2) + D * eps)."""
     total = np.float32(len(x)) * eps
@@ -196,7 +133,16 @@ def _unit(x, start, out, eps):
         out[start + i] = x[i] * by
 
 
-@_compiled(fastmath=_FAST)
+@_numba()
+def _units(x_ND, eps):
+    """The same of each row."""
+    unit_ND = np.empty_like(x_ND)
+    for n in range(len(x_ND)):
+        _unit(x_ND[n], 0, unit_ND[n], eps)
+    return unit_ND
+
+
+@_numba(fastmath=_FAST)
 def _heads(w, x_ND, token_N, eps):
     """Of N tokens and the hidden states before them: heads [N, G, R, H] not yet turned; x becomes what comes into the
     layer.
@@ -211,14 +157,11 @@ def _heads(w, x_ND, token_N, eps):
     np.dot(units_NI, w.join_ID, x_ND)
     if w.inverse_RH.size:
         return np.dot(x_ND, w.wqkv)
-    unit_ND = np.empty_like(x_ND)
-    for n in range(N):
-        _unit(x_ND[n], 0, unit_ND[n], eps)
-    return np.dot(unit_ND, w.wqkv)
+    return np.dot(_units(x_ND, eps), w.wqkv)
 
 
-@_compiled(fastmath=_FAST)
-def _place(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
+@_numba(fastmath=_FAST)
+def _write_kv(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
     """Norm and turn the heads of one position, and write its keys and values."""
     (G, H, _), inverse_RH, turn_H2 = key_GHP.shape, w.inverse_RH, w.turn_PH2[position]
     R = len(heads_W) // (G * H)
@@ -241,21 +184,16 @@ def _place(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
                     heads_W[at + h] *= by
             if r < R - 1:
                 for i in range(H // 2):
-                    real, imaginary, cos, sin = (
-                        heads_W[at + 2 * i],
-                        heads_W[at + 2 * i + 1],
-                        turn_H2[i, 0],
-                        turn_H2[i, 1],
-                    )
-                    heads_W[at + 2 * i] = real * cos - imaginary * sin
-                    heads_W[at + 2 * i + 1] = real * sin + imaginary * cos
+                    real, imaginary = heads_W[at + 2 * i], heads_W[at + 2 * i + 1]
+                    heads_W[at + 2 * i] = real * turn_H2[i, 0] - imaginary * turn_H2[i, 1]
+                    heads_W[at + 2 * i + 1] = real * turn_H2[i, 1] + imaginary * turn_H2[i, 0]
         at = (g * R + R - 2) * H
         for h in range(H):
             key_GHP[g, h, position] = heads_W[at + h]
             value_GPH[g, position, h] = heads_W[at + H + h]
 
 
-@_compiled(fastmath=_FAST)
+@_numba(fastmath=_FAST)
 def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
     """out = what the queries of one position attend to, over the first `span` positions."""
     G, H, _ = key_GHP.shape
@@ -287,29 +225,23 @@ def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
                     out_H[h] += weight * value_H[h]
 
 
-@_compiled(fastmath=_FAST)
+@_numba(fastmath=_FAST)
 def _mlp(w, x_ND, eps):
     """x += down(silu(gate(norm(x))) * up(norm(x)))."""
     N, F = len(x_ND), len(w.outward_FD)
-    unit_ND, gate_NF = np.empty_like(x_ND), np.empty((N, F), np.float32)
-    for n in range(N):
-        _unit(x_ND[n], 0, unit_ND[n], eps)
-    inward_NF, flat_NF = np.dot(unit_ND, w.inward_DF), gate_NF.reshape(-1)
+    inward_NF, gate_NF = np.dot(_units(x_ND, eps), w.inward_DF), np.empty((N, F), np.float32)
     for n in range(N):
         for f in range(F):
             gate_NF[n, f] = -abs(inward_NF[n, f])
-    _exp(flat_NF, np.empty(N * F, np.int32), N * F)
+    _exp(gate_NF.reshape(-1), np.empty(N * F, np.int32), N * F)
     for n in range(N):
         for f in range(F):
             gate, e = inward_NF[n, f], gate_NF[n, f]
             gate_NF[n, f] = gate * (_1 if gate >= _0 else e) / (_1 + e) * inward_NF[n, F + f]
-    change_ND = np.dot(gate_NF, w.outward_FD)
-    for n in range(N):
-        for d in range(x_ND.shape[1]):
-            x_ND[n, d] += change_ND[n, d]
+    x_ND += np.dot(gate_NF, w.outward_FD)
 
 
-@_compiled(fastmath=_FAST)
+@_numba(fastmath=_FAST)
 def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
     """out = the distribution that is sampled from, zero before; returns the token drawn by inverting its cumulative
     sum.
@@ -332,17 +264,13 @@ def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
         if below > uniform * whole:
             drawn = u
             break
-    if not token_U.size:
-        for u in range(U):
-            out_V[u] = logits_U[u]
-        return drawn
     for u in range(U):
         out_V[token_U[u]] = logits_U[u]
     return token_U[drawn]
 
 
-@_compiled()
-def _store(feature_SPE, parts, first_row, position_BL, at_T):
+@_numba()
+def store(feature_SPE, parts, first_row, position_BL, at_T):
     """Of each part, [T, D], in turn, the features of these positions; `at_T` tells which they are if not all."""
     L, D = position_BL.shape[1], parts[0].shape[1]
     for t in range(len(parts[0])):
@@ -352,24 +280,24 @@ def _store(feature_SPE, parts, first_row, position_BL, at_T):
             feature_E[i * D : (i + 1) * D] = parts[i][t]
 
 
-@_compiled()
-def _copy(s, source_N, row_N):
+@_numba()
+def copy(s, source_N, row_N):
     """Of each source what it has read, and its features."""
     for n in range(len(row_N)):
         source, row = source_N[n], row_N[n]
-        read, length = s.read_S[source], s.length_S[source]
-        s.key_SGHP[row, :, :, :read] = s.key_SGHP[source, :, :, :read]
-        s.value_SGPH[row, :, :read] = s.value_SGPH[source, :, :read]
+        cached, length = s.cached_S[source], s.length_S[source]
+        s.key_SGHP[row, :, :, :cached] = s.key_SGHP[source, :, :, :cached]
+        s.value_SGPH[row, :, :cached] = s.value_SGPH[source, :, :cached]
         s.feature_SPE[row, :length] = s.feature_SPE[source, :length]  # all: passes launched one by one read some again
 
 
-@_compiled()
-def _read(w, s, first_row, end_B, eps):
+@_numba()
+def read(w, s, first_row, end_B, eps):
     """Keys and values of the positions that rows from `first_row` have not read before `end_B`."""
     B = len(end_B)
     N = 0
     for b in range(B):
-        N += max(0, end_B[b] - s.read_S[first_row + b])
+        N += max(0, end_B[b] - s.cached_S[first_row + b])
     if not N:
         return
     row_N, position_N, token_N = np.empty(N, np.int64), np.empty(N, np.int64), np.empty(N, np.int64)
@@ -377,23 +305,23 @@ def _read(w, s, first_row, end_B, eps):
     n = 0
     for b in range(B):
         row = first_row + b
-        for position in range(s.read_S[row], end_B[b]):
+        for position in range(s.cached_S[row], end_B[b]):
             row_N[n], position_N[n], token_N[n] = row, position, s.token_SP[row, position + 1]
             feature_NE[n] = s.feature_SPE[row, position]
             n += 1
     x_ND = np.dot(feature_NE, w.fuse_ED) if w.fuse_ED.size else feature_NE
     heads_NW = _heads(w, x_ND, token_N, eps)
     for n in range(N):
-        _place(w, heads_NW[n], x_ND[n], position_N[n], s.key_SGHP[row_N[n]], s.value_SGPH[row_N[n]], eps)
+        _write_kv(w, heads_NW[n], x_ND[n], position_N[n], s.key_SGHP[row_N[n]], s.value_SGPH[row_N[n]], eps)
 
 
-@_compiled()
-def _draft(w, s, uniform_BK, temperature, eps):
+@_numba()
+def propose(w, s, uniform_BK, temperature, eps):
     """Proposals for rows from 0, and the distributions they were drawn from."""
     B, K = uniform_BK.shape
     V, D = w.embedding_VD.shape
-    S, G, H, P = s.key_SGHP.shape
-    _read(w, s, 0, s.length_S[:B] - 2, eps)
+    P = s.key_SGHP.shape[3]
+    read(w, s, 0, s.length_S[:B] - 2, eps)
     q_BKV, token_BK = np.zeros((B, K, V), np.float32), np.empty((B, K), np.int64)
     feature_BE, token_B = np.empty((B, s.feature_SPE.shape[2]), np.float32), np.empty(B, np.int64)
     for b in range(B):
@@ -402,18 +330,14 @@ def _draft(w, s, uniform_BK, temperature, eps):
         token_B[b] = s.token_SP[b, position + 1]
     x_BD = np.dot(feature_BE, w.fuse_ED) if w.fuse_ED.size else feature_BE
     attended_BA, unit_BD = np.empty((B, len(w.wo_AD)), np.float32), np.empty((B, D), np.float32)
-    change_BD, logits_BU = np.empty((B, D), np.float32), np.empty((B, w.head_DU.shape[1]), np.float32)
     score_P, bits = np.empty(P, np.float32), np.empty(max(P, w.head_DU.shape[1]), np.int32)
     for k in range(K):
         heads_BW = _heads(w, x_BD, token_B, eps)
         for b in range(B):
             position = max(s.length_S[b] - 2 + k, 0)
-            _place(w, heads_BW[b], x_BD[b], position, s.key_SGHP[b], s.value_SGPH[b], eps)
+            _write_kv(w, heads_BW[b], x_BD[b], position, s.key_SGHP[b], s.value_SGPH[b], eps)
             _attend(heads_BW[b], position + 1, s.key_SGHP[b], s.value_SGPH[b], attended_BA[b], score_P, bits)
-        np.dot(attended_BA, w.wo_AD, change_BD)
-        for b in range(B):
-            for d in range(D):
-                x_BD[b, d] += change_BD[b, d]
+        x_BD += np.dot(attended_BA, w.wo_AD)
         _mlp(w, x_BD, eps)
         for b in range(B):
             _unit(x_BD[b], 0, unit_BD[b], eps)
@@ -421,7 +345,7 @@ def _draft(w, s, uniform_BK, temperature, eps):
                 for d in range(D):
                     unit_BD[b, d] *= w.norm_D[d]
                     x_BD[b, d] = unit_BD[b, d]
-        np.dot(unit_BD, w.head_DU, logits_BU)
+        logits_BU = np.dot(unit_BD, w.head_DU)
         for b in range(B):
             token_B[b] = _draw(logits_BU[b], temperature, uniform_BK[b, k], w.token_U, q_BKV[b, k], bits)
             token_BK[b, k] = token_B[b]

@@ -91,10 +91,8 @@ class Graphs:
             What it returns, [B, ...] each, the first of floats.
         """
         B = len(inputs[0])
-        rows, span = (
-            min(padded(B), most or self.slots),
-            SPAN_STEP * padded(-(-max(LEAST_SPAN, *(span for _, span in spans)) // SPAN_STEP)),
-        )
+        longest = max(LEAST_SPAN, *(span for _, span in spans))
+        rows, span = min(graph_size(B), most or self.slots), SPAN_STEP * graph_size(-(-longest // SPAN_STEP))
         sizes = tuple(tuple(tensor.shape[1:]) for tensor in inputs)
         small = rows * max(size[0] for size in sizes if size) <= TOKENS
         # Outside the engine's steps (a cache that is filled anew) tensors of the steps must not be written to.
@@ -125,7 +123,7 @@ class Graphs:
         own = [tensor.new_full((rows, *tensor.shape[1:]), 0 if tensor.is_floating_point() else 1) for tensor in inputs]
         _fill(own, inputs)
         expected = call(own)
-        results = [self._place(number, tensor) for number, tensor in enumerate(expected)]
+        results = [self._result_memory(number, tensor) for number, tensor in enumerate(expected)]
         try:
             graph = self._backend.capture(lambda: [to.copy_(tensor) for to, tensor in zip(results, call(own))])
             _fill(own, inputs)  # which it may have overwritten
@@ -152,15 +150,15 @@ class Graphs:
         self._times.clear()
         self._backend.forget()
 
-    def _place(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _result_memory(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Where graphs leave a result like this one."""
-        place = self._results.get((number, tensor.dtype))
-        if place is None or len(place) < tensor.numel():  # those that were captured before keep theirs
-            place = self._results[number, tensor.dtype] = tensor.new_empty(1 << (tensor.numel() - 1).bit_length())
-        return place[: tensor.numel()].view(tensor.shape)
+        memory = self._results.get((number, tensor.dtype))
+        if memory is None or len(memory) < tensor.numel():  # those that were captured before keep theirs
+            memory = self._results[number, tensor.dtype] = tensor.new_empty(1 << (tensor.numel() - 1).bit_length())
+        return memory[: tensor.numel()].view(tensor.shape)
 
 
-def padded(count: int) -> int:
+def graph_size(count: int) -> int:
     """The next number of four in an octave: 1 to 8, 10, 12, 14, 16, 20, ..."""
     step = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // step) * step

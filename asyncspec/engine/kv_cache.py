@@ -31,7 +31,7 @@ GROUP_ROWS = 8  # fewer are not parted
 SPAN_STEP = 16
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Rows that are attended to together, over the same positions."""
 
     rows: slice  # of rows times key-value groups
@@ -40,20 +40,20 @@ class Group(NamedTuple):
     mask: torch.Tensor  # of the cache's dtype [rows, L * queries, span], 0 or -inf
 
 
-class Place(NamedTuple):
+class CacheAccess(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
     index: torch.Tensor  # int64 [B * L * G], where each key and value lies in the flattened cache of a layer
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
 
-    def each(self) -> Iterator[Place]:
+    def each(self) -> Iterator[CacheAccess]:
         """The L positions one by one, for L passes of one position each."""
         B, L = self.shape
         masks = [g.mask.view(g.mask.shape[0], L, -1, g.mask.shape[-1]).unbind(1) for g in self.groups]
         for step, index in enumerate(self.index.view(B, L, -1).unbind(1)):
             groups = tuple(group._replace(mask=mask[step]) for group, mask in zip(self.groups, masks))
-            yield Place((B, 1), index.reshape(-1), groups)
+            yield CacheAccess((B, 1), index.reshape(-1), groups)
 
 
 def whole_span(span: int, positions: int) -> int:
@@ -94,12 +94,13 @@ class KVCache:
         self._views = lru_cache(maxsize=256)(self._make_views)
         self._mask = torch.tensor([float("-inf"), 0.0], dtype=dtype, device=device)
 
-    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans) -> Place:
+    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans, packed: None = None) -> CacheAccess:
         """Rows from `first_row`, `position_BL` within them.
 
         Args:
             spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater
                 than every position in it; empty for who only writes.
+            packed: None; `NumpyKVCache` takes some of the tokens.
         """
         (B, L), G = position_BL.shape, self.groups
         index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()
@@ -109,29 +110,33 @@ class KVCache:
             seen = (self._index_P[:span] <= position_BL[start:end].unsqueeze(-1)).view(count, 1, L, 1, span)
             mask = torch.where(seen.expand(-1, G, -1, self.queries, -1), self._mask[1], self._mask[0])
             keys, values = self._views(first_row + start, first_row + end, span)
-            groups.append(Group(slice(start * G, end * G), keys, values, mask.view(count * G, L * self.queries, span)))
+            groups.append(
+                RowGroup(slice(start * G, end * G), keys, values, mask.view(count * G, L * self.queries, span))
+            )
             start = end
-        return Place((B, L), index, tuple(groups))
+        return CacheAccess((B, L), index, tuple(groups))
 
     def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Keys and values of all layers at once: made one by one, views would cost as much as the attention itself."""
         kv = self.kv[:, start:end].flatten(1, 2)[:, :, :span]
         return kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
 
-    def write(self, layer: int, place: Place, space: Workspace) -> None:
+    def write(self, layer: int, access: CacheAccess, space: Workspace) -> None:
         """Keys and values of this pass."""
-        self.flat[layer].index_copy_(0, place.index, space.kv)
+        self.flat[layer].index_copy_(0, access.index, space.kv)
 
-    def attend(self, layer: int, place: Place, space: Workspace) -> None:
+    def attend(self, layer: int, access: CacheAccess, space: Workspace) -> None:
         """Attend over all positions up to each query's own."""
         q = space.q
-        for group in place.groups:
+        for group in access.groups:
             space.put_attended(group.rows, self._attended(layer, q[group.rows], group))
 
-    def _attended(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
+    def _attended(self, layer: int, q: torch.Tensor, group: RowGroup) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]
         if q.dtype is not torch.float32:
-            return narrow_attention(q, keys.transpose(1, 2), values, group.mask)
+            # As a single head each, which torch's fast kernels want; its scores are in float32.
+            q, keys, values, mask = (t.unsqueeze(1) for t in (q, keys.transpose(1, 2), values, group.mask))
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0).squeeze(1)
         weight = torch.baddbmm(group.mask, q, keys).softmax(-1)
         return torch.bmm(weight, values)
 
@@ -139,18 +144,6 @@ class KVCache:
         """Fill each of these rows with the first `length` positions of its source."""
         for source, copies in runs(sources, rows):
             self.kv[:, copies, :, :length] = self.kv[:, source, None, :, :length]
-
-
-def narrow_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention in bfloat16 whose scores are in float32 all the same.
-
-    Args:
-        q, keys, values: [rows, queries or span, H]; what attention is scaled by is in q.
-        mask: [rows, queries, span], 0 or -inf.
-    """
-    # As a single head each, which torch's fast kernels want.
-    q, keys, values, mask = (tensor.unsqueeze(1) for tensor in (q, keys, values, mask))
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0).squeeze(1)
 
 
 def runs(sources: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, slice]]:

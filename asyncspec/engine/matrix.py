@@ -13,83 +13,110 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_info
 
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.workspace import Buffer, Workspace
 
-PACKED_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
+ONEDNN_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
 LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
 # multiply-adds of a product, up to which OpenBLAS reads its operands where they lie; larger ones take 5 to 9 us more to
 # pack them
 UNPACKED = 1_000_000
 LEAST_PIECE = 32  # tokens, from which on a product in such pieces is faster: each is a call more
-AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # OpenBLAS's names
 
 
 class Matrix:
-    """x @ weight.T."""
+    """x @ weight.T, by torch."""
 
-    def __init__(self, weight_OI: torch.Tensor, arena: Arena) -> None:
-        """
-        Args:
-            arena: where a CPU's copy of the weights goes.
-        """
-        weight_OI = arena.keep(weight_OI.detach())
-        self._most = UNPACKED // weight_OI.numel()  # tokens whose product is that small
+    def __init__(self, weight_OI: torch.Tensor) -> None:
         # A transposed view: mm on it is half the price of linear where the matrix is small.
         self.weight = weight_OI.t()
-        self._array = self._packed = None
-        if weight_OI.dtype is torch.float32 and slowed_by_mkl(weight_OI.device.type):
-            if numpy_uses_avx512() and weight_OI.numel() < LARGE:
-                self._array = arena.keep(self.weight).numpy()  # of a view numpy makes a copy each time
-            else:
-                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
 
     def to_numpy(self) -> np.ndarray:
         """[I, O]"""
         return self.weight.numpy()
 
-    def __call__(self, x: torch.Tensor | Buffer) -> torch.Tensor:
-        x_TI = x.tensor if isinstance(x, Buffer) else x
-        if self._array is not None:
-            return torch.from_numpy(np.matmul(x_TI.numpy() if x is x_TI else x.array, self._array))
-        return self._packed_product(x_TI) if self._is_large(x_TI) else torch.mm(x_TI, self.weight)
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x_TI, self.weight)
 
     def write(self, x: Buffer, out: Buffer) -> None:
         """out = x @ weight.T."""
-        if self._array is not None:
-            self._numpy_product(x.array, out.array)
-        elif self._is_large(x.tensor):
-            out.tensor.copy_(self._packed_product(x.tensor))
-        else:
-            torch.mm(x.tensor, self.weight, out=out.tensor)
+        torch.mm(x.tensor, self.weight, out=out.tensor)
 
     def add(self, x: Buffer, space: Workspace) -> None:
         """The workspace's x += x @ weight.T."""
-        if self._array is not None:
-            self._numpy_product(x.array, space.change.array)
-            space.x.tensor.add_(space.change.tensor)
-        elif self._is_large(x.tensor):
-            space.x.tensor.add_(self._packed_product(x.tensor))
-        else:
-            space.x.tensor.addmm_(x.tensor, self.weight)
+        space.x.tensor.addmm_(x.tensor, self.weight)
 
-    def _numpy_product(self, x_TI: np.ndarray, out_TO: np.ndarray) -> None:
+
+class NumpyMatrix(Matrix):
+    def __init__(self, weight_OI: torch.Tensor, arena: Arena) -> None:
+        """
+        Args:
+            arena: where the transposed copy goes: of a view numpy makes a copy each time.
+        """
+        super().__init__(weight_OI)
+        self._array = arena.keep(self.weight).numpy()
+        self._most = UNPACKED // weight_OI.numel()  # tokens whose product is not packed
+        self._divisible = self._most >= LEAST_PIECE
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.matmul(x_TI.numpy(), self._array))
+
+    def write(self, x: Buffer, out: Buffer) -> None:
+        self._product(x.array, out.array)
+
+    def add(self, x: Buffer, space: Workspace) -> None:
+        self._product(x.array, space.change.array)
+        space.x.tensor.add_(space.change.tensor)
+
+    def _product(self, x_TI: np.ndarray, out_TO: np.ndarray) -> None:
         """out = x @ weight.T, in equal pieces that OpenBLAS need not pack."""
         T, most = len(x_TI), self._most
-        if T <= most or most < LEAST_PIECE:
+        if T <= most or not self._divisible:
             np.matmul(x_TI, self._array, out=out_TO)
             return
         size = -(-T // -(-T // most))
         for start in range(0, T, size):
             np.matmul(x_TI[start : start + size], self._array, out=out_TO[start : start + size])
 
-    def _is_large(self, x_TI: torch.Tensor) -> bool:
-        return self._packed is not None and len(x_TI) * self.weight.numel() >= PACKED_FROM
 
-    def _packed_product(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x_TI.contiguous(), self._packed, None, "none", [], "")
+class OneDnnMatrix(Matrix):
+    """x @ weight.T, by oneDNN where the product is large."""
+
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        super().__init__(weight_OI)
+        self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+        self._from = -(-ONEDNN_FROM // weight_OI.numel())  # tokens
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if len(x_TI) < self._from:
+            return super().__call__(x_TI)
+        return torch.ops.mkldnn._linear_pointwise(x_TI.contiguous(), self._reordered, None, "none", [], "")
+
+    def write(self, x: Buffer, out: Buffer) -> None:
+        if len(x.tensor) < self._from:
+            super().write(x, out)
+        else:
+            out.tensor.copy_(self(x.tensor))
+
+    def add(self, x: Buffer, space: Workspace) -> None:
+        if len(x.tensor) < self._from:
+            super().add(x, space)
+        else:
+            space.x.tensor.add_(self(x.tensor))
+
+
+class Derived(Arena):
+    """What an engine derives from a model's parameters, again each time when these change."""
+
+    def matrix(self, weight_OI: torch.Tensor) -> Matrix:
+        """Returns the matrix of whichever library multiplies it fastest."""
+        weight_OI = self.keep(weight_OI.detach())
+        if weight_OI.dtype is not torch.float32 or not slowed_by_mkl(weight_OI.device.type):
+            return Matrix(weight_OI)
+        if weight_OI.numel() < LARGE:
+            return NumpyMatrix(weight_OI, self)
+        return OneDnnMatrix(weight_OI)
 
 
 @lru_cache
@@ -107,15 +134,3 @@ def slowed_by_mkl(device: str) -> bool:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-@lru_cache
-def numpy_uses_avx512() -> bool:
-    """Whether numpy's BLAS does; which kernels it takes is settled when it is loaded, and OPENBLAS_CORETYPE can settle
-    it otherwise.
-    """
-    return any(
-        library.get("architecture") in AVX512_KERNELS
-        for library in threadpool_info()
-        if library["internal_api"] == "openblas"
-    )

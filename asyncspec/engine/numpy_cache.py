@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from asyncspec.engine import memory
-from asyncspec.engine.kv_cache import KVCache, Spans, runs, whole_span
-from asyncspec.engine.workspace import LayerShape, Workspace, items
+from asyncspec.engine.kv_cache import Spans, runs, whole_span
+from asyncspec.engine.workspace import LayerShape, Workspace
+from asyncspec.speculation.drafter import Packed
 
 PACKED = 4  # tokens: workspaces are kept for their multiples
 LEFT_OUT = 8  # tokens, from which on it pays to leave them out
@@ -26,7 +27,7 @@ LINE = 16  # numbers of a cache line: of what begins elsewhere every vector that
 ALIASING = 512  # numbers: what lies so far apart competes for the same places of a processor's cache
 
 
-class NumpyGroup(NamedTuple):
+class NumpyRowGroup(NamedTuple):
     """Rows that are attended to together, over the same positions."""
 
     rows: slice  # of rows times key-value groups
@@ -36,15 +37,6 @@ class NumpyGroup(NamedTuple):
     weight: torch.Tensor  # scores and weights of whichever layer, [rows, C, span]
     array: np.ndarray  # the same memory
     by_query: np.ndarray  # the same as [B, G * Q, L, span]
-
-
-class Packed(NamedTuple):
-    """Some of B * L tokens, T of them: a pass computes them alone, in a workspace of (T, 1), and lays them out for
-    attention.
-    """
-
-    at_T: np.ndarray  # int64, where each is among B * L
-    of_N: np.ndarray  # int64 [B * L], which of them each is; one that is left out is another of its row
 
 
 def packing(count_B: np.ndarray, J: int) -> tuple[int, Packed | None, np.ndarray | None]:
@@ -68,17 +60,17 @@ def packing(count_B: np.ndarray, J: int) -> tuple[int, Packed | None, np.ndarray
     return L, Packed(at_T, of_BJ[:, :L].reshape(-1)), of_BJ
 
 
-class NumpyPlace(NamedTuple):
+class NumpyCacheAccess(NamedTuple):
     """Where a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
     # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or what is packed of it
     index: np.ndarray
     key_index: np.ndarray  # int64 [T * G * H], the same of each number of a key
-    groups: tuple[NumpyGroup, ...]
+    groups: tuple[NumpyRowGroup, ...]
     layout: _Layout | None = None  # None: L is 1, where a row's queries lie together as they are
 
-    def each(self) -> Iterator[NumpyPlace]:
+    def each(self) -> Iterator[NumpyCacheAccess]:
         """The L positions one by one, for L passes of one position each."""
         own = [
             _weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups
@@ -89,9 +81,23 @@ class NumpyPlace(NamedTuple):
         )
         for step, (index, key_index) in enumerate(zip(*steps)):
             groups = tuple(
-                NumpyGroup(*g[:3], g.mask_BLP[:, step : step + 1], *weights) for g, weights in zip(self.groups, own)
+                NumpyRowGroup(*g[:3], g.mask_BLP[:, step : step + 1], *weights) for g, weights in zip(self.groups, own)
             )
-            yield NumpyPlace((self.shape[0], 1), index, key_index, groups)
+            yield NumpyCacheAccess((self.shape[0], 1), index, key_index, groups)
+
+
+class NumpyWorkspace(Workspace):
+    """A workspace whose heads numpy sees as `NumpyKVCache` takes them. A head is one item, see `items`."""
+
+    def __init__(self, shape: LayerShape, B: int, L: int, dtype: torch.dtype, device, inputs: int = 1) -> None:
+        super().__init__(shape, B, L, dtype, device, inputs)
+        _, G, Q, H, *_ = shape
+        heads, attended = self.heads.array, self.attended.array
+        self.head_items, self.attended_items = items(heads, H), items(attended, H)
+        self.keys_TGH, self.values = heads.reshape(B * L, G, Q + 2, H)[:, :, Q], self.head_items[Q + 1 :: Q + 2]
+        if L == 1:
+            self.queries = heads.reshape(B * G, Q + 2, H)[:, :Q]
+            self.attended_matrices = attended.reshape(B * G, Q, H)
 
 
 class NumpyKVCache:
@@ -112,7 +118,9 @@ class NumpyKVCache:
         self._seen = np.repeat(np.float32([0.0, -np.inf]), positions)
         self._views = lru_cache(maxsize=256)(self._make_views)
 
-    def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans, packed: Packed | None = None) -> NumpyPlace:
+    def at(
+        self, first_row: int, position_BL: torch.Tensor, spans: Spans, packed: Packed | None = None
+    ) -> NumpyCacheAccess:
         """See `KVCache.at`.
 
         Args:
@@ -125,7 +133,9 @@ class NumpyKVCache:
             keys, values, window = self._views(first_row + start, first_row + end, span)
             mask_BLP = window[self.positions - 1 - position_BL[start:end]]
             groups.append(
-                NumpyGroup(slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span))
+                NumpyRowGroup(
+                    slice(start * G, end * G), keys, values, mask_BLP, *_weights(end - start, G * Q, L, G, span)
+                )
             )
             start = end
         index_BLG, index_BLGH = (
@@ -135,7 +145,7 @@ class NumpyKVCache:
         layout = None if L == 1 else _Layout(B, L, self.shape, packed)
         if packed is not None:
             index_BLG, index_BLGH = (index.reshape(B * L, -1)[packed.at_T] for index in (index_BLG, index_BLGH))
-        return NumpyPlace((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups), layout)
+        return NumpyCacheAccess((B, L), index_BLG.reshape(-1), index_BLGH.reshape(-1), tuple(groups), layout)
 
     def _make_views(
         self, start: int, end: int, span: int
@@ -148,19 +158,19 @@ class NumpyKVCache:
             np.lib.stride_tricks.sliding_window_view(self._seen, span),
         )
 
-    def write(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
+    def write(self, layer: int, access: NumpyCacheAccess, space: NumpyWorkspace) -> None:
         """See `KVCache.write`."""
-        self._flat_keys[layer][place.key_index] = space.keys_TGH.reshape(-1)
-        self._flat_values[layer][place.index] = space.values
+        self._flat_keys[layer][access.key_index] = space.keys_TGH.reshape(-1)
+        self._flat_values[layer][access.index] = space.values
 
-    def attend(self, layer: int, place: NumpyPlace, space: Workspace) -> None:
+    def attend(self, layer: int, access: NumpyCacheAccess, space: NumpyWorkspace) -> None:
         """See `KVCache.attend`."""
-        layout = place.layout
+        layout = access.layout
         if layout is None:
             queries, attended = space.queries, space.attended_matrices
         else:
             queries = attended = layout.gather(space.head_items)
-        for rows, keys, values, mask_BLP, weight, array, by_query in place.groups:
+        for rows, keys, values, mask_BLP, weight, array, by_query in access.groups:
             np.matmul(queries[rows], keys[layer], out=array)
             np.add(by_query, mask_BLP[:, None], out=by_query)
             torch.softmax(weight, -1, out=weight)
@@ -192,7 +202,7 @@ class _Layout:
         self._items = items(self._matrices, H)
 
     def gather(self, heads: np.ndarray) -> np.ndarray:
-        """Queries of the heads of T tokens, [B * G, Q * L, H]; what attends to them may be put in their place."""
+        """Queries of the heads of T tokens, [B * G, Q * L, H]; what attends to them may be put in their access."""
         heads.take(self._of_BGQL, 0, self._items, "clip")
         return self._matrices
 
@@ -201,20 +211,12 @@ class _Layout:
         self._items.take(self._at_TGQ, 0, attended, "clip")
 
 
-def numpy_attends(device, dtype: torch.dtype) -> bool:
-    """With several threads torch attends to many rows faster. numpy has as many, see `loading.use_threads`."""
-    return torch.device(device).type == "cpu" and dtype is torch.float32 and torch.get_num_threads() == 1
-
-
-def make_cache(
-    layers: int, slots: int, positions: int, shape: LayerShape, device, dtype: torch.dtype
-) -> KVCache | NumpyKVCache:
-    if numpy_attends(device, dtype):
-        return NumpyKVCache(layers, slots, positions, shape)
-    return KVCache(layers, slots, positions, shape, device, dtype)
-
-
 def _weights(B: int, heads: int, L: int, groups: int, span: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
     weight = torch.empty(B * groups, heads // groups * L, span)
     array = weight.numpy()
     return weight, array, array.reshape(B, heads, L, span)
+
+
+def items(array: np.ndarray, H: int) -> np.ndarray:
+    """A view in which H numbers are one item."""
+    return array.view(f"V{4 * H}").reshape(-1)

@@ -12,29 +12,29 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from asyncspec.engine.backend import Target
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.protocol import Request
-from asyncspec.speculation.drafter import Drafter, Slots
+from asyncspec.speculation.drafter import Drafter
 from asyncspec.speculation.verify import sampling_distribution
 
 PREFILL_CHUNK = 512  # positions read in one pass
 PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
 READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
-PASS_TOKENS, GPU_PASS_TOKENS = 48, 2048  # a further pass over prompts costs what so many tokens cost
 GRAPH_STEP = 16  # to multiples of so many positions prompts are padded where passes are graphs
 ATTENDED_TOKEN = 512  # positions that padding attends to cost what a token costs
 
 
 class PromptReader:
-    def __init__(self, decode: DecodeModel, tokens: Slots, drafter: Drafter | None, settings, first_row: int) -> None:
+    def __init__(self, decode: DecodeModel, target: Target, drafter: Drafter, first_row: int) -> None:
         """
         Args:
-            settings: temperature, top_p, top_k.
             first_row: of the `PROMPT_ROWS` rows for prompts.
         """
-        self.decode, self.tokens, self.drafter, self.settings = decode, tokens, drafter, settings
-        self.first_row, self.aux_layers = first_row, () if drafter is None else drafter.aux_layers
+        self.decode, self.drafter = decode, drafter
+        _, self.tokens, self.sampling, self.backend = target
+        self.first_row, self.aux_layers = first_row, drafter.aux_layers
         self.forget()
 
     def forget(self) -> None:
@@ -74,12 +74,12 @@ class PromptReader:
                 ahead[id(request)] = request
         requests = sorted(ahead.values(), key=lambda request: -len(request.prompt))
         logits, read = [], 0
-        pass_tokens = PASS_TOKENS if self.tokens.device.type == "cpu" else GPU_PASS_TOKENS
-        for count in passes([len(request.prompt) for request in requests], self.decode.packs, pass_tokens):
+        lengths = [len(request.prompt) for request in requests]
+        for count in rows_of_passes(lengths, self.backend.packs, self.backend.pass_tokens):
             prompts = [request.prompt for request in requests[read : read + count]]
             logits.append(self._read_alike(self.first_row + read, prompts, drafting))
             read += count
-        self._p_UV = sampling_distribution(torch.cat(logits), *self.settings)
+        self._p_UV = sampling_distribution(torch.cat(logits), self.sampling)
         self._index, self._requests = {id(request): i for i, request in enumerate(requests)}, tuple(requests)
         return total
 
@@ -93,8 +93,7 @@ class PromptReader:
         tokens.token_SP[rows, :longest] = token_UL
         tokens.length_S[rows] = tokens.prompt_S[rows] = length_U
         tokens.refresh(rows.stop)
-        if self.drafter is not None:
-            self.drafter.enter(first_row, len(prompts))
+        self.drafter.enter(first_row, len(prompts))
         logits_UV = self.fill(first_row, token_UL, length_U, True)
         if drafting:
             self.drafter.prefill(first_row, len(prompts))
@@ -111,39 +110,33 @@ class PromptReader:
             position_UL = self.tokens.index_P[start : start + L].expand(U, -1)
             last_U, packed = (length_U - 1 - start).clamp(0, L - 1), None
             index_U = torch.arange(U, device=last_U.device) * L + last_U
-            if self.decode.packs:
+            if self.backend.packs:
                 _, packed, of_UL = packing(last_U.numpy() + 1, L)
                 if packed is not None:
                     index_U = torch.from_numpy(of_UL[np.arange(U), last_U])
             hidden_ULD, features_ULD = self.decode.hidden_states(
                 first_row, chunk_UL, position_UL, [(U, start + L)], self.aux_layers, packed
             )
-            if self.drafter is not None:
-                self.drafter.observe(first_row, features_ULD, position_UL, packed)
+            self.drafter.observe(first_row, features_ULD, position_UL, packed)
             if wanted:
                 here_UD = hidden_ULD.flatten(0, 1)[index_U]
-                hidden_UD = (
-                    here_UD if hidden_UD is None else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
-                )
+                hidden_UD = here_UD if not start else torch.where((length_U > start).unsqueeze(1), here_UD, hidden_UD)
         return self.decode.logits(hidden_UD) if wanted else None
 
 
-def passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
-    """How many rows to read in each pass, given their lengths, longest first: padding, which is only attended to where
-    a pass `packs`, against the cost of another pass, in tokens.
+def rows_of_passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
+    """How many rows to read in each pass, given their lengths, longest first: as many until their padding costs more
+    than another pass.
+
+    Args:
+        packs: whether padding is only attended to.
+        pass_tokens: what another pass costs, in tokens.
     """
-    least, last, read = [0.0], [0], np.cumsum([0, *lengths])
-    for end in range(1, len(lengths) + 1):
-        costs = []
-        for start in range(end):
-            padded = (end - start) * lengths[start]
-            tokens = read[end] - read[start] + padded * lengths[start] / ATTENDED_TOKEN if packs else padded
-            costs.append((least[start] + pass_tokens + tokens, start))
-        cost, start = min(costs)
-        least.append(cost)
-        last.append(start)
-    counts, end = [], len(lengths)
-    while end:
-        counts.append(end - last[end])
-        end = last[end]
-    return counts[::-1]
+    counts, longest, padding = [], 0, 0
+    for length in lengths:
+        padding += longest - length
+        if not counts or padding * (longest / ATTENDED_TOKEN if packs else 1) > pass_tokens:
+            counts.append(0)
+            longest, padding = length, 0
+        counts[-1] += 1
+    return counts

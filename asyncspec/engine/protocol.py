@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from asyncspec.config import Config
 from asyncspec.models.shape import PolicyShape
 
 
@@ -83,17 +82,21 @@ class Engine(Protocol):
     def slots(self) -> int: ...
 
 
-class QueueingEngine:
-    """What engines share that have somebody else compute: samples wait here until there is a slot there."""
+@dataclass
+class Sample:
+    request: Request
+    number: int
+    started_at: float = 0.0  # when it got its slot
 
-    def __init__(self, config: Config, shape: PolicyShape) -> None:
-        self.shape, self.slots = shape, config.engine.slots
-        self.max_prompt_tokens, self.max_response_tokens = (
-            config.engine.max_prompt_tokens,
-            config.sampling.max_response_tokens,
-        )
-        self._queue: deque[tuple[Request, int]] = deque()
-        self._live: dict = {}  # samples that have a slot, by what they are called there
+
+class QueueingEngine:
+    """What engines share: samples wait here until there is a slot."""
+
+    def __init__(self, shape: PolicyShape, slots: int, max_prompt_tokens: int, max_response_tokens: int) -> None:
+        self.shape, self.slots = shape, slots
+        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        self._queue: deque[Sample] = deque()
+        self._live: dict = {}  # of an engine that computes elsewhere, samples that have a slot, by their names there
 
     @property
     def live(self) -> int:
@@ -110,7 +113,7 @@ class QueueingEngine:
             ValueError: see `check_request`.
         """
         check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
-        self._queue.extend((request, i) for i in range(len(request.seeds)))
+        self._queue.extend(Sample(request, i) for i in range(len(request.seeds)))
 
 
 def at_least(counts_J: np.ndarray) -> list[int]:

@@ -10,23 +10,15 @@ Shape suffixes: S rows, P positions, B live rows, J positions of a verification,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from asyncspec.engine import kv_cache
-from asyncspec.engine.protocol import Completion, Request, at_least
+from asyncspec.engine.protocol import Completion, Sample, at_least
 from asyncspec.models.shape import PolicyShape
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.drafter import Slots
-
-
-@dataclass(frozen=True)
-class Sample:
-    request: Request
-    number: int
-    started_at: float = 0.0
 
 
 class Rows:
@@ -46,21 +38,29 @@ class Rows:
         """
         self.slots, self.tokens, self._copy, device = slots, tokens, copy, tokens.device
 
-        def state(*size, dtype=torch.int64):
-            return torch.zeros(*size, dtype=dtype, device=device)
-
-        self.eos_token_ids, self.stops_V = shape.eos_token_ids, state(shape.vocab_size, dtype=torch.bool)
+        self.eos_token_ids = shape.eos_token_ids
+        self.stops_V = torch.zeros(shape.vocab_size, dtype=torch.bool, device=device)
         self.stops_V[list(shape.eos_token_ids)] = True
-        self.limit_S = state(slots + 1)
+        # All that belongs to a row, and goes where it goes.
+        self._by_row = [tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length]
+
+        def on_device(*size: int, dtype=torch.int64) -> torch.Tensor:
+            self._by_row.append(torch.zeros(slots + 1, *size, dtype=dtype, device=device))
+            return self._by_row[-1]
+
+        def on_host(*size: int, dtype=np.int64) -> np.ndarray:
+            self._by_row.append(np.zeros((slots + 1, *size), dtype=dtype))
+            return self._by_row[-1]
+
+        self.limit_S = on_device()
         # Random numbers of every position of a row, made when its sequence enters.
-        self.uniform_SPR = state(slots + 1, tokens.positions, counter_rng.STREAMS, dtype=torch.float32)
-        self.logprob_SP = state(slots + 1, tokens.positions, dtype=torch.float32)
-        self.version_SP = state(slots + 1, tokens.positions, dtype=torch.int32)
-        self.missed_S = np.zeros(slots + 1, dtype=bool)  # rows of which some features were not kept for the draft
-        self.run_S = np.zeros(slots + 1, dtype=np.int64)  # tokens since the last rejection, while proposals are made
-        self.counter_S3 = np.zeros((slots + 1, 3), dtype=np.int64)  # on the host: verifications, proposed, accepted
+        self.uniform_SPR = on_device(tokens.positions, counter_rng.STREAMS, dtype=torch.float32)
+        self.logprob_SP = on_device(tokens.positions, dtype=torch.float32)
+        self.version_SP = on_device(tokens.positions, dtype=torch.int32)
+        self.missed_S = on_host(dtype=bool)  # rows of which some features were not kept for the draft
+        self.counter_S3 = on_host(3)  # verifications, proposed, accepted
         # Verifications that came to j proposals, and that accepted j.
-        self.reached_SJ, self.accepted_SJ = (np.zeros((slots + 1, longest + 1), dtype=np.int64) for _ in range(2))
+        self.reached_SJ, self.accepted_SJ = on_host(longest + 1), on_host(longest + 1)
         self.samples: list[Sample | None] = []  # of rows from 0; None for those that are free
         self._free: list[int] = []  # rows whose sequences finished in the last step
 
@@ -140,18 +140,18 @@ class Rows:
         self.samples[row] = None
         self._free.append(row)
         return Completion(
-            sample.request.request_id,
-            sample.number,
-            response,
-            logprob_P[start:end].clone(),
-            version_P[start:end].clone(),
-            int(response[-1]) not in self.eos_token_ids,
-            verifications,
-            proposed,
-            accepted,
-            sample.started_at,
-            at_least(self.reached_SJ[row]),
-            at_least(self.accepted_SJ[row]),
+            request_id=sample.request.request_id,
+            sample=sample.number,
+            tokens=response,
+            logprobs=logprob_P[start:end].clone(),
+            versions=version_P[start:end].clone(),
+            truncated=int(response[-1]) not in self.eos_token_ids,
+            verifications=verifications,
+            proposed=proposed,
+            accepted=accepted,
+            started_at=sample.started_at,
+            reached_at=at_least(self.reached_SJ[row]),
+            accepted_at=at_least(self.accepted_SJ[row]),
         )
 
     def close(self) -> None:
@@ -167,21 +167,7 @@ class Rows:
         """Copy a row, with all that belongs to it but its name in `samples`."""
         tokens = self.tokens
         self._copy([source], [target], int(tokens.length[source]))
-        for tensor in (
-            tokens.token_SP,
-            tokens.length_S,
-            tokens.prompt_S,
-            tokens.length,
-            self.limit_S,
-            self.uniform_SPR,
-            self.logprob_SP,
-            self.version_SP,
-            self.counter_S3,
-            self.reached_SJ,
-            self.accepted_SJ,
-            self.missed_S,
-            self.run_S,
-        ):
+        for tensor in self._by_row:
             tensor[target] = tensor[source]
 
     def part(self, B: int) -> None:
@@ -200,10 +186,8 @@ class Rows:
         group_B = np.empty(B, dtype=np.int64)  # that each row belongs to, by its length
         group_B[order_B] = np.searchsorted(ends, np.arange(B), side="right")
         for group, (start, end) in enumerate(zip([0, *ends], ends)):
-            wrong, missing = (
-                start + (group_B[start:end] != group).nonzero()[0],
-                end + (group_B[end:] == group).nonzero()[0],
-            )
+            wrong = start + (group_B[start:end] != group).nonzero()[0]
+            missing = end + (group_B[end:] == group).nonzero()[0]
             for front, back in zip(wrong.tolist(), missing.tolist()):
                 for source, target in ((front, spare), (back, front), (spare, back)):
                     self.move(source, target)

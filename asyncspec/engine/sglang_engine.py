@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from asyncspec import clock
 from asyncspec.config import Config, resolve_path
 from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
-from asyncspec.engine.protocol import Completion, QueueingEngine, Request
+from asyncspec.engine.protocol import Completion, QueueingEngine, Sample
 from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
 from asyncspec.errors import first_line
 from asyncspec.models import hf_files, policy
@@ -43,14 +43,9 @@ from asyncspec.models.policy import PolicyShape
 LONGEST_WAIT_S = 0.01  # of one poll
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """A sample that is under way."""
-
-    request: Request
-    sample: int
-    started_at: float
-    version: int  # the engine's when it was sent
+@dataclass
+class _Sent(Sample):
+    version: int = 0  # the engine's when it was sent
 
 
 class SglangEngine(QueueingEngine):
@@ -65,7 +60,8 @@ class SglangEngine(QueueingEngine):
             ServerError: it does not answer, or cannot load the weights.
         """
         path = resolve_path(config.model.path)
-        super().__init__(config, PolicyShape.from_hf(path))
+        limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
+        super().__init__(PolicyShape.from_hf(path), config.engine.slots, *limits)
         self.draft_version = 0
         self._temperature, self._drafting = config.sampling.temperature, config.drafting
         self._answers: queue.SimpleQueue[tuple[int, Answer | ServerError]] = queue.SimpleQueue()
@@ -88,7 +84,7 @@ class SglangEngine(QueueingEngine):
             ServerError: a call for a sample has failed, or its answer contradicts itself or what was asked.
         """
         while self._queue and self.live < self.slots:
-            self._send(*self._queue.popleft())
+            self._send(self._queue.popleft())
         done, wait_s = [], LONGEST_WAIT_S
         while self._live:
             try:
@@ -144,7 +140,8 @@ class SglangEngine(QueueingEngine):
         self.version = version
         self._server.ask("/continue_generation", {})
 
-    def _send(self, request: Request, index: int) -> None:
+    def _send(self, sample: Sample) -> None:
+        request = sample.request
         body = {
             "input_ids": list(request.prompt),
             "return_logprob": True,
@@ -154,22 +151,22 @@ class SglangEngine(QueueingEngine):
                 "temperature": self._temperature,
                 "max_new_tokens": request.max_response_tokens,
                 "stop_token_ids": [*self.shape.eos_token_ids],
-                "sampling_seed": request.seeds[index],
+                "sampling_seed": request.seeds[sample.number],
             },
         }
         self._sent += 1
-        self._live[self._sent] = _Sample(request, index, clock.now(), self.version)
+        self._live[self._sent] = _Sent(request, sample.number, clock.now(), self.version)
         # A daemon, so that no process waits at its end for a sample that nobody wants any more.
         threading.Thread(target=_fetch, args=(self._server, body, self._sent, self._answers), daemon=True).start()
 
-    def _completion(self, sample: _Sample, answer: Answer) -> Completion:
+    def _completion(self, sample: _Sent, answer: Answer) -> Completion:
         meta, limit = answer.meta_info, sample.request.max_response_tokens
         tokens, reason = [token for _, token, _ in meta.output_token_logprobs], meta.finish_reason
 
         def need(held: bool, what: str) -> None:
             if not held:
                 raise ServerError(
-                    f"SGLang at {self._server.url}: request {sample.request.request_id}, sample {sample.sample}: {what}"
+                    f"SGLang at {self._server.url}: request {sample.request.request_id}, sample {sample.number}: {what}"
                 )
 
         need(reason.type in ("stop", "length"), f"ended with {reason.type}: {' '.join((reason.message or '').split())}")
@@ -196,17 +193,17 @@ class SglangEngine(QueueingEngine):
             f"nobody else may change its weights",
         )
         return Completion(
-            sample.request.request_id,
-            sample.sample,
-            torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]),
-            torch.tensor(versions, dtype=torch.int32),
+            request_id=sample.request.request_id,
+            sample=sample.number,
+            tokens=torch.tensor(tokens, dtype=torch.int32),
+            logprobs=torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]),
+            versions=torch.tensor(versions, dtype=torch.int32),
             # It may stop at tokens of its own too, those of the model's generation_config.json.
-            reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
-            meta.spec_verify_ct if self._drafting else len(tokens) - 1,
-            meta.spec_num_proposed_drafts,
-            meta.spec_num_correct_drafts,
-            sample.started_at,
+            truncated=reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
+            verifications=meta.spec_verify_ct if self._drafting else len(tokens) - 1,
+            proposed=meta.spec_num_proposed_drafts,
+            accepted=meta.spec_num_correct_drafts,
+            started_at=sample.started_at,
         )
 
 

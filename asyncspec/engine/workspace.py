@@ -3,7 +3,7 @@
 With few tokens a pass costs what launching its operations and making their views costs. So a layer allocates little and
 views nothing anew. What is never in use at once shares memory, so that it stays in a processor's caches. Behind each
 token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D),
-which goes into the matrices behind it (`decode.scale`).
+which goes into the matrices behind it (`layers.scale`).
 
 Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value
 groups, R = queries of a group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries
@@ -96,13 +96,6 @@ class Workspace:
             self.factors_TN1 = self.factors.tensor.unsqueeze(-1)
         joined = self.heads.tensor.view(T * G, R * H)
         self.kv = joined[:, Q * H :]  # [T * G, 2H]
-        if self.heads.array is not None:  # for `NumpyKVCache`
-            self.head_items, self.attended_items = items(self.heads.array, H), items(self.attended.array, H)
-            # [T * G]
-            self.keys_TGH, self.values = joined.numpy().reshape(T, G, R, H)[:, :, Q], self.head_items[Q + 1 :: R]
-            if L == 1:
-                self.queries = joined.numpy().reshape(B * G, R, H)[:, :Q]
-                self.attended_matrices = self.attended.array.reshape(B * G, Q, H)
         if L == 1:
             self._q, self._attended = joined[:, : Q * H].unflatten(1, (Q, H)), attended_TA.view(B * G, Q, H)
         else:
@@ -164,8 +157,11 @@ class Workspace:
 class Workspaces:
     """Those of small passes on a CPU are kept for the next of their size: to make one costs what a layer costs."""
 
-    def __init__(self, shape: LayerShape, dtype: torch.dtype, device, inputs: int = 1) -> None:
-        self._made, self._on_cpu = (shape, dtype, device, inputs), torch.device(device).type == "cpu"
+    def __init__(
+        self, kind: type[Workspace], shape: LayerShape, dtype: torch.dtype, device: torch.device, inputs: int
+    ) -> None:
+        self._make = lambda B, L: kind(shape, B, L, dtype, device, inputs)
+        self._on_cpu = device.type == "cpu"
         shape_floats = (
             shape.dim * (4 + 2 * inputs)
             + shape.groups * (shape.queries + 2) * (3 * shape.head_dim + 1)
@@ -181,15 +177,6 @@ class Workspaces:
         small = self._on_cpu and B * L <= self._most_tokens
         return self._kept(B, L, torch.is_inference_mode_enabled()) if small else self._make(B, L)
 
-    def _make(self, B: int, L: int) -> Workspace:
-        shape, dtype, device, inputs = self._made
-        return Workspace(shape, B, L, dtype, device, inputs)
-
 
 def _length(x: torch.Tensor, out: torch.Tensor) -> None:
     torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32, out=out)
-
-
-def items(array: np.ndarray, H: int) -> np.ndarray:
-    """A view in which H numbers are one item."""
-    return array.view(f"V{4 * H}").reshape(-1)

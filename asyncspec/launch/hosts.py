@@ -52,7 +52,7 @@ class Address:
         """HOST, HOST:PORT, or what Monarch takes.
 
         Raises:
-            ConfigError: the text is none of these.
+            UserError: the text is none of these.
         """
         found = _OWN.fullmatch(text) or _SHORT.fullmatch(text)
         port = int(found["port"] or PORT) if found else 0
@@ -89,7 +89,7 @@ def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]
     """The hosts of `--hosts`, and this one's address on the way to them.
 
     Raises:
-        ConfigError: they are too few, or twice the same, or nobody knows the way to one that plays a node.
+        UserError: they are too few, or twice the same, or nobody knows the way to one that plays a node.
     """
     found, field = [Address.parse(text, "--hosts:") for text in texts], f"--hosts {','.join(texts)}"
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
@@ -119,7 +119,7 @@ def serve(text: str) -> int:
         text: [HOST][:PORT]; without HOST this host's own name.
 
     Raises:
-        ConfigError: nothing can listen there.
+        UserError: nothing can listen there.
     """
     host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
     address = Address.parse(f"{host or socket.gethostname()}:{port or PORT}", "asyncspec host:")

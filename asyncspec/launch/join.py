@@ -58,7 +58,7 @@ class Rendezvous:
 
 def check_first(config: Config, node: int) -> None:
     """Raises:
-    ConfigError: this is not the first node of several, or nobody else could reach it.
+    UserError: this is not the first node of several, or nobody else could reach it.
     """
     check_node(config, node)
     if node:
@@ -72,7 +72,7 @@ def check_first(config: Config, node: int) -> None:
 
 def check_node(config: Config, node: int) -> None:
     """Raises:
-    ConfigError: the topology has no such node.
+    UserError: the topology has no such node.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
     if not 0 <= node < nodes:
@@ -92,7 +92,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
         launch: play for this launcher alone; None: for whichever goes on with the run.
 
     Raises:
-        ConfigError: there is no such run or node, or what the node plays cannot be started alone.
+        UserError: there is no such run or node, or what the node plays cannot be started alone.
     """
     path = Path(run_dir).expanduser().absolute()
     if not (path / "config.yaml").is_file():

@@ -131,7 +131,7 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
     """Where the controller that is being started listens.
 
     Raises:
-        ConfigError: it has ended, or has not come up in time.
+        UserError: it has ended, or has not come up in time.
     """
     readable, _, _ = select.select([controller.address_fd], [], [], config.deployment.start_timeout_s)
     address = os.read(controller.address_fd, 256).decode() if readable else ""

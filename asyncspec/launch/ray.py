@@ -98,7 +98,7 @@ class _Pool(attempts.Pool):
         """Connects to Ray and reserves what the run needs.
 
         Raises:
-            ConfigError: Ray cannot be reached, or has no room.
+            UserError: Ray cannot be reached, or has no room.
             KeyboardInterrupt: somebody does not want to wait for that.
         """
         super().__init__()
@@ -285,7 +285,7 @@ def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
     of CPUs and GPUs.
 
     Raises:
-        ConfigError: GPUs are wanted and there are none.
+        UserError: GPUs are wanted and there are none.
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # The nodes that have most of it are taken, and of those the one that has least counts.
@@ -368,7 +368,7 @@ def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: Interrupt
     """A placement group of these bundles.
 
     Raises:
-        ConfigError: Ray had no room for it in time.
+        UserError: Ray had no room for it in time.
         KeyboardInterrupt: somebody does not want to wait for that.
     """
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")

@@ -38,7 +38,7 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
         config: a --config given beside it, which is refused.
 
     Raises:
-        ConfigError: there is no run, its steps are all trained, or a field may not change.
+        UserError: there is no run, its steps are all trained, or a field may not change.
     """
     run_dir = Path(directory).expanduser().absolute()
     if config is not None:

@@ -122,16 +122,16 @@ class MockEngine:
         verifications = max(1, round(tokens / (self.config.acceptance if self.draft_length else 1.0)))
         accepted_at = [round(verifications * self._accepted**j) for j in range(1, self.draft_length + 1)]
         return Completion(
-            s.request.request_id,
-            s.sample,
-            torch.zeros(tokens, dtype=torch.int32),
-            torch.zeros(tokens),
-            versions,
-            s.length == self.config.tokens_max,
-            verifications,
-            verifications * self.draft_length,
-            max(0, tokens - verifications) if self.draft_length else 0,
-            s.started_at,
-            [verifications, *accepted_at[:-1]] if self.draft_length else [],
-            accepted_at,
+            request_id=s.request.request_id,
+            sample=s.sample,
+            tokens=torch.zeros(tokens, dtype=torch.int32),
+            logprobs=torch.zeros(tokens),
+            versions=versions,
+            truncated=s.length == self.config.tokens_max,
+            verifications=verifications,
+            proposed=verifications * self.draft_length,
+            accepted=max(0, tokens - verifications) if self.draft_length else 0,
+            started_at=s.started_at,
+            reached_at=[verifications, *accepted_at[:-1]] if self.draft_length else [],
+            accepted_at=accepted_at,
         )

@@ -9,15 +9,21 @@ Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from asyncspec.engine.graphs import Graphs
-    from asyncspec.engine.numpy_cache import Packed
+
+class Packed(NamedTuple):
+    """Some of B * L tokens, T of them: a pass computes them alone, in a workspace of (T, 1), and lays them out for
+    attention.
+    """
+
+    at_T: np.ndarray  # int64, where each is among B * L
+    of_N: np.ndarray  # int64 [B * L], which of them each is; one that is left out is another of its row
 
 
 class Slots:
@@ -75,11 +81,20 @@ class Proposal(NamedTuple):
         return Proposal(self.draft_BK[:, :count], None if self.q_BKV is None else self.q_BKV[:, :count], self.count_B)
 
 
-class Drafter(Protocol):
-    aux_layers: tuple[int, ...]  # whose inputs `observe` wants; () for none
-    remembers: bool  # proposes what other sequences sampled
-    # may have found fewer proposals than asked for, or none; then it has an attribute `learn`, see `LookupLength.learn`
-    looks_up: bool
+class Drafter(ABC):
+    """Proposes tokens. What a drafter has no use for does nothing."""
+
+    aux_layers: tuple[int, ...] = ()  # whose inputs `observe` wants; () for none
+    looks_up = False  # may find fewer proposals than asked for, or none
+    # Of a lookup: called with what it would have proposed in finished rollouts, see `LookupLength.learn`.
+    learn: Callable[[np.ndarray, np.ndarray], None] | None = None
+
+    @abstractmethod
+    def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
+        """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
+
+    def reload(self) -> None:
+        """Weights have changed, the draft's or the target's."""
 
     def enter(self, first_row: int, count: int) -> None:
         """Rows first_row.. hold new prompts, or sequences whose features were not kept: it has observed nothing of
@@ -100,14 +115,12 @@ class Drafter(Protocol):
     def prefill(self, first_row: int, count: int) -> None:
         """Read these prompts now, in one pass, for all their samples; otherwise that happens at the next proposal."""
 
-    def unread(self, count: int) -> int:
-        """Positions of the row that is furthest behind, which the next proposal will have to read."""
+    def behind(self, count: int) -> int:
+        """Positions that the next proposal will have to read, of the row that is furthest behind."""
+        return 1
 
     def catch_up(self) -> None:
         """Do what was put off while nothing was proposed; otherwise that happens at the next proposal."""
-
-    def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
-        """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Make each of these rows a copy of its source, tokens and all: a sample of a prompt, or a row that moves."""
@@ -115,8 +128,18 @@ class Drafter(Protocol):
     def leave(self, row: int) -> None:
         """The sequence of this row is finished; its tokens are still there."""
 
-    def reload(self) -> None:
-        """Weights have changed, the draft's or the target's."""
+    def seeds(self, seeds: Sequence[int]) -> Sequence[int]:
+        """Seeds for sequences that enter. A drafter that proposes what other sequences sampled changes them: verifying
+        such a token takes random numbers that it was not sampled with.
+        """
+        return seeds
 
-    def launch_by(self, graphs: Graphs | None) -> None:
-        """Launch passes by these from now on; None: kernel by kernel."""
+    def launch_by(self, graphs: Callable[..., Sequence[torch.Tensor]] | None) -> None:
+        """Launch passes by these (`engine.graphs.Graphs`) from now on; None: kernel by kernel."""
+
+
+class NoDrafter(Drafter):
+    """For an engine that does not speculate."""
+
+    def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
+        raise ValueError(f"draft_length={draft_length}: expected 0 without a drafter")

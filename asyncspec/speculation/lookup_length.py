@@ -133,7 +133,7 @@ class LookupLength(AutoLength):
             self._of_KJ[k, :k] += came_M[:k]
 
     def _calibrated_seconds(self, steps: Sequence[Observation]) -> np.ndarray:
-        found = [step.found_B for step in steps]
+        found = [step.found_B for step in steps if step.found_B is not None]
         if not steps[0].draft_length:
             read_N, widest_N = np.full(len(steps), -1), np.zeros(len(steps))
         else:

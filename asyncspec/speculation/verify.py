@@ -1,7 +1,7 @@
 """Sampling and exact verification, as pure functions over tensors.
 
 `verify` is speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): accept a
-proposal x ~ q with probability min(1, p(x)/q(x)); at the first rejection sample from max(p - q, 0), normalised; if none
+proposal x ~ q with probability min(1, p(x)/q(x)); at the first rejection sample from max(p - q, 0), normalized; if none
 is rejected sample one more token from p. Whatever q is, each emitted token has the distribution p.
 
 Shape suffixes: B batch, K draft length, J = K + 1 positions verified, V vocabulary.
@@ -11,22 +11,38 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import isqrt
+from typing import NamedTuple
 
 import torch
 
 LARGE = 8192  # weights of a row, from which on a GPU samples in blocks
 
 
-def sampling_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
-    """Logits [..., V] to the probabilities that are sampled from: temperature, then top-k, then top-p.
+class Sampling(NamedTuple):
+    """What is sampled from: temperature, then top-k, then top-p.
 
-    Top-k keeps exactly k tokens (ties by token id); top-p keeps the smallest set of most probable tokens, renormalised
-    after top-k, whose mass reaches top_p.
+    Top-k keeps exactly k tokens (ties by token id), 0 all. Top-p keeps the smallest set of most probable tokens,
+    renormalized after top-k, whose mass reaches it.
     """
-    V = logits.shape[-1]
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def whole(self, vocabulary: int) -> bool:
+        """Whether all tokens may be sampled."""
+        return self.top_p >= 1.0 and not 0 < self.top_k < vocabulary
+
+
+AS_IS = Sampling()  # the policy's own distribution
+
+
+def sampling_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits [..., V] to the probabilities that are sampled from, float32."""
+    (temperature, top_p, top_k), V = sampling, logits.shape[-1]
     if temperature != 1.0:
         logits = logits.float() / temperature
-    if (top_k <= 0 or top_k >= V) and top_p >= 1.0:
+    if sampling.whole(V):
         return logits.softmax(-1, dtype=torch.float32)
     logits = logits.float()
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -44,7 +60,7 @@ def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw one index per row by inverting the cumulative sum.
 
     Args:
-        weights: float [..., V], not negative, not necessarily normalised, some entry positive in each row.
+        weights: float [..., V], not negative, not necessarily normalized, some entry positive in each row.
         uniform: float32 [...], multiples of 2**-23 in [0, 1), so that its product with the total stays below the total.
 
     Returns:

@@ -1,0 +1,297 @@
+"""The layers of a decoder as the engine computes them: few operations, in memory of which all views are made once.
+
+An engine step over few tokens costs what launching its operations costs. So these layers read the parameters of a
+model's modules and do in 20 operations what the modules do in 70. Norms' weights and the scale of attention go into
+matrices. Matrices that read the same input are joined. The norms of a token and of all its heads are one product
+(`HeadNorm`). The halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so
+that rotating is one complex multiplication. `reload` derives all that anew when parameters change.
+
+Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a
+token, N = T * K sorted by expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from asyncspec.engine.backend import Access, Cache
+from asyncspec.engine.matrix import Derived, Matrix
+from asyncspec.engine.workspace import PAD, LayerShape, Workspace
+from asyncspec.models.eagle3 import DraftShape
+from asyncspec.models.policy import PolicyShape
+
+LEAST_SCALE = 1e-9  # of a norm of heads, that goes into the weight before it
+
+
+def scale(norm) -> torch.Tensor:
+    """What `Workspace.normalize` leaves out of an RMSNorm module; float32."""
+    return norm.weight.float() * norm.weight.shape[-1] ** 0.5
+
+
+def scaled(weight: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """A matrix with what `scale` gives in it, rounded once to the matrix's dtype."""
+    return (weight.float() * by).to(weight.dtype)
+
+
+class RMSNorm:
+    """A whole RMSNorm."""
+
+    def __init__(self, norm, derived: Derived) -> None:
+        self.norm, self.derived = norm, derived
+
+    def reload(self) -> None:
+        self.weight = self.derived.keep(scale(self.norm))
+
+    def __call__(self, space: Workspace) -> torch.Tensor:
+        """Of x, [T, D]."""
+        space.normalize()
+        unit_TD = space.unit.tensor
+        return (unit_TD * self.weight).to(unit_TD.dtype)
+
+
+def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """The two halves of a head along `dim`, interleaved: neighbours are then real and imaginary part of what RoPE
+    rotates.
+    """
+    first, second = weight.chunk(2, dim)
+    return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
+
+
+class RoPE:
+    """Rotary embedding of joined heads (`DecodeLayer.wqkv`). A pass gathers its rotations once for all layers."""
+
+    def __init__(self, angles_PH: torch.Tensor, queries: int) -> None:
+        """
+        Args:
+            angles_PH: radians, for half of a head's dimensions.
+            queries: heads that share a key-value head.
+        """
+        turned_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
+        # Values are turned by nothing: a product over whole rows takes a third of the time of one that leaves them out.
+        self._rotation_PR, self.half = (
+            torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1),
+            angles_PH.shape[1],
+        )
+
+    @classmethod
+    def of(cls, model) -> RoPE:
+        """Read a policy's table: rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
+        attention = next(iter(model.layers.values())).attention
+        table, queries = attention.rope.cache, attention.n_heads // attention.n_kv_heads
+        if table.is_complex():
+            return cls(table.angle(), queries)
+        cos_PH, sin_PH = table.chunk(2, dim=-1)
+        half = cos_PH.shape[-1] // 2
+        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), queries)
+
+    def to_numpy(self) -> np.ndarray:
+        """Cosine and sine of each position and pair of a head, float32 [P, H / 2, 2]."""
+        return torch.view_as_real(self._rotation_PR[:, : self.half]).numpy()
+
+    def at(self, position_BL: torch.Tensor) -> torch.Tensor:
+        """[T, 1, R * H / 2], complex: those of a group's heads."""
+        return self._rotation_PR.index_select(0, position_BL.flatten()).unsqueeze(1)
+
+
+class HeadNorm:
+    """The RMSNorm of a token and, behind it, those of its queries and keys, all on their products: with x the token's
+    residual stream, q = x @ weight.T of a query or key, v of a value, and s the norms' own scales, which that weight
+    has in it already,
+
+        q / sqrt(sum(q^2 / s^2) + H * eps * (sum(x^2) + D * eps))      v / sqrt(sum(x^2) + D * eps)
+
+    The sums under all roots are one product of the squares of x, its constant and the heads with a matrix.
+    """
+
+    def __init__(self, q_norm, k_norm, shape: LayerShape, derived: Derived) -> None:
+        """Takes modules."""
+        self.modules, self.shape, self.derived = (q_norm, k_norm), shape, derived
+
+    def reload(self) -> torch.Tensor:
+        """Returns the scales that are to go into the weight, float32 [R, H]."""
+        D, G, Q, H, *_ = self.shape
+        queries_H, key_H = (interleaved(scale(norm), 0) for norm in self.modules)
+        queries_H = queries_H * H**-0.5  # of attention
+        scale_RH = torch.stack([*[queries_H] * Q, key_H, torch.ones_like(key_H)])
+        # What a weight of nothing has scaled cannot be scaled back; so little cannot be told from nothing.
+        scale_RH = torch.where(scale_RH.abs() < LEAST_SCALE, LEAST_SCALE, scale_RH)
+        self.inverse_RH = self.derived.keep(scale_RH[:-1] ** -2)
+        sums_NI = scale_RH.new_zeros(G * (Q + 2), D + PAD + G * (Q + 2) * H)
+        sums_GRI, sums_GRGRH = sums_NI.view(G, Q + 2, -1), sums_NI[:, D + PAD :].view(G, Q + 2, G, Q + 2, H)
+        sums_GRI[:, :-1, : D + 1], sums_GRI[:, -1, : D + 1] = H * self.modules[0].eps, 1.0
+        for group in range(G):
+            for head in range(Q + 1):
+                sums_GRGRH[group, head, group, head] = self.inverse_RH[head]
+        self.sums = self.derived.matrix(sums_NI)
+        return scale_RH
+
+    def __call__(self, space: Workspace) -> None:
+        space.square()
+        self.sums.write(space.squares, space.factors)
+        space.factors.tensor.rsqrt_()
+        space.heads_TNH.mul_(space.factors_TN1)
+
+
+class MLP:
+    """SwiGLU behind a norm: x += down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    def __init__(self, norm, gate, up, down, derived: Derived) -> None:
+        """Takes modules: an RMSNorm and three Linears."""
+        self.modules, self.derived = (norm, gate, up, down), derived
+
+    def reload(self) -> None:
+        norm, gate, up, down = self.modules
+        self.inward = self.derived.matrix(scaled(torch.cat([gate.weight, up.weight]), scale(norm)))
+        self.outward = self.derived.matrix(down.weight)
+
+    def __call__(self, space: Workspace) -> None:
+        space.normalize()
+        self.inward.write(space.unit, space.inward)
+        F.silu(space.gate.tensor, inplace=True).mul_(space.up_TF)
+        self.outward.add(space.gate, space)
+
+
+class Mixture:
+    """A mixture of SwiGLU experts behind a norm: x += sum over the token's experts of weight * expert(norm(x))."""
+
+    def __init__(self, norm, moe, derived: Derived) -> None:
+        """Takes modules: an RMSNorm and torchtitan's MoE."""
+        self.modules, self.derived = (norm, moe), derived
+        self.per_token, self.normed = moe.router.top_k, moe.router.route_norm
+        self._expert_E = torch.arange(moe.router.num_experts, device=norm.weight.device)
+
+    def reload(self) -> None:
+        (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
+        # in float32, as torchtitan's on a GPU
+        self.router = self.derived.matrix(moe.router.gate.weight.float() * scale(norm))
+        self.inward_EDF = self.derived.keep(
+            scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm))
+        ).transpose(1, 2)
+        self.outward_EFD = experts.w2_EDF.transpose(1, 2)
+
+    def __call__(self, space: Workspace) -> None:
+        space.normalize()
+        x_TD, normed_TD = space.x.tensor, space.unit.tensor
+        score_TK, expert_TK = self.router(normed_TD.float()).softmax(-1).topk(self.per_token, sorted=False)
+        if self.normed:
+            score_TK = score_TK / score_TK.sum(-1, keepdim=True)
+        expert_N, order_N = expert_TK.flatten().sort(stable=True)
+        end_E = torch.searchsorted(expert_N, self._expert_E, right=True, out_int32=True)
+        # One grouped product was faster than a loop over experts, and than gathering the matrices of each token's.
+        gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(
+            2, -1
+        )
+        out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
+        out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
+        # in place it is slower: x is strided
+        x_TD.copy_(torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1))
+
+
+class DecodeLayer:
+    """A decoder layer over a KV cache: x += attention(norm(x)), then x += mlp(norm(x))."""
+
+    wqkv: Matrix
+    wo: Matrix
+
+    def __init__(
+        self,
+        index: int,
+        cache: Cache,
+        derived: Derived,
+        mlp: MLP | Mixture,
+        head_norm: HeadNorm | None = None,
+    ) -> None:
+        """
+        Args:
+            index: the layer's number in the cache.
+            derived: where its matrices go.
+        """
+        self.index, self.cache, self.derived = index, cache, derived
+        self.mlp, self.head_norm = mlp, head_norm
+
+    def load(self, weight_GRHI: torch.Tensor, scale_I: torch.Tensor, wo: torch.Tensor, halves: bool) -> None:
+        """Derive its matrices from parameters.
+
+        Args:
+            weight_GRHI: of each group's queries, key and value.
+            scale_I: of the norm before them, see `scale`.
+            halves: whether RoPE rotates the halves of a head, not neighbours.
+        """
+        Q, H = weight_GRHI.shape[1] - 2, weight_GRHI.shape[2]
+        if halves:
+            weight_GRHI = torch.cat([interleaved(weight_GRHI[:, : Q + 1], 2), weight_GRHI[:, Q + 1 :]], 1)
+        scale_GRHI = scale_I.repeat(*weight_GRHI.shape[:3], 1)
+        if self.head_norm is None:
+            scale_GRHI[:, :Q] *= H**-0.5  # of attention
+        else:
+            scale_GRHI *= self.head_norm.reload().unsqueeze(-1)
+        self.wqkv = self.derived.matrix(scaled(weight_GRHI, scale_GRHI).flatten(0, 2))
+        self.wo = self.derived.matrix(wo)
+        self.mlp.reload()
+
+    def project(self, space: Workspace) -> None:
+        """Compute the heads, from what comes into the layer; widened."""
+        if self.head_norm is None:
+            space.normalize()
+            self.wqkv.write(space.unit, space.heads)
+            space.widen()
+        else:
+            self.wqkv.write(space.x, space.heads)
+            space.widen()
+            self.head_norm(space)
+
+    def write(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
+        """Write keys and values to the cache: all that later positions need of a draft's only layer."""
+        self.project(space)
+        space.rotate(rotation)
+        space.narrow()
+        self.cache.write(self.index, access, space)
+
+    def __call__(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
+        """Besides, x becomes what comes out of the layer."""
+        self.write(space, access, rotation)
+        self.cache.attend(self.index, access, space)
+        self.wo.add(space.attended, space)
+        self.mlp(space)
+
+
+class PolicyLayer(DecodeLayer):
+    """A block of the policy, or of its multi-token-prediction module."""
+
+    def __init__(self, block, shape: LayerShape, index: int, cache: Cache, derived: Derived) -> None:
+        """
+        Args:
+            block: torchtitan's TransformerBlock.
+        """
+        self.block, self.shape, attention = block, shape, block.attention
+        # Llama 3 has none
+        head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, shape, derived)
+        if getattr(block, "moe_enabled", False):
+            mlp = Mixture(block.ffn_norm, block.moe, derived)
+        else:
+            dense = block.feed_forward
+            mlp = MLP(block.ffn_norm, dense.w1, dense.w3, dense.w2, derived)
+        super().__init__(index, cache, derived, mlp, head_norm)
+
+    def reload(self) -> None:
+        """Derive from the parameters anew what is derived from them."""
+        attention, (D, G, Q, *_) = self.block.attention, self.shape
+        weight_GRHD = attention.qkv_linear.wqkv.weight.view(G, Q + 2, -1, D)
+        halves = not attention.rope.cache.is_complex()
+        self.load(weight_GRHD, scale(self.block.attention_norm), attention.wo.weight, halves)
+
+
+def layer_shape(shape: PolicyShape | DraftShape, head_norms: bool) -> LayerShape:
+    """Of a policy's layers, or of a draft's."""
+    hidden_dim = 0 if getattr(shape, "experts", None) is not None else shape.hidden_dim
+    return LayerShape(
+        shape.dim,
+        shape.n_kv_heads,
+        shape.n_heads // shape.n_kv_heads,
+        shape.head_dim,
+        hidden_dim,
+        shape.norm_eps,
+        head_norms,
+    )
