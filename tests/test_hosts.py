@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from runs import SILENT, Running, descendants, events, outliving, pid_of, rows
 
-from asyncspec.config import ConfigError, UserError, load
+from asyncspec.config import UserError, load
 from asyncspec.launch import hosts
 from asyncspec.launch.join import Rendezvous
 from asyncspec.ledger.audit import violations
