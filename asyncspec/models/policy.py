@@ -311,11 +311,6 @@ def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
     return copy.requires_grad_(False)
 
 
-def dtype_of(model: Decoder) -> torch.dtype:
-    """What a policy's parameters are, and what it is computed in."""
-    return model.tok_embeddings.weight.dtype
-
-
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give a model's parameters another dtype, in place. Its tables for RoPE stay as they are, as in a trainer that
     computes in `dtype`.

@@ -26,7 +26,7 @@ class ControlServer:
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.router_mandatory = True
         self.address = bind(self.socket, host)
-        self.rejected = self.undeliverable = 0
+        self.rejected = 0
 
     def receive(self) -> tuple[str, Message] | None:
         """(name of the sender, message), or None if there is none."""
@@ -43,7 +43,6 @@ class ControlServer:
             self.socket.send_multipart([name.encode(), *encode(body)], zmq.NOBLOCK)
             return True
         except zmq.ZMQError:
-            self.undeliverable += 1
             return False
 
     def close(self) -> None:
