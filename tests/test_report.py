@@ -46,6 +46,7 @@ def test_the_page_is_complete_and_needs_no_network(run_dir, runs):
         assert text in page
 
 
+@pytest.mark.slow
 def test_the_text_says_where_the_time_went(run_dir):
     done = report(run_dir.parent, "run", "--text")
     assert done.returncode == 0, done.stderr
