@@ -11,6 +11,7 @@ Shape suffixes: B live rows, S slots, K draft length, N steps, R rows of several
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class Observation(NamedTuple):
     span: float | None = None  # positions a token attended to, on average over rows; None: as in the calibration
 
 
-class Chooser:
+class Chooser(ABC):
     """Chooses the draft length of each step."""
 
     longest: int
@@ -53,6 +54,7 @@ class Chooser:
     watches = False  # whether the step that was chosen for last is to be observed
     learn: Callable[[np.ndarray, np.ndarray], None] | None = None  # see `LookupLength.learn`
 
+    @abstractmethod
     def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Attended = None) -> int:
         """The k of the next step.
 
@@ -62,7 +64,6 @@ class Chooser:
             attended: gives for a number of rows how many positions a token attends to, on average over them; None: as
                 many as in the calibration.
         """
-        raise NotImplementedError
 
     def observe(self, step: Observation) -> None:
         """Learn from a step, before the next choice."""
