@@ -1,7 +1,7 @@
 """Drafters that read the target's hidden states: EAGLE-3, and the policy's own multi-token-prediction module.
 
 Position t of such a draft reads the target's features of position t and token t+1, and predicts token t+2; drafting on,
-it reads its own hidden state in place of the target's. Features wait in a buffer until the drafter is asked for
+it reads its own hidden state in place of the target's. Features are kept until the drafter is asked for
 proposals; then keys and values of all it has missed but the last position are made in one pass, right-aligned over the
 rows, and it drafts on from there, that position first. A draft replaced in between costs acceptance, never exactness:
 proposals are verified against the very distribution they were drawn from.
@@ -29,8 +29,6 @@ from asyncspec.loading import use_threads
 from asyncspec.models.policy import cast
 from asyncspec.speculation.drafter import Drafter, Packed, Proposal
 from asyncspec.speculation.verify import sample, sampling_distribution
-
-UNSTORED = 32  # steps without speculation whose features are written at once
 
 
 class DecodeFeatures(ABC):
@@ -99,8 +97,6 @@ class FeatureDrafter(Drafter):
         self.feature_SPE = memory.zeros(*size, dtype=target.backend.dtype, device=self.slots.device)
         self._feature_TE = self.feature_SPE.view(S * P, -1)
         self._start_S1 = torch.arange(S, device=self.slots.device).unsqueeze(1) * P
-        self._unstored: list[torch.Tensor] = []  # features of single positions, from row 0; layer by layer
-        self._unstored_at: list[torch.Tensor] = []  # and the positions
         self.cached_S = np.zeros(S, dtype=np.int64)  # positions below are in the KV cache
         self.graphs: Graphs | None = None
         self.reload()
@@ -115,31 +111,11 @@ class FeatureDrafter(Drafter):
         self.cached_S[first_row : first_row + count] = 0
 
     def observe(self, first_row: int, features_BLD, position_BL, packed: Packed | None = None) -> None:
-        B, L = position_BL.shape
-        if first_row or L > 1:
-            self.catch_up()
-            self._store(first_row, features_BLD, position_BL, packed)
-            return
-        # While nothing is proposed, one write serves many steps: it costs as much as a hundredth of a step.
-        waiting = self._unstored_at
-        if waiting and (len(waiting) == UNSTORED or len(waiting[0]) != B):
-            self.catch_up()
-        self._unstored += features_BLD
-        self._unstored_at.append(position_BL)
-
-    def catch_up(self) -> None:
-        """Write what `observe` has put off."""
-        if self._unstored_at:
-            self._write(0, torch.cat(self._unstored, 1), torch.cat(self._unstored_at, 1))
-            self._unstored.clear()
-            self._unstored_at.clear()
-
-    def _write(self, first_row: int, features, position_BL, packed: Packed | None = None) -> None:
-        """`features` hold those of each position's layers in turn, whatever their shape."""
         index_N = (self._start_S1[first_row : first_row + len(position_BL)] + position_BL).flatten()
         if packed is not None:
             index_N = index_N[torch.from_numpy(packed.at_T)]
-        self._feature_TE.index_copy_(0, index_N, features.reshape(-1, self._feature_TE.shape[-1]))
+        features_BLE = torch.cat(features_BLD, -1)
+        self._feature_TE.index_copy_(0, index_N, features_BLE.flatten(0, -2))
 
     def behind(self, count: int) -> int:
         # The last token's features come with the next verification.
@@ -149,19 +125,13 @@ class FeatureDrafter(Drafter):
         rows = slice(first_row, first_row + count)
         width = int((self.slots.length[rows] - 1 - self.cached_S[rows]).max())
         if width > 0:
-            self.catch_up()
             self._read(rows, width)
             self.cached_S[rows] = self.slots.length[rows] - 1
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
-        self.catch_up()
         draft_BK, q_BKV = self._draft(count, draft_length, uniform_BK)
         self.cached_S[:count] = self.slots.length[:count] - 1
         return Proposal(draft_BK, q_BKV)
-
-    def _store(self, first_row: int, features_BLD, position_BL, packed: Packed | None) -> None:
-        """Keep features; see `observe`."""
-        self._write(first_row, torch.cat(features_BLD, -1), position_BL, packed)
 
     def _read(self, rows: slice, width: int) -> None:
         """Read the `width` positions before each row's last token."""
@@ -196,7 +166,6 @@ class FeatureDrafter(Drafter):
         return torch.stack(distributions, 1), torch.stack(tokens, 1)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        self.catch_up()
         length, cached = int(self.slots.length[sources].max()), int(self.cached_S[sources].max())
         if cached:
             self.decode.cache.copy(sources, rows, cached)
@@ -241,7 +210,7 @@ class NumbaDrafter(FeatureDrafter):
         super().reload()
         self._weights = self.decode.to_numba(self._embedding_VD)
 
-    def _store(self, first_row: int, features_BLD, position_BL, packed: Packed | None) -> None:
+    def observe(self, first_row: int, features_BLD, position_BL, packed: Packed | None = None) -> None:
         parts = tuple(features.numpy().reshape(-1, features.shape[-1]) for features in features_BLD)
         at_T = numba_draft.ALL if packed is None else packed.at_T
         numba_draft.store(self._rows.feature_SPE, parts, first_row, np.ascontiguousarray(position_BL.numpy()), at_T)
@@ -257,7 +226,6 @@ class NumbaDrafter(FeatureDrafter):
         return torch.from_numpy(token_BK), torch.from_numpy(q_BKV)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        self.catch_up()
         numba_draft.copy(self._rows, np.array(sources), np.array(rows))
         self.cached_S[rows] = self.cached_S[sources]
 

@@ -17,7 +17,6 @@ import torch
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.workspace import Buffer, Workspace
 
-ONEDNN_FROM = 1_000_000  # multiply-adds from which on oneDNN's faster kernels make up for their dearer call
 LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
 # multiply-adds of a product, up to which OpenBLAS reads its operands where they lie; larger ones take 5 to 9 us more to
 # pack them
@@ -81,29 +80,20 @@ class NumpyMatrix(Matrix):
 
 
 class OneDnnMatrix(Matrix):
-    """x @ weight.T, by oneDNN where the product is large."""
+    """x @ weight.T, by oneDNN."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         super().__init__(weight_OI)
         self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
-        self._from = -(-ONEDNN_FROM // weight_OI.numel())  # tokens
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        if len(x_TI) < self._from:
-            return super().__call__(x_TI)
         return torch.ops.mkldnn._linear_pointwise(x_TI.contiguous(), self._reordered, None, "none", [], "")
 
     def write(self, x: Buffer, out: Buffer) -> None:
-        if len(x.tensor) < self._from:
-            super().write(x, out)
-        else:
-            out.tensor.copy_(self(x.tensor))
+        out.tensor.copy_(self(x.tensor))
 
     def add(self, x: Buffer, space: Workspace) -> None:
-        if len(x.tensor) < self._from:
-            super().add(x, space)
-        else:
-            space.x.tensor.add_(self(x.tensor))
+        space.x.tensor.add_(self(x.tensor))
 
 
 class Derived(Arena):

@@ -128,7 +128,6 @@ class TorchEngine(QueueingEngine):
             self._prompts.fill(
                 0, self.tokens.token_SP[: self.live, : longest - 1], self.tokens.length_S[: self.live] - 1
             )
-            self.drafter.catch_up()
             self.rows.missed_S[: self.live] = False
 
     @torch.no_grad()
