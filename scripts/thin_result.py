@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Replace the samples in a benchmark's result.json by the quartiles of each measurement: what tables and plots need.
+
+    scripts/thin_result.py FILE...
+
+Each measurement becomes [first quartile, median, third quartile, count].
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return [*map(rounded, (low, middle, high)), len(values)]
+
+
+def thin(samples: list[dict[str, float]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {
+        name: quartiles([sample[name] for sample in samples if isinstance(sample.get(name), int | float)])
+        for name in names
+        if any(isinstance(sample.get(name), int | float) for sample in samples)
+    }
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        file = Path(name)
+        result = json.loads(file.read_text())
+        samples = result.pop("samples")
+        if not all(isinstance(measured, list) for measured in samples.values()):
+            sys.exit(f"{file}: has been thinned already")
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(thin(measured))}" for key, measured in samples.items())
+        rest = json.dumps(result, indent=1)
+        file.write_text(rest[:-2] + ',\n "quartiles": {\n' + lines + "\n }\n}\n")
+
+
+if __name__ == "__main__":
+    main()
