@@ -1,1 +1,1 @@
-"""`asyncspec report`: what a run was like, as one HTML file or as text."""
+"""`asyncspec report`: show where the time of a run went and what it learned, as one HTML file or as text."""

@@ -1,4 +1,4 @@
-"""Lines on the console for the person who watches a run."""
+"""Console lines for the person who watches a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ RESULTS = (
 
 
 class Console:
-    """Lines for the person who watches: one a step, a table at the end; on a terminal, bars below them for steps,
-    queues and lag.
-    """
+    """Prints one line per step, and a table at the end. On a terminal it also shows bars for steps, queues and lag."""
 
     def __init__(self, config, run_dir: Path, first_step: int = 0) -> None:
         self.config, self.run_dir, self.first_step = config, run_dir, first_step
@@ -44,21 +42,21 @@ class Console:
         )
 
     def resumed(self, metrics: RunMetrics) -> None:
-        """Say where a run goes on that was begun before; its first accuracy was measured then."""
+        """Say from which version the run resumes. Its first accuracy was measured before it stopped."""
         if metrics.first_accuracy is not None and metrics.last is not None:
             self._accuracies = [metrics.first_accuracy, metrics.last["eval/accuracy"]]
-        self.line(f"going on from version {self.first_step}, with {self.first_step} steps trained")
+        self.line(f"resuming from version {self.first_step}, with {self.first_step} steps trained")
 
     def line(self, text: str) -> None:
         self._out.print(text)
 
     def status(self, steps: int, generating: int, generated: int, lag: int) -> None:
-        """What the bars show; plain output has none.
+        """Update the bars; plain output has none.
 
         Args:
-            steps: trained so far.
-            generating, generated: tickets in a generator, and past it but not trained.
-            lag: versions that the tickets of the newest step issued are ahead of the policy.
+            steps: steps trained so far.
+            generating, generated: tickets in a generator; tickets that are generated but not trained.
+            lag: versions that the newest step with tickets is ahead of the policy.
         """
         if not self._out.is_terminal:
             return
@@ -91,7 +89,7 @@ class Console:
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1
-        if self._filled is None:  # the first step holds the filling of the pipeline, and tells nothing of the others
+        if self._filled is None:  # the first step includes filling the pipeline; it does not predict the others
             self._filled, left = time.monotonic(), ""
         else:
             seconds = int((time.monotonic() - self._filled) / (done - self.first_step - 1) * (self.config.steps - done))
@@ -108,11 +106,11 @@ class Console:
         if self._bars is not None:
             self._bars.stop()
         if resuming:
-            self.line(f"{reason}: all is started again from the last checkpoint")
+            self.line(f"{reason}: all actors restart from the last checkpoint")
             return
         columns = metrics.columns
         if steps := len(columns["time/step"]):
-            # The first step holds the filling of the pipeline; with more than one it is shown apart.
+            # The first step includes filling the pipeline, so it has a column of its own.
             table = Table(
                 title=f"Seconds per step, median and mean of {steps - 1 or 1} steps after the first",
                 title_justify="left",
@@ -143,9 +141,9 @@ class Console:
         elif reason != "finished":
             self.line(
                 f"stopped early: {reason}; "
-                + ("the checkpoint holds what was trained" if steps else "nothing was trained yet")
+                + ("the checkpoint holds all trained steps" if steps else "no step was trained")
             )
         if reason != "finished" and steps:
-            self.line(f"to go on: asyncspec train --resume {self.run_dir}")
+            self.line(f"to resume: asyncspec train --resume {self.run_dir}")
         left = [name for name in RESULTS if (self.run_dir / name).exists()]
         self.line(f"results in {self.run_dir}: {', '.join(left)}")

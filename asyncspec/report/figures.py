@@ -1,4 +1,4 @@
-"""The figures of a report: matplotlib, one function each; runs to compare share their axes."""
+"""The figures of a report, drawn with matplotlib, one function each. Runs that are compared share their axes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from asyncspec.report.run import Run
 from asyncspec.timing.attribution import COLORS, PARTS
 
 
-def _side_by_side(runs: Sequence[Run], draw: Callable, height: float = 2.8, share_y: bool = True) -> Figure:
-    figure = Figure(figsize=(5.6 * len(runs) + 0.8, height), layout="constrained")
-    axes = figure.subplots(1, len(runs), sharey=share_y, squeeze=False)[0]
+def _side_by_side(runs: Sequence[Run], draw: Callable, height: float = 2.8, width: float = 0.0) -> Figure:
+    figure = Figure(figsize=(width or 5.6 * len(runs) + 0.8, height), layout="constrained")
+    axes = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for axis, run in zip(axes, runs):
         draw(axis, run)
         if len(runs) > 1:
@@ -23,7 +23,7 @@ def _side_by_side(runs: Sequence[Run], draw: Callable, height: float = 2.8, shar
 
 
 def breakdown(runs: Sequence[Run]) -> Figure:
-    """Seconds of each step by what the trainer did or waited for."""
+    """Draw the seconds of each step, by what the trainer did or waited for."""
 
     def draw(axis, run: Run) -> None:
         x = run.series("step")
@@ -40,11 +40,11 @@ def breakdown(runs: Sequence[Run]) -> Figure:
         axis.set_ylabel("seconds", fontsize=8)
         axis.legend(fontsize=6, loc="upper right", ncols=2)
 
-    return _side_by_side(runs, draw)
+    return _side_by_side(runs, draw, 3.2, 12.0)
 
 
 def lines(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure:
-    """Metrics over the steps, all runs in one picture."""
+    """Draw metrics over the steps, all runs in one picture."""
     figure = Figure(figsize=(6.4, 2.6), layout="constrained")
     axis = figure.subplots()
     for run, style in zip(runs, ("-", "--")):
@@ -69,26 +69,28 @@ def lines(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure:
 
 
 def lags(runs: Sequence[Run]) -> Figure:
-    """How many versions behind the oldest token of each trained group was."""
+    """Draw by how many versions the oldest token of each trained group lagged."""
 
     def draw(axis, run: Run) -> None:
         found = [step.step - group.version_min for step in run.steps for group in step.groups]
         values, counts = np.unique(found, return_counts=True) if found else (np.array([0]), np.array([0]))
         axis.bar(values, counts / max(1, counts.sum()), color="#2f6db5")
         axis.set_xticks(range(run.config.policy_lag + 1))
-        axis.set_xlabel("lag of a group's oldest token, versions", fontsize=8)
+        axis.set_xlabel("lag of a group's oldest token (versions)", fontsize=8)
         axis.set_ylabel("share of groups", fontsize=8)
 
     return _side_by_side(runs, draw, 2.2)
 
 
 def lengths(runs: Sequence[Run]) -> Figure:
+    """Draw how long the responses were."""
+
     def draw(axis, run: Run) -> None:
         found = [n for step in run.steps for group in step.groups for n in group.response_tokens]
         if found:
             axis.hist(found, bins=np.geomspace(1, max(2, max(found)), 40), color="#2f6db5")
             axis.set_xscale("log")
-        axis.set_xlabel("tokens of a response", fontsize=8)
+        axis.set_xlabel("tokens per response", fontsize=8)
         axis.set_ylabel("responses", fontsize=8)
 
     return _side_by_side(runs, draw, 2.2)

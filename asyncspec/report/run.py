@@ -1,4 +1,4 @@
-"""What a run left behind, read back."""
+"""Read the files that a run left behind."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ STATES = ("busy", "blocked_input", "blocked_output", "idle")
 
 @dataclass(frozen=True)
 class Run:
+    """The records of a run, and the numbers that a report shows."""
+
     name: str
     config: Config
-    rows: list[dict]  # of metrics.jsonl
-    steps: list[StepDone]  # of timeline.jsonl, as many as there are
-    failures: list[str]  # tickets that were dropped, by reason
+    rows: list[dict]  # from metrics.jsonl
+    steps: list[StepDone]  # from timeline.jsonl; may be fewer than rows, or none
+    failures: list[str]  # how many tickets were dropped, one text per reason
 
     @classmethod
     def read(cls, directory: Path) -> Run:
-        """Raises:
-        UserError: the directory holds no run, or one without a finished step, or a line of its ledger is damaged.
+        """Read the directory of a run.
+
+        Raises:
+            UserError: it holds no run, the run has no finished step, or a line of its ledger is damaged.
         """
         for name in ("config.yaml", "metrics.jsonl"):
             if not (directory / name).is_file():
                 raise UserError(
-                    f"report {directory}: no {name} in it; expected the directory of a run, for example "
-                    f"runs/20261121-120000"
+                    f"report {directory}: no {name} in it; expected a run's directory, for example runs/20261121-120000"
                 )
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
-            raise UserError(f"report {directory}: no step was finished; {directory}/logs says what happened")
+            raise UserError(f"report {directory}: expected at least one finished step; see {directory}/logs")
         try:
             dropped = _dropped(directory / "ledger.jsonl")
         except ValueError as error:
@@ -48,20 +51,20 @@ class Run:
         return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, dropped)
 
     def series(self, key: str) -> np.ndarray:
-        """A metric over the steps, NaN where it is missing."""
+        """Return a metric over the steps, NaN where it is missing."""
         return np.array([np.nan if row.get(key) is None else row[key] for row in self.rows], dtype=float)
 
     @property
     def steady(self) -> slice:
-        """Steps after those that fill the pipeline."""
+        """The steps after those that fill the pipeline."""
         return slice(min(self.config.policy_lag + 1, len(self.rows) - 1), None)
 
     def parts(self) -> dict[str, float]:
-        """Mean seconds of a steady step by part."""
+        """Return the mean seconds of a steady step, by part."""
         return {part: float(np.nan_to_num(self.series(f"time/{part}")[self.steady]).mean()) for part in PARTS}
 
     def actors(self) -> list[tuple[str, dict[str, float]]]:
-        """Share of its time that each actor was busy, blocked on input, blocked on output, idle."""
+        """Return the share of its time that each actor was busy, blocked on input, blocked on output, and idle."""
         names = sorted(
             {
                 key.removeprefix("actors/").rsplit("_busy")[0]
@@ -79,13 +82,24 @@ class Run:
         return float(self.series("time/step")[self.steady].mean())
 
     @property
-    def label(self) -> str:
+    def drafting(self) -> str:
         c = self.config
-        drafting = f"{c.speculation.method}, k={c.speculation.draft_length}" if c.drafting else "no speculation"
-        return f"{self.name}: lag {c.policy_lag}, {drafting}"
+        return f"{c.speculation.method}, k={c.speculation.draft_length}" if c.drafting else "no speculation"
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}: lag {self.config.policy_lag}, {self.drafting}"
+
+    @property
+    def what(self) -> str:
+        """What ran, in a line."""
+        c = self.config
+        task = Path(c.data.train_file).name if c.data.train_file else c.data.task
+        model = c.model.path.removeprefix("asset:")
+        return f"{self.name}: {model} on {task}, {len(self.rows)} steps, policy lag {c.policy_lag}, {self.drafting}"
 
     def summary(self) -> list[tuple[str, str]]:
-        """The numbers a person asks for first."""
+        """Return the numbers that a person asks for first."""
         seconds, steady = self.step_seconds(), self.steady
         accuracy = self.series("eval/accuracy")
         known = accuracy[~np.isnan(accuracy)]
@@ -95,7 +109,7 @@ class Run:
             ("step", f"{seconds:.3f} s (median {np.median(self.series('time/step')[steady]):.3f} s)"),
             (
                 "exposed generation",
-                f"{self.parts()['exposed_generation']:.3f} s a step, "
+                f"{self.parts()['exposed_generation']:.3f} s per step, "
                 f"{self.parts()['exposed_generation'] / seconds:.1%}",
             ),
             ("throughput", f"{np.nanmean(self.series('throughput/tokens_per_s')[steady]):.0f} tokens/s"),
@@ -107,8 +121,8 @@ class Run:
             ("largest lag", f"{int(np.nanmax(lag))} of {self.config.policy_lag} allowed"),
             (
                 "reward",
-                f"{np.nanmean(self.series('reward/mean')[:5]):.3f} in the first five steps, "
-                f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} in the last",
+                f"{np.nanmean(self.series('reward/mean')[:5]):.3f} over the first five steps, "
+                f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} over the last five",
             ),
         ]
         if len(known):

@@ -1,4 +1,4 @@
-"""The report itself: one HTML file that needs no network, or text for a terminal. Two runs are put side by side."""
+"""Write the report: one HTML file that needs no network, or text for a terminal. Two runs are shown side by side."""
 
 from __future__ import annotations
 
@@ -7,49 +7,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from asyncspec.config import to_yaml
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
+from asyncspec.report.advice import CHANGES, advice, replayed
 from asyncspec.report.run import STATES, Run
-from asyncspec.timing import whatif
 from asyncspec.timing.attribution import COLORS, PARTS, explain
 from asyncspec.timing.gantt import GANTT_STEPS, gantt
 
 SLOWEST = 5
-CHANGES = (
-    ("generation twice as fast", whatif.Change(generation=2)),
-    ("logprob twice as fast", whatif.Change(logprob=2)),
-    ("training twice as fast", whatif.Change(train=2)),
-    ("one more generator", whatif.Change(generators=1)),
-    ("policy lag one more", whatif.Change(lag=1)),
-)
+
+
+def title(runs: Sequence[Run]) -> str:
+    """Return what ran, in a line."""
+    return runs[0].what if len(runs) == 1 else f"{runs[0].name} compared with {runs[1].name}"
 
 
 def slowest(run: Run, count: int = SLOWEST) -> list[str]:
-    """A line for each of the slowest steps, the pipeline's filling left out."""
+    """Return a line for each of the slowest steps, without the steps that fill the pipeline."""
     steps = sorted(run.steps[run.steady], key=lambda s: s.start - s.end)[:count]
     return [explain(step, 1)[0] for step in steps]
 
 
 def what_ifs(runs: Sequence[Run]) -> list[SimpleNamespace]:
-    if not all(len(run.steps) > whatif.SKIP + 1 for run in runs):
+    """Return a row for each change to replay the runs with; none if a run is too short."""
+    found = [replayed(run) for run in runs]
+    if not all(found):
         return []
-    result = []
-    for change_name, change in CHANGES:
-        values = []
-        for run in runs:
-            seconds = whatif.predicted(run.steps, run.config.policy_lag, change, run.config.deployment.logprobs)
-            now = float(np.mean([s.end - s.start for s in run.steps[whatif.SKIP :]]))
-            values.append((seconds, seconds / now))
-        result.append(SimpleNamespace(change=change_name, values=values))
-    return result
+    return [SimpleNamespace(change=name, values=[changes[name] for changes in found]) for name in CHANGES]
 
 
 def html(runs: Sequence[Run]) -> str:
+    """Return the report as an HTML page."""
     import jinja2
     from markupsafe import Markup
 
@@ -84,7 +76,7 @@ def html(runs: Sequence[Run]) -> str:
         (
             "exposed generation",
             figures.lines(
-                runs, {"time/exposed_generation": "exposed", "time/generation": "hidden or not"}, "seconds a step"
+                runs, {"time/exposed_generation": "exposed", "time/generation": "exposed or hidden"}, "seconds per step"
             ),
         ),
         (
@@ -93,7 +85,7 @@ def html(runs: Sequence[Run]) -> str:
                 runs, {"spec/acceptance_length": "acceptance length", "spec/draft_length": "draft length"}, "tokens"
             ),
         ),
-        ("tokens a second", figures.lines(runs, {"throughput/tokens_per_s": "tokens/s"}, "")),
+        ("tokens per second", figures.lines(runs, {"throughput/tokens_per_s": "tokens/s"}, "")),
         ("lag", figures.lags(runs)),
         ("response lengths", figures.lengths(runs)),
     ]
@@ -101,7 +93,8 @@ def html(runs: Sequence[Run]) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
     return environment.get_template("page.html").render(
-        title=" and ".join(run.name for run in runs),
+        title=title(runs),
+        advice=[(run, advice(run)) for run in runs],
         runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
         states=[state.replace("_", " on ") for state in STATES],
         actors=[(run, run.actors()) for run in runs],
@@ -116,7 +109,13 @@ def html(runs: Sequence[Run]) -> str:
 
 
 def text(runs: Sequence[Run], console: Console) -> None:
-    summary = Table(title=" and ".join(run.name for run in runs), title_justify="left", show_header=len(runs) > 1)
+    """Print the report."""
+    console.print(title(runs), soft_wrap=True)
+    for run in runs:
+        console.print(f"What to change{f' in {run.name}' if len(runs) > 1 else ''}:")
+        for line in advice(run):
+            console.print(f"  {line}", soft_wrap=True)
+    summary = Table(show_header=len(runs) > 1)
     summary.add_column("")
     for run in runs:
         summary.add_column(run.label)
@@ -124,7 +123,7 @@ def text(runs: Sequence[Run], console: Console) -> None:
     for name in dict.fromkeys(name for found in summaries for name in found):
         summary.add_row(name, *(found.get(name, "") for found in summaries))
     console.print(summary)
-    table = Table(title="seconds of a step", title_justify="left")
+    table = Table(title="seconds per step", title_justify="left")
     table.add_column("part")
     for _ in runs:
         table.add_column("seconds", justify="right")
@@ -144,21 +143,21 @@ def text(runs: Sequence[Run], console: Console) -> None:
             )
     for run in runs:
         console.print(f"the slowest steps of {run.name}:")
-        for line in slowest(run) or ["no timeline was kept"]:
+        for line in slowest(run) or ["the run has no timeline"]:
             console.print(f"  {line}", soft_wrap=True)
     for row in what_ifs(runs):
         console.print(
             f"{row.change}: "
-            + "; ".join(f"{seconds:.3f} s a step, {ratio:.2f} times as long" for seconds, ratio in row.values),
+            + "; ".join(f"{seconds:.3f} s per step, {ratio:.2f} times as long as now" for seconds, ratio in row.values),
             soft_wrap=True,
         )
 
 
 def report(directories: Sequence[str], out: str, as_text: bool) -> int:
-    """Write the report of one run or two; returns the exit code.
+    """Write the report of one or two runs; return the exit code.
 
     Raises:
-        UserError: a directory holds no run.
+        UserError: a directory holds no run, or the page cannot be written.
     """
     runs = [Run.read(Path(directory)) for directory in directories]
     console = terminal()
@@ -170,6 +169,6 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
     try:
         path.write_text(page)
     except OSError as error:
-        raise UserError(f"report: --out {path}: {error.strerror}; expected a file that can be written") from None
+        raise UserError(f"report: --out {path}: {error.strerror}; expected a writable file") from None
     console.print(f"written: {path}", soft_wrap=True)
     return 0

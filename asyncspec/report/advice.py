@@ -1,0 +1,93 @@
+"""The answer to "what should I change?": sentences for the top of a report, the most useful first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncspec.report.run import Run
+from asyncspec.timing import whatif
+
+CHANGES = {  # label: (change to replay the run with, how to make it)
+    "training twice as fast": (whatif.Change(train=2), "more trainer.ranks, or a faster device for the trainer"),
+    "generation twice as fast": (
+        whatif.Change(generation=2),
+        "a draft that is accepted more often (asyncspec draft train), or a faster device for the generator",
+    ),
+    "logprob twice as fast": (whatif.Change(logprob=2), "more deployment.logprobs or logprob.ranks"),
+    "one more generator": (whatif.Change(generators=1), "deployment.generators"),
+    "policy lag larger by one": (whatif.Change(lag=1), "policy_lag"),
+}
+WORTH = 0.95  # of a step's time: a change that leaves more than this is not named
+MOSTLY, MUCH, SOME = 0.85, 0.5, 0.1  # shares from which a step counts as training, and a fault is named
+
+
+def replayed(run: Run) -> dict[str, tuple[float, float]]:
+    """Return by change the seconds that a step would take, and their ratio to now; empty if the run is too short."""
+    if len(run.steps) <= whatif.SKIP + 1:
+        return {}
+    now = float(np.mean([step.end - step.start for step in run.steps[whatif.SKIP :]]))
+    lag, logprobs = run.config.policy_lag, run.config.deployment.logprobs
+    seconds = {name: whatif.predicted(run.steps, lag, change, logprobs) for name, (change, _) in CHANGES.items()}
+    return {name: (value, value / now) for name, value in seconds.items()}
+
+
+def advice(run: Run) -> list[str]:
+    """Return what to change in the next run, in sentences."""
+    return [*_speed(run), *_learning(run)] or ["Nothing stands out: no single change would make a step much faster."]
+
+
+def _speed(run: Run) -> list[str]:
+    parts, seconds = run.parts(), run.step_seconds()
+    said = []
+    if parts["train"] >= MOSTLY * seconds:
+        said.append(
+            f"Training takes {parts['train'] / seconds:.0%} of a step, so generation is hidden already. "
+            "Only faster training makes a step shorter."
+        )
+    else:
+        name = max((part for part in parts if part != "train"), key=lambda part: parts[part])
+        said.append(
+            f"The largest wait is {name.replace('_', ' ')}: {parts[name]:.2f} s of a step of {seconds:.2f} s "
+            f"({parts[name] / seconds:.0%})."
+        )
+    changes = replayed(run)
+    best = min(changes, key=lambda name: changes[name][1], default="")
+    if best and changes[best][1] <= WORTH:
+        after, ratio = changes[best]
+        said.append(
+            f"The change that would help most is {best}: a step of {after:.2f} s, {ratio:.2f} times as long as now. "
+            f"To make it: {CHANGES[best][1]}."
+        )
+    if parts["recovery"] >= SOME * seconds:
+        said.append(f"Recovery takes {parts['recovery'] / seconds:.0%} of a step: find out why actors are lost.")
+    return said
+
+
+def _learning(run: Run) -> list[str]:
+    found = (
+        (
+            _mean(run, "groups/without_signal"),
+            "of the groups have equal rewards and teach nothing: use prompts of another difficulty, or a larger "
+            "rl.group_size.",
+            MUCH,
+        ),
+        (
+            _mean(run, "tokens/truncated"),
+            "of the responses are cut off: raise sampling.max_response_tokens.",
+            SOME,
+        ),
+        (
+            _mean(run, "ppo/clipped"),
+            "of the tokens are clipped: lower trainer.optimizer.lr or policy_lag.",
+            MUCH,
+        ),
+    )
+    return [f"{share:.0%} {text}" for share, text, least in found if share >= least]
+
+
+def _mean(run: Run, key: str) -> float:
+    """Return a metric's mean over the steady steps, 0 if the run does not have it."""
+    values: Sequence[float] = run.series(key)[run.steady]
+    return float(np.nanmean(values)) if np.isfinite(values).any() else 0.0
