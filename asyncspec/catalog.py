@@ -1,0 +1,136 @@
+"""What a run leaves behind: its files, its metrics, and its exit codes.
+
+The reference pages in docs/ are generated from these tables (`scripts/make_reference.py`). A test compares them with
+what a run really writes. In a name, capitals stand for something that varies: ACTOR, POSITION, ROLE, KIND, STEP.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+EXIT_CODES = {
+    0: "The command did what it was asked to do.",
+    1: "A run failed; `asyncspec audit` found a violation; or a check of `asyncspec doctor` failed.",
+    2: "Wrong input. One line on standard error says what was expected.",
+    130: "Interrupted by Ctrl-C or SIGTERM, after a checkpoint was written.",
+}
+
+
+class RunFile(NamedTuple):
+    name: str
+    meaning: str
+
+
+RUN_FILES = (
+    RunFile("config.yaml", "the whole configuration of the run; `--resume` reads it"),
+    RunFile("config-until-step-STEP.yaml", "the configuration that was used before the run was resumed at this step"),
+    RunFile("metrics.jsonl", "one JSON object for each step; see [metrics](metrics.md)"),
+    RunFile("timeline.jsonl", "for each step its groups, the stages they were in, and what the trainer waited for"),
+    RunFile("ledger.jsonl", "one line for each event in a ticket's life and each fault; `asyncspec audit` reads it"),
+    RunFile("trace.json", "what each actor did and when; open it in Perfetto (https://ui.perfetto.dev)"),
+    RunFile("trace-from-step-STEP.json", "the same after the run was resumed at this step"),
+    RunFile("tb/", "the metrics for TensorBoard: `tensorboard --logdir runs`"),
+    RunFile("logs/", "one log file for each actor"),
+    RunFile(
+        "checkpoint/", "the result: the final policy, and the draft if it was adapted, as Hugging Face directories"
+    ),
+    RunFile("checkpoints/", "what `--resume` starts from: trainer-VERSION and draft-VERSION"),
+    RunFile("skipped/", "the groups of steps whose gradient was not finite"),
+    RunFile("faults/", "a mark for each fault of `deployment.faults` that has happened"),
+    RunFile("report.html", "the page that `asyncspec report` writes"),
+    RunFile("keys", "the keys that encrypt the run's sockets, readable by their owner only"),
+    RunFile("lock", "held while a process trains in this directory"),
+    RunFile("rendezvous.json", "where the controller listens, for nodes that join by themselves"),
+)
+
+
+class Metric(NamedTuple):
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = (
+    Metric("step", "count", "the step, from 0; step s trains policy version s and makes version s + 1"),
+    Metric("policy_version", "version", "the policy version that the step made"),
+    Metric("reward/mean", "reward", "mean reward of the step's rollouts"),
+    Metric("reward/ACTOR_failed", "count", "rewards of this generator that failed so far"),
+    Metric("eval/accuracy", "reward", "mean reward on the held-out prompts; printed as held-out accuracy"),
+    Metric("eval/policy_version", "version", "the oldest policy version that sampled in that evaluation"),
+    Metric("eval/policy_version_max", "version", "the newest one"),
+    Metric("groups/without_signal", "share", "groups whose rewards are all equal, so that they teach nothing"),
+    Metric("lag/mean", "versions", "how far the step's tokens were behind the policy that trained on them, on average"),
+    Metric("lag/max", "versions", "the largest such lag; never above `policy_lag`"),
+    Metric("lag/proximal_max", "versions", "the same for the policy that computed the proximal logprobs"),
+    Metric("loss/policy", "", "the clipped policy loss"),
+    Metric("loss/kl", "nats", "KL divergence from the reference policy; 0 without `rl.kl_coef`"),
+    Metric("ppo/clipped", "share", "tokens whose ratio was clipped"),
+    Metric("correction/weight_mean", "", "mean importance weight proximal / behavior, after truncation"),
+    Metric("correction/truncated", "share", "tokens whose importance weight was cut at `rl.correction_cap`"),
+    Metric("correction/kl_behavior_proximal", "nats", "estimated KL divergence of proximal from behavior policy"),
+    Metric("grad/norm", "", "norm of the gradient before clipping"),
+    Metric("grad/skipped", "count", "steps that were skipped because the gradient was not finite"),
+    Metric("optimizer/lr", "", "learning rate of the step"),
+    Metric("tokens/response_mean", "tokens", "mean response length"),
+    Metric("tokens/response_max", "tokens", "longest response"),
+    Metric("tokens/truncated", "share", "responses that reached `sampling.max_response_tokens`"),
+    Metric("tickets/duplicates", "count", "groups that arrived twice and were trained once"),
+    Metric("time/step", "seconds", "wall time of the step; the parts below sum to it"),
+    Metric("time/train", "seconds", "part: forward, backward, optimizer"),
+    Metric("time/data", "seconds", "part: the trainer unpacked groups"),
+    Metric("time/transport", "seconds", "part: the group it waited for traveled between two actors"),
+    Metric("time/prepare", "seconds", "part: weights were published, or the group waited for them"),
+    Metric("time/admission", "seconds", "part: the policy lag did not yet admit the group"),
+    Metric("time/exposed_generation", "seconds", "part: the group was being generated, or waited for a slot"),
+    Metric("time/exposed_reward", "seconds", "part: the group was held up by rewards"),
+    Metric("time/exposed_logprob", "seconds", "part: the group was in logprob, or in its queue"),
+    Metric("time/recovery", "seconds", "part: the group was lost with an actor and had to be made again"),
+    Metric("time/other", "seconds", "part: none of these"),
+    Metric("time/generation", "seconds", "time in which any group of the step was being generated, hidden or not"),
+    Metric("time/logprob", "seconds", "time in which any group of the step was in logprob, hidden or not"),
+    Metric("timing/train/exposed_generation", "seconds", "a stopwatch around the trainer's waits, whatever the cause"),
+    Metric("spec/draft_length", "tokens", "mean number of tokens proposed for one verification"),
+    Metric("spec/acceptance_length", "tokens", "mean number of tokens that one verification emitted"),
+    Metric("spec/acceptance_rate", "share", "proposed tokens that were accepted"),
+    Metric("spec/acceptance_POSITION", "share", "accepted at this position, of the verifications that reached it"),
+    Metric("spec/draft_version", "version", "the newest draft version that proposed in the step"),
+    Metric("throughput/tokens_per_s", "tokens/s", "response tokens of the step over its wall time"),
+    Metric("draft/loss", "nats", "the draft's training loss"),
+    Metric("draft/expected_acceptance_1", "share", "acceptance at the first position, computed from the loss"),
+    Metric("draft/updates", "count", "optimizer steps of the draft so far"),
+    Metric("draft/skipped", "count", "draft updates whose gradient was not finite"),
+    Metric("draft/policy_version", "version", "the policy version that the draft was last trained on"),
+    Metric("draft/lag", "versions", "how far that is behind the step's policy"),
+    Metric("draft/megabytes", "MB", "supervision offered to the draft adapter so far"),
+    Metric("draft/groups_dropped", "count", "groups that the adapter was too slow for"),
+    Metric("draft/adapter_lost", "", "1 once the draft adapter has ended and is not replaced"),
+    Metric("actors/ACTOR_busy", "share", "share of the last second in which the actor worked"),
+    Metric("actors/ACTOR_blocked_input", "share", "share in which it waited for work"),
+    Metric("actors/ACTOR_blocked_output", "share", "share in which it waited for a receiver"),
+    Metric("actors/ACTOR_idle", "share", "share in which it waited after its last work of the run"),
+    Metric("process/ACTOR_mb", "MB", "resident memory of the actor's process"),
+    Metric("process/ACTOR_files", "count", "its open file descriptors"),
+    Metric("process/ACTOR_threads", "count", "its threads"),
+    Metric("clock/ACTOR_error_ms", "ms", "bound on the error of the clock of an actor on another host"),
+    Metric("wire/ACTOR_rejected", "count", "messages that the actor refused"),
+    Metric("wire/ACTOR_duplicates", "count", "messages that arrived twice and counted once"),
+    Metric("broadcast/KIND_epochs", "count", "epochs of the broadcast group of policy or draft so far"),
+    Metric("checkpoint/version", "version", "the newest checkpoint on disk"),
+    Metric("checkpoint/failed", "count", "checkpoints that could not be written"),
+    Metric("recovery/ROLEs_lost", "count", "actors of this role lost so far, for example recovery/generators_lost"),
+    Metric("recovery/ROLE_s", "seconds", "how long it took to replace the last one"),
+    Metric("recovery/tickets_reissued", "count", "tickets that were issued again because an actor was lost"),
+    Metric("recovery/restarts", "count", "starts from a checkpoint so far"),
+)
+
+_VARIES = {"ACTOR": r"[a-z_]+[0-9]*(?:\.[0-9]+)*", "POSITION": "[0-9]+", "ROLE": "[a-z_]+", "KIND": "policy|draft"}
+_VARIES |= {"STEP": "[0-9]+"}
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """A regular expression for a name of these tables."""
+    text = re.escape(name)
+    for word, expression in _VARIES.items():
+        text = text.replace(word, f"(?:{expression})")
+    return re.compile(text)
