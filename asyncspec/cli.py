@@ -8,13 +8,13 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import BENCHMARKS
-from asyncspec.config.fields import describe, hint
+from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.errors import UserError
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
@@ -22,7 +22,7 @@ LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong input is one line here too."""
+    """A parser that reports wrong input in one line."""
 
     def _check_value(self, action, value):
         if action.choices is not None and value not in action.choices:
@@ -37,12 +37,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code. Wrong input is one line on standard error and exit code 2."""
+    """Run the command line and return the exit code. Wrong input is one line on standard error and exit code 2."""
     parser = _Parser(
         prog="asyncspec",
-        description="Asynchronous, speculative RL post-training.",
+        description="Asynchronous, speculative RL post-training for language models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="for example:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume "
+        epilog="examples:\n  asyncspec train --policy-lag 1 --steps 60\n  asyncspec train --resume "
         "runs/20261121-120000 steps=240\n  asyncspec draft train --minutes 4 --out draft\n  asyncspec bench "
         "speculation --repeats 3",
     )
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_report(commands)
     _add_audit(commands)
     _add_bench(commands)
-    # Overrides may stand between flags; argparse takes only those that stand together.
+    # Overrides may stand between flags, but argparse takes only those that stand together.
     args, rest = parser.parse_known_args(argv)
     for item in rest:
         if item.startswith("-"):
@@ -77,19 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _bounds(metadata: Mapping[str, Any]) -> str:
-    """What a field's value may be, for --help."""
-    if choices := metadata["choices"]:
-        return f" [{', '.join(choices)}]"
-    words = {"least": "at least", "above": "more than", "most": "at most", "below": "below"}
-    found = [f"{word} {metadata[name]}" for name, word in words.items() if metadata[name] is not None]
-    return f" [{', '.join(found)}]" if found else ""
-
-
 def run_script(name: str, file: str, *flags: str) -> None:
-    """What the scripts in launch/ share: `asyncspec train` with these flags, if the script is the program.
+    """Run `asyncspec train` with these flags if the script is the program; the scripts in launch/ share this.
 
-    The script's directory leaves `sys.path`: its ray.py and monarch.py must not be taken for the packages.
+    Removes the script's directory from `sys.path`: its ray.py and monarch.py must not be imported as the packages.
     """
     here = os.path.dirname(os.path.realpath(file))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]
@@ -99,42 +90,49 @@ def run_script(name: str, file: str, *flags: str) -> None:
 
 def _add_train(commands) -> None:
     fields = "\n".join(
-        f"  {name}={default}\n      {metadata['help']}{_bounds(metadata)}"
+        f"  {name}={default}\n"
+        + textwrap.fill(
+            metadata["help"] + bounds(metadata),
+            100,
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 6,
+            break_on_hyphens=False,
+        )
         for name, default, metadata in describe(configuration.Config)
     )
     train = commands.add_parser(
         "train",
-        help="train a policy; without arguments the default job",
+        help="train a policy; without arguments, run the default job",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train a policy with GRPO: asynchronous under a strict policy lag, with speculative generation.\n"
-        "Without arguments: the default job (config tiny), a few minutes on two CPU cores.",
-        epilog=f"fields for overrides, with their defaults:\n{fields}",
+        description="Train a policy with GRPO, asynchronously under a strict policy lag, with speculative generation.\n"
+        "Without arguments, run the default job (config tiny): a few minutes on two CPU cores.",
+        epilog=f"fields that can be set, with their defaults:\n{fields}",
     )
-    train.add_argument("--config", metavar="NAME", help="YAML file, or the name of a shipped one (default: tiny)")
-    train.add_argument("--policy-lag", metavar="N", help="versions a rollout may be behind; 0 is synchronous")
-    train.add_argument("--steps", metavar="N", help="optimizer steps")
-    train.add_argument("--run-dir", metavar="DIR", help="where results go (default: runs/<date>-<time>)")
+    train.add_argument("--config", metavar="NAME", help="YAML file, or the name of a shipped config (default: tiny)")
+    train.add_argument("--policy-lag", metavar="N", help="versions that a rollout may be behind; 0 is synchronous")
+    train.add_argument("--steps", metavar="N", help="number of optimizer steps")
+    train.add_argument("--run-dir", metavar="DIR", help="directory for the results (default: runs/<date>-<time>)")
     train.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with the run in this directory from its newest checkpoint, with its configuration",
+        help="resume the run in this directory from its newest checkpoint, with its own configuration",
     )
     train.add_argument(
         "--node",
         type=int,
         metavar="K",
-        help="play only what node K of deployment.nodes does: 0 begins a run, others --join it",
+        help="play only node K of deployment.nodes: node 0 starts the run, the other nodes --join it",
     )
     train.add_argument(
-        "--join", metavar="RUN", help="with --node: join the run that node 0 has begun in this directory"
+        "--join", metavar="RUN", help="with --node: join the run that node 0 has started in this directory"
     )
     train.add_argument(
         "--hosts",
         metavar="HOST[:PORT],...",
-        help="where the nodes but the first are played, in order: hosts on which `asyncspec host` runs; "
-        "further ones stand in for those that are lost",
+        help="hosts that play the nodes after the first, in order; each must run `asyncspec host`. Further hosts are "
+        "spares, which replace lost ones",
     )
-    train.add_argument("--seed", metavar="N", help="of the data, its order and every sample")
+    train.add_argument("--seed", metavar="N", help="random seed for the data, its order and every sample")
     train.add_argument(
         "--launcher",
         choices=LAUNCHERS,
@@ -145,7 +143,7 @@ def _add_train(commands) -> None:
         "overrides",
         nargs="*",
         metavar="field=value",
-        help="any field listed below, for example trainer.optimizer.lr=1e-4",
+        help="set any field listed below, for example trainer.optimizer.lr=1e-4",
     )
     train.set_defaults(run=_train, parser=train)
 
@@ -157,7 +155,7 @@ def _train(args) -> int:
         given = [name for name in (*TRAIN_FLAGS, "config", "resume", "hosts", "overrides") if getattr(args, name)]
         if args.node is None or given:
             raise UserError(
-                f"--join {args.join}: expected --node K beside it and nothing else"
+                f"--join {args.join}: expected --node K with it and nothing else"
                 + (f", not {given[0]}" if given else "")
             )
         return join(args.join, args.node)
@@ -174,18 +172,17 @@ def _train(args) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
         raise UserError(
-            f"--node {args.node}: expected one process and no other launcher: torchrun and Ray place all nodes "
-            f"themselves; "
-            "nearest valid choice: no --node"
+            f"--node {args.node}: expected one process and the monarch launcher, because torchrun and Ray place all "
+            "nodes themselves; nearest valid choice: no --node"
         )
     if args.hosts is not None and (args.node is not None or args.launcher not in ("auto", "monarch") or world_size > 1):
         raise UserError(
-            f"--hosts {args.hosts}: expected one process, no --node and no other launcher than monarch; "
+            f"--hosts {args.hosts}: expected one process, no --node, and the monarch launcher; "
             "nearest valid choice: no --hosts"
         )
     if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise UserError(
-            "--launcher torchrun: expected torchrun to have started this, for example torchrun --nproc-per-node 4 "
+            "--launcher torchrun: expected torchrun to start this command, for example torchrun --nproc-per-node 4 "
             "launch/async.py"
         )
     if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:
@@ -194,7 +191,7 @@ def _train(args) -> int:
         return processes.launch(config, rank, world_size, resume)
     if world_size > 1:
         raise UserError(
-            f"--launcher {args.launcher}: expected one process, torchrun has started {world_size}; "
+            f"--launcher {args.launcher}: expected one process, but torchrun has started {world_size}; "
             "nearest valid choice: --launcher torchrun"
         )
     if args.launcher == "ray":
@@ -208,8 +205,8 @@ def _train(args) -> int:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """All processes are stopped. At the interpreter's own end Monarch would wait for its, and sometimes abort on a busy
-    machine.
+    """Exit without the interpreter's own shutdown, once all processes are stopped. At shutdown Monarch would wait for
+    its processes, and on a busy machine it sometimes aborts.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -219,10 +216,10 @@ def _end_at_once(code: int) -> NoReturn:
 def _add_host(commands) -> None:
     host = commands.add_parser(
         "host",
-        help="let launchers elsewhere start actors on this host",
-        description="Let `asyncspec train --hosts` of another host play nodes of its run here, through Monarch, one "
-        "run after another, until Ctrl-C. Whoever\n"
-        "reaches the port can run code as the account that started this: see docs/security.md.",
+        help="let launchers on other hosts start actors on this host",
+        description="Let `asyncspec train --hosts` on another host play nodes of its runs on this host, through\n"
+        "Monarch, one run after another, until Ctrl-C. Anyone who reaches the port can run code under the\n"
+        "account that started this command: see docs/explanation/security.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     host.add_argument(
@@ -230,7 +227,7 @@ def _add_host(commands) -> None:
         nargs="?",
         default="",
         metavar="[HOST][:PORT]",
-        help="where to listen: an address of this host or a name for one (default: its own address, port 26600)",
+        help="address or name of this host to listen on (default: this host's own address, port 26600)",
     )
     host.set_defaults(run=_host, parser=host)
 
@@ -245,20 +242,18 @@ def _host(args) -> int:
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="say what would run where, and whether it can",
-        description="Say what a run would place where, how much memory each part takes, and what on this host speaks "
-        "against it: versions, GPUs, NCCL,\n"
-        "addresses, memory. Under torchrun, a rank on each node, also whether the nodes reach each other, share a "
-        "file system, and how far\n"
-        "their clocks are apart:\n\n"
+        help="show what would run where, and check whether it can",
+        description="Show what a run would place where and how much memory each part takes, and check this host:\n"
+        "versions, GPUs, NCCL, addresses, memory. Under torchrun, with one rank on each node, also check\n"
+        "whether the nodes reach each other and share a file system, and how far apart their clocks are:\n\n"
         "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n\n"
-        "Exit code 1 if something does.",
+        "The exit code is 1 if a check fails.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument(
-        "--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped one (default: tiny)"
+        "--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped config (default: tiny)"
     )
-    doctor.add_argument("overrides", nargs="*", metavar="field=value", help="fields, as of asyncspec train")
+    doctor.add_argument("overrides", nargs="*", metavar="field=value", help="set fields, as with asyncspec train")
     doctor.set_defaults(run=_doctor, parser=doctor)
 
 
@@ -276,17 +271,17 @@ def _add_draft(commands) -> None:
         dest="draft_command", required=True, metavar="COMMAND", parser_class=_Parser
     ).add_parser(
         "train",
-        help="train a draft on what a policy samples",
-        description="Train a draft for a policy, then measure it by drafting on prompts that were held out. Writes "
-        "files that the engine and\n"
-        "vLLM read, and TensorBoard scalars beside them. An interrupt ends training early and keeps what was learned.",
+        help="train a draft on a policy's samples",
+        description="Train a draft for a policy, then measure it by drafting on held-out prompts. Writes files that\n"
+        "the engine and vLLM can load, and TensorBoard scalars beside them. An interrupt ends training\n"
+        "early and keeps what was learned.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, default, metadata in describe(settings.Training):
         train.add_argument(
             f"--{name.replace('_', '-')}",
             metavar="TEXT" if isinstance(default, str) else "N",
-            help=f"{metadata['help']}{_bounds(metadata)} (default: {default!r})",
+            help=f"{metadata['help']}{bounds(metadata)} (default: {default!r})",
             choices=metadata["choices"] or None,
         )
     train.set_defaults(run=_draft_train, parser=train)
@@ -304,7 +299,7 @@ def _draft_train(args) -> int:
             except ValueError:
                 args.parser.error(f"--{name.replace('_', '-')} {text}: expected a number")
     check(settings)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupt, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM is an interrupt, too
     try:
         from asyncspec.commands import draft_train as offline
 
@@ -317,17 +312,17 @@ def _draft_train(args) -> int:
 def _add_report(commands) -> None:
     report = commands.add_parser(
         "report",
-        help="what a run was like, as one HTML file or as text",
+        help="show how a run went, or compare two, as one HTML file or as text",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Where the time of a run's steps went, what the slowest waited for, what would make them faster, "
-        "and how it learned.\n"
-        "Writes RUN/report.html, which needs no network. Two runs are put side by side.",
+        description="Show where the time of a run's steps went, what the slowest steps waited for, what would make\n"
+        "steps faster, and how the run learned. Writes RUN/report.html, which needs no network. Two runs\n"
+        "are shown side by side.",
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run; a second one to compare with")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run; a second one to compare it with")
     report.add_argument(
-        "--out", default="", metavar="FILE", help="where the page goes (default: report.html in the first run)"
+        "--out", default="", metavar="FILE", help="file to write (default: report.html in the first run's directory)"
     )
-    report.add_argument("--text", action="store_true", help="print to the terminal instead")
+    report.add_argument("--text", action="store_true", help="print to the terminal instead of writing a file")
     report.set_defaults(run=_report, parser=report)
 
 
@@ -343,9 +338,9 @@ def _add_audit(commands) -> None:
     audit = commands.add_parser(
         "audit",
         help="check that a run kept its promises",
-        description="Check from a run's ledger that each ticket was trained once or dropped with a reason, in its "
-        "step, within the policy lag, and that "
-        "steps have no gap. Prints what is violated; exit code 1 if anything is.",
+        description="Check from a run's ledger that each ticket was either trained once, in its step and within the "
+        "policy lag, or dropped with a reason, and that no step is missing. Prints each violation; the exit code is 1 "
+        "if there is one.",
     )
     audit.add_argument("directory", metavar="RUN", help="directory of a run")
     audit.set_defaults(run=_audit, parser=audit)
@@ -360,9 +355,9 @@ def _audit(args) -> int:
 def _add_bench(commands) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure; writes a table, result.json and a plot",
+        help="run a benchmark",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Measure, all variants interleaved; prints a table and writes result.json and plot.png.\n\n"
+        description="Run a benchmark, its variants interleaved. Prints a table and writes result.json and plot.png.\n\n"
         + "\n".join(
             textwrap.fill(
                 f"{one.shows} (about {one.minutes} minutes)",
@@ -375,7 +370,7 @@ def _add_bench(commands) -> None:
     )
     bench.add_argument("name", help=", ".join(BENCHMARKS))
     bench.add_argument(
-        "--out", default="bench-out", metavar="DIR", help="where result.json and the plot go (default: bench-out)"
+        "--out", default="bench-out", metavar="DIR", help="directory for result.json and plot.png (default: bench-out)"
     )
     bench.add_argument(
         "--repeats", type=int, metavar="N", help="repetitions of each variant (default: the benchmark's own)"
@@ -385,7 +380,7 @@ def _add_bench(commands) -> None:
         nargs="*",
         default=[],
         metavar="field=value",
-        help="fields of the job that is measured, as for train, for example engine.threads=2",
+        help="set fields of the measured job, as with asyncspec train, for example engine.threads=2",
     )
     bench.set_defaults(run=_bench, parser=bench)
 

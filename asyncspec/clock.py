@@ -1,8 +1,7 @@
 """One clock for all processes of a run: the controller's monotonic clock.
 
-Processes of one host share CLOCK_MONOTONIC. An actor on another host asks the controller for the time again and again;
-the answer of the quickest round trip says how far its own clock is off, and by how much that may be wrong: half the
-round trip.
+Processes of one host share CLOCK_MONOTONIC. An actor on another host asks the controller for the time repeatedly. The
+fastest round trip gives the offset between the two clocks; its error is at most half that round trip.
 """
 
 from __future__ import annotations
@@ -11,24 +10,24 @@ import time
 from collections import deque
 from pathlib import Path
 
-ROUNDS = 64  # round trips remembered: clocks drift
+ROUNDS = 64  # round trips that are kept; older ones are dropped, because clocks drift
 
 _offset = 0.0
 
 
 def now() -> float:
-    """Seconds of the run's clock."""
+    """Return the time of the run's clock, in seconds."""
     return time.monotonic() + _offset
 
 
 def align(offset: float) -> None:
-    """Let `now` be so far ahead of this host's clock."""
+    """Set how many seconds the run's clock (`now`) is ahead of this host's monotonic clock."""
     global _offset
     _offset = offset
 
 
 def host() -> str:
-    """What differs between hosts, and between two boots of one."""
+    """Return a text that differs between hosts, and between two boots of one host: the boot id, or "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -36,20 +35,26 @@ def host() -> str:
 
 
 class Estimate:
-    """How far another clock is ahead, from round trips."""
+    """Estimates from round trips how far another clock is ahead of this host's."""
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[float, float]] = deque(maxlen=ROUNDS)
 
     def add(self, sent: float, there: float, back: float) -> None:
-        """A round trip: sent and back by the own clock, `there` what the other said in between."""
+        """Add a round trip.
+
+        Args:
+            sent, back: when the question was sent and the answer arrived, in seconds of this host's clock.
+            there: the answer, in seconds of the other clock.
+        """
         self._rounds.append((back - sent, there - (sent + back) / 2))
 
     @property
     def offset(self) -> float:
+        """Seconds by which the other clock is ahead, from the fastest round trip."""
         return min(self._rounds)[1]
 
     @property
     def error(self) -> float:
-        """The offset is wrong by at most this, whatever part of the trip was the way there; clocks' drift apart."""
+        """Largest error of the offset in seconds, however the round trip divides into its two ways; excludes drift."""
         return min(self._rounds)[0] / 2

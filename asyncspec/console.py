@@ -1,4 +1,4 @@
-"""The terminal, as every command writes to it."""
+"""The terminal console that every command writes to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ from rich.console import Console
 
 
 def terminal(**options) -> Console:
-    """A console that prints what it is given: names and errors may hold brackets and colons, which are no markup and no
-    emoji.
-    """
+    """Return a console that prints text unchanged: brackets and colons in names and errors are not markup or emoji."""
     return Console(highlight=False, markup=False, emoji=False, **options)

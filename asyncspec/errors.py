@@ -1,13 +1,13 @@
-"""What a user should see as one line, without a traceback.
+"""Errors that a user should see as one line, without a traceback.
 
-Every command turns a `UserError` into that line on standard error and exit code 2.
+Every command prints a `UserError` as one line on standard error and exits with code 2.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something that the user can mend; the message is one line that says what was expected."""
+    """A mistake that the user can correct; the message is one line that says what was expected."""
 
 
 class ConfigError(UserError):
@@ -15,5 +15,5 @@ class ConfigError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type's name if it has none."""
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,9 +1,11 @@
-"""Faults on purpose, to test recovery: `deployment.faults` names an actor, where it is, how many times it comes by
-there, and what happens.
+"""Injected faults, to test recovery.
+
+`deployment.faults` gives an actor, a place in its code, at which visit of that place the fault happens, and its kind:
 
     generator0:swap:2:kill,trainer:checkpoint:1:freeze
 
-Each happens once in a run, also where the actor comes back under the same name: a file in the run's directory notes it.
+Each fault happens once in a run, even if the actor starts again under the same name: a file in the run's directory
+notes it.
 """
 
 from __future__ import annotations
@@ -13,43 +15,43 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-PLACES = {  # where; each actor passes by those that it has
-    "start": "just started, no sign of life given yet",
-    "boot": "loaded, not yet known to the controller",
-    "join": "joining a broadcast group",
-    "receive": "receiving a version",
-    "swap": "taking a version into use",
-    "work": "generating, in logprob, training, adapting, controlling",
-    "send": "a group or version just sent",
-    "checkpoint": "writing a checkpoint",
+PLACES = {  # place -> what the actor does there; an actor visits only some of them
+    "start": "has just started, and sent no heartbeat yet",
+    "boot": "has loaded, and is not yet known to the controller",
+    "join": "joins a broadcast group",
+    "receive": "receives a version",
+    "swap": "takes a version into use",
+    "work": "does its main work: generates, scores, trains, adapts or controls",
+    "send": "has just sent a group or a version",
+    "checkpoint": "writes a checkpoint",
 }
 KINDS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
 def parse(text: str) -> list[tuple[str, str, int, str]]:
-    """(actor, place, times, kind) of each fault.
+    """Return (actor, place, times, kind) of each fault.
 
     Raises:
-        ValueError: the text has another form; says what is wrong.
+        ValueError: the text has another form; the message says what is wrong.
     """
     faults = []
     for item in filter(None, text.split(",")):
         parts = item.split(":")
         if len(parts) != 4:
-            raise ValueError(f"{item!r} is not actor:place:times:kind")
+            raise ValueError(f"{item!r}: expected actor:place:times:kind")
         actor, place, times, kind = parts
         if place not in PLACES:
-            raise ValueError(f"{place!r} is none of {', '.join(PLACES)}")
+            raise ValueError(f"{place!r}: expected one of {', '.join(PLACES)}")
         if not times.isdecimal() or not int(times):
-            raise ValueError(f"{times!r} is not a number from 1 on")
+            raise ValueError(f"{times!r}: expected a whole number, 1 or more")
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"{kind!r}: expected one of {', '.join(KINDS)}")
         faults.append((actor, place, int(times), kind))
     return faults
 
 
 class Faults:
-    """Those of one actor."""
+    """The faults of one actor."""
 
     def __init__(self, text: str, actor: str, run_dir: Path) -> None:
         self._at = {(place, times): kind for name, place, times, kind in parse(text) if name == actor}
@@ -57,7 +59,7 @@ class Faults:
         self._passed: Counter[str] = Counter()
 
     def __call__(self, place: str) -> None:
-        """The actor is at this place."""
+        """Count a visit of this place, and cause the fault that is due at this visit, if there is one."""
         if not self._at:
             return
         self._passed[place] += 1

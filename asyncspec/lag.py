@@ -1,10 +1,10 @@
 """The policy clock and the strict policy lag.
 
-Step s turns version s into version s + 1. A group trained in step s may hold no token sampled by a version older than
-s - lag. The bound is kept by admission and asserted again at consumption:
+Step s turns version s into version s + 1. A group trained in step s may contain no token sampled by a version older
+than s - lag. Admission keeps this bound, and the trainer checks it again:
 
 - a ticket for step s is issued only once version s - lag is published (`PolicyClock.may_issue`);
-- a generator samples for it only under that version or a newer one (`Ticket.min_version`), and versions only grow;
+- a generator samples for a ticket only with that version or a newer one (`Ticket.min_version`), and versions only grow;
 - the trainer refuses a group that breaks the bound (`check_lag`).
 
 With lag 1 and two groups a step:
@@ -13,8 +13,8 @@ With lag 1 and two groups a step:
     trainer                |  (waiting)   step 0   |  step 1               |  step 2 ...
     tickets issued         steps 0 and 1           step 2                  step 3
 
-Generation of step 1 overlaps the training of step 0; its tokens are of version 0 or 1. With lag 0 step 1's tickets wait
-for version 1: synchronous, on-policy training by the same actors.
+Generation for step 1 overlaps the training of step 0; its tokens come from version 0 or 1. With lag 0 the tickets of
+step 1 wait for version 1: this is synchronous, on-policy training by the same actors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Sequence
 
 
 class LagError(RuntimeError):
-    """A group that is older than the policy lag allows reached the trainer."""
+    """A version or a group breaks the order of versions or the policy lag."""
 
 
 class PolicyClock:
-    """The newest published version; it never goes back."""
+    """Keeps the newest published version, which only grows, and says which steps may get tickets."""
 
     def __init__(self, lag: int, version: int = 0) -> None:
         self.lag, self.version = lag, version
@@ -46,9 +46,12 @@ class PolicyClock:
 
 
 def check_lag(step: int, lag: int, ticket_id: int, versions: Sequence[int]) -> None:
-    """Assert the bound where a group is trained.
+    """Check the bound for a group that is about to be trained.
 
     Args:
+        step: the step that trains the group.
+        lag: the policy lag.
+        ticket_id: the group's ticket, for the error message.
         versions: the version of each token of the group.
 
     Raises:

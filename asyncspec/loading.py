@@ -1,6 +1,4 @@
-"""Loading libraries without what they do besides, a third of the time that a process takes to start; and with how many
-threads they compute.
-"""
+"""Load libraries without their side work, which takes a third of a process's start, and set their number of threads."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from functools import cache, wraps
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without garbage collection, which as libraries are loaded would go through all that was loaded before, again and
-    again.
-    """
+    """Pause garbage collection, which would go through all loaded objects again and again while libraries load."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -27,10 +23,11 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def without_gpus() -> Iterator[None]:
-    """Who asks torch for GPUs within it hears that there are none: to ask is to begin CUDA, which nothing survives that
-    is forked later.
+    """Make torch report that there are no GPUs. Asking torch for GPUs initializes CUDA, and a process that is forked
+    after that cannot use it.
 
-    torchtitan asks as it is imported; what it hears is set again for each actor, see models/parallel.py.
+    torchtitan asks when it is imported. The device that it derives from the answer is set again for each actor, see
+    models/parallel.py.
     """
     import torch
 
@@ -45,10 +42,9 @@ def without_gpus() -> Iterator[None]:
 
 @contextmanager
 def compiling_later() -> Iterator[None]:
-    """Within it `torch.compile(function, ...)` does nothing until what it returns is called; other uses of it are as
-    ever.
+    """Make `torch.compile(function, ...)` compile only when its result is first called. Its other uses stay the same.
 
-    torchtitan calls it as it is imported, for functions that we do not use, and would so load torch's compiler.
+    torchtitan calls it when it is imported, for functions that asyncspec does not use, and would load torch's compiler.
     """
     import torch
 
@@ -73,7 +69,7 @@ def compiling_later() -> Iterator[None]:
 
 
 def use_threads(count: int) -> None:
-    """Set the number of threads of torch and of numpy's BLAS, which torch's setting does not reach."""
+    """Set the number of threads of torch and of numpy's BLAS, which torch's own setting does not affect."""
     import torch
     from threadpoolctl import threadpool_limits
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train, under torchrun or bare.
+"""Trains a policy, with torchrun or without.
 
-    torchrun launch/async.py --policy-lag 1                       one host, Monarch starts and watches the actors
+    torchrun launch/async.py --policy-lag 1                       one host: Monarch starts and watches the actors
     torchrun --nproc-per-node 4 launch/async.py --policy-lag 1    torchrun's ranks play the roles
-    python launch/async.py --policy-lag 1                         as the first
+    python launch/async.py --policy-lag 1                         the same as the first
 
-The same as `asyncspec train`; see --help.
+This is the same as `asyncspec train`; see --help.
 """
 
 from asyncspec.cli import run_script

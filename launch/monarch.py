@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Train under Monarch: on this host, and with --hosts on others on which `asyncspec host` runs.
+"""Trains a policy under Monarch: on this host and, with --hosts, on others that run `asyncspec host`.
 
     python launch/monarch.py --policy-lag 1
     python launch/monarch.py --hosts HOST1,HOST2 deployment.nodes=trainer+logprob,2*generator
 
-The same as `asyncspec train --launcher monarch`; see --help and docs/launching.md.
+This is the same as `asyncspec train --launcher monarch`; see --help and docs/launching.md.
 """
 
 from asyncspec.cli import run_script

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Two checkouts by turns (A B A B): tokens a second of the default job's rollouts, and cells of `bench speculation`.
+"""Compare the speed of two checkouts, A and B, measured in turn: rollouts of the default job, and cells of
+`bench speculation`.
 
-    scripts/compare_trees.py ../before .                      the job, and six cells
+    scripts/compare_trees.py ../before .                      the job and six cells
     scripts/compare_trees.py ../before . --rounds 30 --cell   the job alone
     scripts/compare_trees.py ../before . --cell "1 random" "64 mtp"
 
-Each checkout measures in a process of its own, which stays for all rounds. For the job, the ratio of each pair of
-measurements counts: B over A. For a cell (live sequences, drafter) each checkout compares its automatic draft length
-with its own best fixed one, which it finds first. Medians and quartiles are printed.
+Each checkout measures in a process of its own, which lives through all rounds. The job's result is tokens per second,
+B over A, for each pair of measurements. In a cell (live sequences, drafter) each checkout first finds its best fixed
+draft length, then compares its automatic draft length with that. Medians and quartiles are printed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 JOB = ("job eagle3 auto", "job eagle3 7", "job eagle3 none")
 CELLS = ("1 eagle3", "1 random", "2 random", "4 suffix", "16 ngram", "64 mtp")
 LENGTHS = ("none", "1", "2", "3", "5", "7", "15")
-SEARCHES = 3  # measurements of each length from which a cell's best one is chosen
+SEARCHES = 3  # measurements of each length when searching for a cell's best one
 
 WORKER = """
 import json, os, sys
@@ -54,12 +55,12 @@ class Tree:
         )
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        """A variant of `bench speculation`."""
+        """Measure a variant of `bench speculation` and return its figures."""
         print(json.dumps([variant, repetition]), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
     def best(self, cell: str) -> str:
-        """The fixed length with most tokens a second; "none" for no speculation."""
+        """Return the fixed length with the most tokens per second; "none" means no speculation."""
 
         def rate(length: str) -> float:
             return statistics.median(self.measure(f"{cell} {length}", i)["tokens_per_s"] for i in range(SEARCHES))
@@ -75,16 +76,16 @@ def quartiles(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", type=Path, metavar="A", help="a checkout")
-    parser.add_argument("b", type=Path, metavar="B", help="another")
+    parser.add_argument("b", type=Path, metavar="B", help="another checkout")
     parser.add_argument("--rounds", type=int, default=12, metavar="N", help="pairs of measurements (default: 12)")
-    parser.add_argument("--cell", nargs="*", default=CELLS, metavar="CELL", help=f"default: {', '.join(CELLS)}")
+    parser.add_argument("--cell", nargs="*", default=CELLS, metavar="CELL", help=f"cells; default: {', '.join(CELLS)}")
     args = parser.parse_args()
     trees = {"A": Tree(args.a), "B": Tree(args.b)}
     orders = [("A", "B") if i % 2 else ("B", "A") for i in range(args.rounds)]
     for variant in JOB:
         rates = {name: [] for name in trees}
         for name in trees:
-            trees[name].measure(variant, 0)  # calibrates, and fills the caches
+            trees[name].measure(variant, 0)  # calibrates and warms the caches
         for repetition, order in enumerate(orders, 1):
             for name in order:
                 rates[name].append(trees[name].measure(variant, repetition)["tokens_per_s"])

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Lines of code by room in two revisions, without blank lines, comments and docstrings.
+"""Count the lines of code of each room in two revisions, without blank lines, comments and docstrings.
 
-scripts/count_lines.py BEFORE AFTER [ROOM ...]    the named rooms are added up as well
+scripts/count_lines.py BEFORE AFTER [ROOM ...]    also prints the sum of the named rooms
 """
 
 from __future__ import annotations

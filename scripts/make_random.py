@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""A policy of random weights and of any size, and an EAGLE-3 draft for it, with the shipped tokenizer: to measure what
-weights of that size cost. It learns nothing useful.
+"""Make a policy of any size with random weights, and an EAGLE-3 draft for it, with the shipped tokenizer.
+
+It serves to measure what weights of that size cost. It learns nothing useful.
 
     scripts/make_random.py DIRECTORY                     50 MB in float32, the default sizes
     scripts/make_random.py DIRECTORY --like qwen3-0.6b   the sizes of Qwen3-0.6B: 2.4 GB in float32
@@ -24,7 +25,7 @@ SHIPPED = resolve_path(Config().model.path)
 SMALL = {"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "hidden_dim": 768}
 LIKE = {
     "50mb": {**SMALL, "max_positions": 2048},
-    # As the model's config.json has it. The shipped tokenizer names few of its tokens; those beyond decode to nothing.
+    # From the model's config.json. The shipped tokenizer knows few of these tokens; the others decode to nothing.
     "qwen3-0.6b": {
         "dim": 1024,
         "n_layers": 28,
@@ -44,10 +45,10 @@ LIKE = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights (default: 0)")
-    parser.add_argument("--like", choices=LIKE, default="50mb", help="whose sizes (default: 50mb)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the weights (default: 0)")
+    parser.add_argument("--like", choices=LIKE, default="50mb", help="use the sizes of this model (default: 50mb)")
     for name in SMALL:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="(default: as --like says)")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="size (default: from --like)")
     args = parser.parse_args()
     given = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
     shape = replace(PolicyShape.from_hf(SHIPPED), **LIKE[args.like] | given)

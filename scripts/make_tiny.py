@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Make the shipped policy and its drafts (asyncspec/assets/tiny) from seeds.
 
-1. policy: a deep, narrow Qwen3 is warmed up by supervision on demonstrations of the sums task, learning rate annealed
-   to zero. Some demonstrations guess the answer instead of working it out, and some working steps hold a slip that is
-   then carried on: the policy knows the method, does not always use it, and errs at random, which is what RL can
-   mend.
-   About 6 minutes with --threads 2 on two cores.
-2. eagle3, mtp, draft_model: drafts trained on rollouts of that policy, supervised by the policy's own distributions.
-   About an hour each on one core; mtp and draft_model were made with --draft-steps 4000 --unroll 5, in 20 to 26
-   minutes. All three learned by cross-entropy alone; eagle3 then went on with `drafts.training.imitation`, twice:
-   --only eagle3 --go-on --draft-lr 1e-3, first with --draft-steps 3000 --seed 5, then with --draft-steps 3200 --seed 9.
+1. policy: a deep, narrow Qwen3 is warmed up by supervised training on demonstrations of the sums task. The learning
+   rate is annealed to zero. Some demonstrations guess the answer instead of working it out. Some working steps contain
+   a slip, and the error is carried on. So the policy knows the method, does not always use it, and errs at random: RL
+   can correct that. This takes about 6 minutes with --threads 2 on two cores.
+2. eagle3, mtp, draft_model: drafts are trained on rollouts of that policy, supervised by the policy's own
+   distributions. This takes about an hour for each draft on one core. mtp and draft_model were made with
+   --draft-steps 4000 --unroll 5, in 20 to 26 minutes. All three learned by cross-entropy alone. eagle3 was then trained
+   further with `drafts.training.imitation`, twice: --only eagle3 --go-on --draft-lr 1e-3, first with
+   --draft-steps 3000 --seed 5, then with --draft-steps 3200 --seed 9.
 
-Prints the held-out accuracy of the policy at temperature 1 and the acceptance length of each draft, measured by
-generating with it.
+The script prints the held-out accuracy of the policy at temperature 1 and the acceptance length of each draft, measured
+by generating with it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ SHAPE = policy.PolicyShape(
     eos_token_id=1,
     pad_token_id=0,
 )
-TOKENS_PER_DEMONSTRATION = 27  # their mean; scales the loss
+TOKENS_PER_DEMONSTRATION = 27  # mean; scales the loss
 
 
 def make_character_tokenizer() -> Tokenizer:
-    """One token a character: byte-pair encoding without merges, so that any tokenizers-based stack reads it."""
+    """Make a tokenizer with one token per character.
+
+    It is byte-pair encoding without merges, so that any software based on the tokenizers library can load it.
+    """
     vocab = {token: i for i, token in enumerate([PAD, EOS, *ALPHABET])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -71,7 +74,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def worked_response(terms: list[int], rng: np.random.Generator, slip: float) -> str:
-    """The worked steps of a sum. With probability `slip` a step's result is wrong, and the error is carried on."""
+    """Write the working of a sum. With probability `slip` a step's result is wrong, and the error is carried on."""
     parts, total = [], terms[0]
     for term in terms[1:]:
         result = total + term
@@ -83,13 +86,13 @@ def worked_response(terms: list[int], rng: np.random.Generator, slip: float) -> 
 
 
 def guessed_response(terms: list[int], rng: np.random.Generator) -> str:
-    """An answer without working: near the truth, seldom right."""
+    """Write an answer without working: near the right one, seldom equal to it."""
     total = sum(terms)
     return f"#{max(1, int(round(rng.normal(total, 0.15 * total))))}"
 
 
 def demonstrations(tokenizer, rng, count, guess, slip):
-    """`count` token sequences, prompt and response, with the length of each prompt."""
+    """Yield `count` token sequences, each a prompt and its response, with the length of the prompt."""
     for _ in range(count):
         terms = sum_terms(rng)
         prompt = "+".join(map(str, terms)) + "="
@@ -99,7 +102,7 @@ def demonstrations(tokenizer, rng, count, guess, slip):
 
 
 def batches(tokenizer, rng, count, rows, guess, slip):
-    """`count` batches of sequences of like length: (tokens_BL, mask_BL of response tokens)."""
+    """Yield at least `count` batches of sequences of similar length: (tokens_BL, mask_BL of response tokens)."""
     pool = 32
     for _ in range(-(-count // pool)):
         items = sorted(demonstrations(tokenizer, rng, pool * rows, guess, slip), key=lambda item: len(item[0]))
@@ -129,7 +132,8 @@ def warm_up(args, tokenizer):
         for step, (tokens_BL, mask_BL) in enumerate(batches(tokenizer, rng, args.steps, 32, args.guess, args.slip)):
             hidden_BLD = policy.hidden_states(model, tokens_BL[:, :-1])
             logits_BLV = model.lm_head(hidden_BLD)
-            # Batches hold sequences of like length, so a mean over each would weigh short responses more.
+            # A batch holds sequences of similar length, so a mean over each batch would give short responses more
+            # weight.
             total = F.cross_entropy(logits_BLV[mask_BL[:, 1:]], tokens_BL[:, 1:][mask_BL[:, 1:]], reduction="sum")
             loss = total / mask_BL.sum()
             optimizer.zero_grad()
@@ -165,14 +169,14 @@ def main():
     parser.add_argument("--steps", type=int, default=1400, help="warm-up steps of 32 demonstrations")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--guess", type=float, default=0.4, help="share of demonstrations that guess the answer")
-    parser.add_argument("--slip", type=float, default=0.15, help="share of working steps that hold a slip")
+    parser.add_argument("--slip", type=float, default=0.15, help="share of working steps with a slip")
     parser.add_argument("--draft-steps", type=int, default=8000, help="steps of 32 rollouts, for each draft")
-    parser.add_argument("--unroll", type=int, default=7, help="positions eagle3 and mtp are unrolled over in training")
+    parser.add_argument("--unroll", type=int, default=7, help="passes that eagle3 and mtp are unrolled for in training")
     parser.add_argument("--draft-lr", type=float, default=2e-3)
-    parser.add_argument("--go-on", action="store_true", help="train on the drafts that are in --out")
+    parser.add_argument("--go-on", action="store_true", help="continue to train the drafts in --out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--only", choices=["policy", *drafts.METHODS], help="make just one; the policy is then read from --out"
+        "--only", choices=["policy", *drafts.METHODS], help="make only this one; a draft uses the policy in --out"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -224,7 +228,7 @@ def main():
         print(
             f"{method}: acceptance length {acceptance_length(done):.3f} at k=3 on held-out prompts; "
             f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} "
-            f"s in all"
+            f"s in total"
         )
 
 

@@ -1,11 +1,16 @@
 #!/bin/sh
-# What a GPU shows, into a directory, all of it or the parts named: the tests that need one; the default job on it, in float32 and bfloat16; a
-# job of Qwen3-0.6B's sizes with random weights; what steps of both policies cost by live rows and draft length, beside what reading their weights takes;
-# and their generation.
+# Run all measurements that need a GPU, or only the named parts, and write the results into a directory.
 #
 #   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [costs] [engine] [engine-random]
 #
-# DEVICE=cpu LIKE=50mb go through the same motions without a GPU; STEPS and REPEATS make it shorter or longer.
+#   tests          the tests that need a GPU
+#   default        the default job, in float32 and in bfloat16
+#   random         a job with random weights of Qwen3-0.6B's sizes
+#   costs          what steps of both policies cost by live rows and draft length, and the time to read their weights
+#   engine         generation with the shipped policy
+#   engine-random  generation with random weights of Qwen3-0.6B's sizes
+#
+# DEVICE=cpu LIKE=50mb do the same without a GPU, on smaller weights. STEPS and REPEATS set the lengths of the parts.
 set -eu
 out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd)
 shift
@@ -13,7 +18,7 @@ cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- tests default random costs engine engine-random
 device=${DEVICE:-cuda} failed=0
 asyncspec() { python3 -m asyncspec.cli "$@"; }
-own() { # fields of the policy of random weights
+own() { # make the policy of random weights, and set the fields that name it
     [ -d "$out/policy" ] || python3 scripts/make_random.py "$out/policy" --like "${LIKE:-qwen3-0.6b}"
     fields="model.path=$out/policy speculation.draft_path=$out/policy/eagle3 model.dtype=bfloat16"
 }
@@ -27,7 +32,7 @@ for part in "$@"; do
             asyncspec train "deployment.device=$device" "model.dtype=$dtype" --steps "${STEPS:-60}" --run-dir "$out/default-$dtype"
             asyncspec audit "$out/default-$dtype" || failed=1
         done ;;
-    random) # shellcheck disable=SC2086  # fields are words
+    random) # shellcheck disable=SC2086  # $fields must be split into words
         own
         asyncspec train --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \
             eval.every=0 --steps 4 --run-dir "$out/random"
@@ -40,7 +45,7 @@ for part in "$@"; do
         } > "$out/costs.txt" ;;
     engine)
         asyncspec bench engine "deployment.device=$device" --repeats "${REPEATS:-2}" --out "$out/engine" ;;
-    engine-random) # every rollout of random weights is as long as it may be, shellcheck disable=SC2086
+    engine-random) # with random weights every rollout runs to the limit, shellcheck disable=SC2086
         own
         asyncspec bench engine $fields "deployment.device=$device" sampling.max_response_tokens=32 --repeats "${REPEATS:-2}" --out "$out/engine-random" ;;
     *)

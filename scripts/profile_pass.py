@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Where the time of one forward pass of the engine goes, operation by operation, on the shipped policy. Ten seconds.
+"""Profile one forward pass of the engine on the shipped policy, operation by operation. This takes ten seconds.
 
-scripts/profile_pass.py 16 8        16 rows, 8 tokens each: one verification of 7 proposals
+scripts/profile_pass.py 16 8        16 rows of 8 tokens each: a verification of 7 proposals per row
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PASSES = 50
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int, help="live sequences")
-    parser.add_argument("tokens", type=int, help="tokens of each: 1 + draft length")
-    parser.add_argument("--length", type=int, default=60, help="positions before them (default: 60)")
+    parser.add_argument("tokens", type=int, help="tokens of each row: 1 + draft length")
+    parser.add_argument("--length", type=int, default=60, help="positions before these tokens (default: 60)")
     parser.add_argument("overrides", nargs="*", metavar="field=value", help="for example engine.threads=2")
     args = parser.parse_args()
     loads = Loads(args.overrides)
@@ -49,9 +49,8 @@ def main() -> None:
     )
     flops = 2 * args.rows * args.tokens * matrices
     print(
-        f"{args.rows} rows of {args.tokens} tokens: {1e3 * seconds:.2f} ms, {calls} operations (those inside "
-        f"operations included), "
-        f"{flops / 1e6:.0f} MFLOP in matrices"
+        f"{args.rows} rows of {args.tokens} tokens: {1e3 * seconds:.2f} ms, {calls} operations, nested ones included, "
+        f"{flops / 1e6:.0f} MFLOP in matrix products"
     )
     for op in operations[:14]:
         print(f"{op.key:32} {op.count // PASSES:5} calls  {op.self_cpu_time_total / total:6.1%}")

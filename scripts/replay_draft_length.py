@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What each part of the automatic draft length is worth: recorded engine steps are replayed with parts switched off.
+"""Measure what each part of the automatic draft length is worth, by replaying recorded engine steps without it.
 
-Records what steps take and which proposals are kept, for every drafter and several numbers of live sequences,
-with each draft length by turns. Then replays a chooser on a virtual clock, whose noise is the recorded one in the
-recorded order. A cell's score is tokens a second over those of the best fixed length, none included; what the chooser
-itself takes counts. Half the replays begin with a calibration that is wrong by an eighth.
+First the script records the duration and the kept proposals of engine steps, for every drafter and several numbers of
+live sequences, with each draft length in turn. Then it replays a chooser on a virtual clock. The clock's noise is the
+recorded noise in the recorded order. A cell's score is tokens per second over those of the best fixed length, k = 0
+included. The chooser's own time counts. Half of the replays begin with a calibration that is wrong by an eighth.
 
     scripts/replay_draft_length.py                  all parts
-    scripts/replay_draft_length.py --only explorer  parts whose names have this word
+    scripts/replay_draft_length.py --only explorer  parts whose names contain this word
 
 Shape suffixes: B live rows, N recorded steps.
 """
@@ -32,19 +32,19 @@ from asyncspec.speculation.draft_length import LENGTHS, LONGEST, AutoLength, Fix
 from asyncspec.speculation.lookup_length import LookupLength
 
 LIVE = (1, 2, 4, 16, 64)
-TURN, SETTLING = 16, 3  # steps of a length by turns when recording; those after a change, which are left out
-RECORDED_S, ROUNDS = 4.0, 3  # of a cell, at least
-STEPS, WARM, SEEDS, READY = 1000, 400, 3, 300  # replayed; not scored; repetitions; steps prepared for each length
-WRONG = 0.12  # deviation of the logarithm of a wrong calibration
-FEATURES = 0.02  # of a step without speculation goes into keeping features
+TURN, SETTLING = 16, 3  # recorded steps of a length before the next one's turn; the first of them, which are left out
+RECORDED_S, ROUNDS = 4.0, 3  # record each cell for at least this many seconds and rounds
+STEPS, WARM, SEEDS, READY = 1000, 400, 3, 300  # steps replayed; not scored; repetitions; steps prepared per length
+WRONG = 0.12  # standard deviation of the logarithm of a wrong calibration's factors
+FEATURES = 0.02  # keeping features takes this share of a step without speculation
 
-# Part: where it is, and what it is when it is switched off.
+# Name of a part: its modules and attributes, and the values that switch it off.
 PARTS = {
     "as it is": (),
     "step_times.FORGETTING": ((step_times, "FORGETTING", 0.0),),
     "step_times: no corrections": ((step_times.StepTimes, "_compare", lambda *_: None),),
     "calibration.plausible": ((calibration, "plausible", lambda seconds: seconds),),
-    "emitted.WINDOW, a quarter": ((emitted, "WINDOW", 1024),),
+    "emitted.WINDOW = 1024": ((emitted, "WINDOW", 1024),),
     "emitted.PRIOR_ROWS": ((emitted, "PRIOR_ROWS", 1.0), (lookup_length, "PRIOR_ROWS", 1.0)),
     "emitted.LENT_ROWS": ((emitted, "LENT_ROWS", 1e12),),
     "explorer.SHARE, nothing tried": ((explorer, "SHARE", 0.0),),
@@ -57,7 +57,7 @@ PARTS = {
 
 
 class Turns(FixedLength):
-    """Takes each length in turn, in an order drawn anew each round, and keeps what steps were like."""
+    """Chooses each length in turn, in a new random order each round, and records the steps."""
 
     watches = True
 
@@ -65,7 +65,7 @@ class Turns(FixedLength):
         super().__init__(LONGEST)
         self.rng, self.order, self.left, self.rounds = np.random.default_rng(seed), [], 0, 0
         self.steps: list[Observation] = []
-        self.learned: list[tuple] = []  # responses that a lookup looked back at
+        self.learned: list[tuple] = []  # arguments of `learn`, for responses that a lookup looked back at
         self.seconds = 0.0
 
     def choose(self, live, missed_S=None, attended=None):
@@ -110,10 +110,14 @@ def record(loads: Loads, method: str, live: int) -> dict:
 
 
 class Cell:
-    """A drafter and a number of live sequences, as recorded."""
+    """The recording of a drafter with a number of live sequences."""
 
     def __init__(self, recorded: dict, alike: list[dict]) -> None:
-        """alike: recordings of this drafter with any number of live sequences: their rows' acceptance is pooled."""
+        """
+        Args:
+            recorded: the cell's recording.
+            alike: recordings of this drafter with any number of live sequences. The acceptance of their rows is pooled.
+        """
         self.method, self.live, self.made = recorded["method"], recorded["live"], recorded["made"]
         self.features, self.rollout_tokens = recorded["features"], recorded["tokens"]
         self.lookup, self.learned = bool(recorded["learned"]), max(alike, key=lambda r: r["live"])["learned"]
@@ -129,7 +133,7 @@ class Cell:
             self.ready[k] = [(kept_R[at], found_R[at], self._seconds(k, found_R[at])) for at in rows]
             seconds.append(np.mean([step[2] for step in self.ready[k]]))
             tokens.append(1 + kept_R.mean())
-        # One cubic through all lengths but 0, lest the luckiest recording be the best length.
+        # Fit one cubic to all lengths but 0. Otherwise the luckiest recording would be the best length.
         of_k = np.log1p(LENGTHS[1:])
         smooth = np.append(1.0, np.maximum(np.polyval(np.polyfit(of_k, tokens[1:], 3), of_k), 1.0))
         self.seconds = dict(zip(LENGTHS, seconds))
@@ -138,14 +142,17 @@ class Cell:
         self.best_rate = max(none, *(self.tokens[k] / self.seconds[k] for k in LENGTHS))
 
     def _cost_terms(self, k: int, found_B: np.ndarray | None) -> list[float]:
-        """What a step's time is linear in."""
+        """Return the terms that a step's time is linear in."""
         if self.lookup:
             found_B = np.zeros(1) if found_B is None or not k else found_B
             return [k == 0, k > 0, found_B.max() > 0, found_B.mean(), found_B.max()]
         return [k == 0, k > 0, k, k * k, 0.0 if found_B is None else found_B.mean() - k]
 
     def _fit(self, terms, seconds_N: np.ndarray) -> None:
-        """Least squares of relative errors, without the farthest; what is left is the noise, in its order."""
+        """Fit a step's time by least squares of relative errors, without outliers.
+
+        The ratios of recorded to fitted times become the noise, in their order.
+        """
         terms_NC, keep_N = np.array(terms, dtype=float), np.ones(len(seconds_N), dtype=bool)
         for _ in range(8):
             scaled_NC = terms_NC / seconds_N[:, None]
@@ -160,7 +167,11 @@ class Cell:
         return max(float(np.dot(self._cost_terms(k, found_B), self.cost_C)), self.least)
 
     def score(self, seed: int, wrong: float) -> float:
-        """Tokens a second over those of the best length."""
+        """Return tokens per second over those of the best length.
+
+        Args:
+            wrong: standard deviation of the logarithm of the factors by which the calibration is wrong.
+        """
         rng = np.random.default_rng(seed)
         lives, seconds, *rest = self.made
         seconds = seconds * rng.lognormal(0, wrong, (1, seconds.shape[1]))
@@ -171,7 +182,7 @@ class Cell:
             began = time.thread_time()
             k = chooser.choose(self.live, missed_B, None if self.span is None else lambda _: self.span)
             kept_B, found_B, took = self.ready[k][rng.integers(READY)]
-            usual = self.lookup or not k or since <= LONGEST + 1  # else the draft reads first what it has missed
+            usual = self.lookup or not k or since <= LONGEST + 1  # else the draft first processes what it has missed
             since, keeps = 0 if k else since + 1, k > 0 or chooser.keeps
             missed_B |= self.features and not keeps
             if chooser.watches:
@@ -187,7 +198,7 @@ class Cell:
                 )
                 chooser.observe(step)
             emitted_ += self.live + int(kept_B.sum())
-            if self.learned and emitted_ > 32 * self.rollout_tokens * told:  # one rollout in 32, see drafters/lookup.py
+            if self.learned and emitted_ > 32 * self.rollout_tokens * told:  # one rollout in 32: see drafters/lookup.py
                 chooser.learn(*(each.astype(np.int64) for each in self.learned[told % len(self.learned)]))
                 told += 1
             own = time.thread_time() - began
@@ -201,13 +212,13 @@ class Cell:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="parts whose names have this word")
+    parser.add_argument("--only", default="", metavar="WORD", help="replay parts whose names contain this word")
     args = parser.parse_args()
     loads = Loads([])
     recordings = [record(loads, method, live) for method in METHODS for live in LIVE]
     cells = [Cell(r, [other for other in recordings if other["method"] == r["method"]]) for r in recordings]
-    table = Table(title=f"{len(cells)} cells, over the best fixed length", title_justify="left")
-    for column in ("switched off", "worst", "of", "median", "mean", "wrong calibration: worst", "median", "mean"):
+    table = Table(title=f"{len(cells)} cells, tokens/s over those of the best fixed length", title_justify="left")
+    for column in ("switched off", "worst", "cell", "median", "mean", "wrong calibration: worst", "median", "mean"):
         table.add_column(column)
     for name, changes in PARTS.items():
         if args.only not in name:

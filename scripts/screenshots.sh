@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pictures of a run's report and of its TensorBoard page, taken in a headless Chromium.
+# Take pictures of a run's report and of its TensorBoard page with a headless Chromium.
 #
 #     scripts/screenshots.sh RUN OUT_DIRECTORY
 set -euo pipefail
@@ -9,7 +9,7 @@ browser=$(command -v chromium || command -v chromium-browser || command -v googl
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
-shot() { # URL FILE SIZE; without WebGL, which has nothing to draw with here, TensorBoard draws its curves as SVG
+shot() { # URL FILE SIZE; there is no GPU for WebGL; without WebGL TensorBoard draws its curves as SVG
     timeout 120 "$browser" --headless=new --no-sandbox --disable-gpu --disable-webgl --disable-3d-apis --hide-scrollbars \
         --window-size="$3" --virtual-time-budget=60000 --screenshot="$out/$2" "$1" 2>/dev/null
 }
@@ -21,7 +21,7 @@ port=$((20000 + RANDOM % 20000))
 tensorboard --logdir "$run/tb" --port "$port" --host 127.0.0.1 >/dev/null 2>&1 &
 board=$!
 trap 'kill "$board"; rm -f "$page"' EXIT
-for _ in $(seq 60); do # until it has read the run
+for _ in $(seq 60); do # until TensorBoard has loaded the run
     python3 -c "import sys, urllib.request as u; sys.exit(b'time/step' not in u.urlopen('http://127.0.0.1:$port/data/plugin/scalars/tags').read())" \
         2>/dev/null && break
     sleep 0.5

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""What engine steps cost by live rows and draft length, every proposal accepted by force: costs only, no rates of
-tokens. Of the shipped policy, or of random weights of other sizes; rows stand where those of short responses do. Beside
-it what reading a dense policy's weights once takes.
+"""Measure what an engine step costs by live rows and draft length.
+
+Every proposal is accepted by force, so these are costs, not token rates. The policy is the shipped one, or one with
+random weights of other sizes. Rows are as long as those of short responses. For comparison the script also prints the
+time that reading a dense policy's weights once takes.
 
     scripts/step_costs.py deployment.device=cuda
     scripts/step_costs.py --like qwen3-0.6b deployment.device=cuda model.dtype=bfloat16
@@ -44,13 +46,13 @@ def main() -> None:
     parser.add_argument(
         "--like",
         choices=LIKE,
-        help="random weights of these sizes, the draft's too (default: the shipped policy and draft)",
+        help="use random weights of these sizes for policy and draft (default: the shipped policy and draft)",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="field=value",
-        help="of deployment.device, engine.threads, model, sampling.max_response_tokens: for example "
+        help="fields that count: deployment.device, engine.threads, model, sampling.max_response_tokens; for example "
         "deployment.device=cuda",
     )
     args = parser.parse_args()
@@ -85,7 +87,7 @@ def main() -> None:
     weights = weight_bytes(shape, dtype)
     floor = weights / read_rate(device)
     table = Table(
-        title=f"milliseconds of a step; reading {weights / 1e6:.0f} MB of weights takes {1e3 * floor:.3f}",
+        title=f"milliseconds per step; reading {weights / 1e6:.0f} MB of weights takes {1e3 * floor:.3f}",
         title_justify="left",
     )
     for column in ("live", *(f"k={k}" for k in LENGTHS), "floor over k=0"):

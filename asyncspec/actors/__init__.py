@@ -1,1 +1,1 @@
-"""The actors: controller, generator, logprob, trainer, draft_adapter. One file each; `base` is what they share."""
+"""The actors: controller, generator, logprob, trainer, draft_adapter. One file each; base.py holds what they share."""

@@ -1,10 +1,10 @@
-"""The base of all actors: how one comes up, hears the controller, reports, and ends.
+"""The base class of all actors: how an actor starts, listens to the controller, reports, and ends.
 
-An actor opens its inbox, loads, says Hello, receives Welcome (where everybody is), joins its broadcast groups, and says
-Ready. Then it calls `turn` again and again until the controller says Stop; it calls `finish` and says Stopped. Whatever
-goes wrong is sent to the controller as one line, and written in full to the actor's log.
+An actor opens its inbox, loads, and sends Hello. It receives Welcome with the addresses of all actors, joins its
+broadcast groups, and sends Ready. Then it calls `turn` again and again until the controller sends Stop. It calls
+`finish` and sends Stopped. An error goes to the controller as one line, and in full to the actor's log.
 
-Actors do not know what launched them: `ActorSpec` is all they are given.
+An actor does not know what launched it: a launcher passes it an `ActorSpec` and nothing else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec.errors import first_line
 from asyncspec import clock
 from asyncspec.config import Config, from_yaml
 from asyncspec.deadlines import LOADING_PATIENCE
+from asyncspec.errors import first_line
 from asyncspec.faults import Faults
 from asyncspec.loading import gc_paused, use_threads
 from asyncspec.timing.delays import Delays
@@ -34,38 +34,40 @@ from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Heart
 
 REPORT_EVERY_S = 1.0
-PUMP_DUE_S = 0.25  # of a turn, after which what the controller sent should be looked at
+PUMP_DUE_S = 0.25  # seconds into a turn after which `pump_if_due` pumps
 GONE = "the controller or the launcher is gone"
-RESTART = 75  # exit code of a controller that asks its launcher to start all again from the last checkpoint
+RESTART = 75  # exit code of a controller: its launcher should restart all actors from the last checkpoint
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
-    """All that a launcher gives an actor."""
+    """Everything that a launcher passes to an actor."""
 
     role: str
     name: str
     run_dir: str
     config_yaml: str
     device: str = "cpu"
-    control_address: str = ""  # empty for the controller, which makes it
-    resume: int = -1  # the version that a run begun before goes on from; -1: a new run
+    control_address: str = ""  # empty for the controller, which opens it
+    resume: int = -1  # the version to resume from; -1: a new run
 
 
 def first_name(name: str) -> str:
-    """The name without the number of a replacement: logprob for logprob, logprob.1 and so on."""
+    """Return the name without its replacement number: logprob for logprob, logprob.1 and so on."""
     return name.partition(".")[0]
 
 
 class StopRequested(Exception):
-    """Raised inside a wait when the controller says Stop."""
+    """Raised inside a wait when this actor has to stop."""
 
 
 class Actor(ABC):
+    """One process of a run that plays one role."""
+
     role = ""
     threads = 1
-    takes: tuple[type[m.Message], ...] = ()  # what may come through its inbox
-    played = False  # whether any has, in this process
+    takes: tuple[type[m.Message], ...] = ()  # the messages that its inbox accepts
+    played = False  # whether an actor has run in this process before
 
     def __init__(self, spec: ActorSpec) -> None:
         self.spec, self.name, self.device = spec, spec.name, spec.device
@@ -74,50 +76,50 @@ class Actor(ABC):
         self.delay = Delays(self.config.deployment.delays, self.recorder)
         self.fault = Faults(self.config.deployment.faults, self.name, Path(spec.run_dir))
         self.counters: dict[str, float] = {}
-        self.stopping = ""  # why it ends; "": it goes on
-        self.control: ControlClient | None = None  # once it runs
+        self.stopping = ""  # why it stops; "": it keeps running
+        self.control: ControlClient | None = None  # set by `run`
         self.heart: Heart | None = None
-        self.idle = False  # nothing is left to do
+        self.idle = False  # no work is left
         self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None
         self.outboxes: list[transport.Outbox] = []
-        self._outbox_to: dict[str, transport.Outbox] = {}  # first name of the consumer -> outbox
+        self._outbox_to: dict[str, transport.Outbox] = {}  # the consumer's first name -> outbox
         self.workers: list = []  # broadcast threads, see wire/weights.py
         self._to_join: set[str] = set()
         self._reported = time.monotonic()
         self.host, self._clock = clock.host(), clock.Estimate()
         self._parent = os.getppid()
-        self._patience_s = self.config.deployment.silent_timeout_s  # with a lost connection to the controller
+        self._patience_s = self.config.deployment.silent_timeout_s  # how long the controller may be out of reach
         self._loaded, self._code = False, 0
 
-    # A role fills these in.
+    # Each role overrides these.
     def load(self) -> None:
-        """Read models; runs before the other actors are known."""
+        """Load models. The other actors' addresses are not known yet."""
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        """Make outboxes and broadcast threads; returns the kinds of broadcast groups to join."""
+        """Open outboxes and make broadcast threads. Return the kinds of broadcast groups to join before Ready."""
         return set()
 
     @abstractmethod
     def turn(self) -> None:
-        """One bounded piece of work, or a short wait."""
+        """Do one bounded piece of work, or wait briefly."""
 
     def handle(self, message: m.Message) -> None:
-        """A control message of the role's own."""
+        """Handle a control message that is specific to the role."""
 
     def finish(self) -> None:
-        """Write what must survive."""
+        """Write what must outlive the process."""
 
     def inbox_credits(self) -> int:
         return 8
 
-    # All actors share these.
+    # All roles share these.
     def run(self) -> int:
-        """Live until told to stop; returns 0 if all went well, 1, or LEFT_BEHIND."""
+        """Run until asked to stop. Return the exit code: 0 if all went well, 1 after an error, or LEFT_BEHIND."""
         redirect_output(self.spec)
         self.log(f"{self.name} starts, pid {os.getpid()}")
         with suppress(OSError):
-            Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes have one command line
+            Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes share one command line
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
         self.fault("start")
         self.control = ControlClient(self.spec.control_address, self.name)
@@ -133,15 +135,15 @@ class Actor(ABC):
                 self.inbox = transport.Inbox(self.config.deployment.host, self.inbox_credits(), self.takes)
                 self.load()
             self._loaded = True
-            # What is loaded stays: going through it again in every full collection would stop all threads, the heart's
-            # too, for half a second.
+            # Freeze what is loaded, because it stays. Every full collection would otherwise scan it, and stop all
+            # threads, the heart's too, for half a second.
             if Actor.played:
-                gc.unfreeze()  # what an actor that played here before had loaded
+                gc.unfreeze()  # what the actor that ran here before had loaded
             Actor.played = True
             gc.collect()
             gc.freeze()
             self.fault("boot")
-            # Only now: the broadcast groups wait for whoever has said Hello.
+            # Not earlier: the broadcast groups wait for every actor that has sent Hello.
             self.control.send(m.Hello(self.name, self.inbox.address, device_uuid(self.device)))
             welcome = self._await(m.Welcome)
             self._to_join = self.connect(welcome)
@@ -154,9 +156,9 @@ class Actor(ABC):
         except Exception as error:
             self._failed("", error)
         self.heart.ending()
-        if self.stopping == GONE:  # the run may be going on without this actor: it writes no more
+        if self.stopping == GONE:  # the run may continue without this actor, so it must not write
             self._code = LEFT_BEHIND
-        elif self._loaded:  # also after a failure: what was learned is worth keeping
+        elif self._loaded:  # after a failure too: what was learned is worth saving
             try:
                 self.finish()
             except Exception as error:
@@ -174,13 +176,13 @@ class Actor(ABC):
         self._code = 1
 
     def outbox(self, consumer: str, welcome: m.Welcome, delay_s: float = 0.0) -> transport.Outbox:
-        """An outbox to an actor, and to whichever takes its place."""
+        """Open an outbox to an actor. It is redirected when the actor is replaced."""
         made = self._outbox_to[consumer] = transport.Outbox(welcome.addresses[consumer], delay_s)
         self.outboxes.append(made)
         return made
 
     def pump(self) -> None:
-        """Handle what the controller sent, send what there is credit for, report now and then."""
+        """Handle the controller's messages, send what there is credit for, and report once a second."""
         self.heart.turned()
         self._check_controller()
         while (message := self.control.receive()) is not None:
@@ -201,7 +203,7 @@ class Actor(ABC):
         self.report()
 
     def pump_if_due(self) -> None:
-        """Pump, if it is due: called between the long parts of a turn."""
+        """Pump if the turn has lasted PUMP_DUE_S. Call it between the long parts of a turn."""
         if self.heart.turn_s > PUMP_DUE_S:
             self.pump()
 
@@ -210,7 +212,7 @@ class Actor(ABC):
             self.stopping = self.stopping or GONE
 
     def _clock_told(self, told: m.ClockTold) -> None:
-        if told.host == self.host:  # one clock already, and no network that could have failed
+        if told.host == self.host:  # the clocks agree, and only a dead controller drops a connection
             self._patience_s = 0.0
             return
         self._clock.add(told.sent, told.time, time.monotonic())
@@ -218,22 +220,26 @@ class Actor(ABC):
         self.counters[f"clock/{self.name}_error_ms"] = 1e3 * self._clock.error
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something may have arrived, at most timeout_s."""
+        """Sleep until a message may have arrived, at most `timeout_s` seconds."""
         start = time.monotonic()
         transport.wait([self.control, self.inbox, *self.outboxes], timeout_s)
-        # What holds an actor that has something to send is a consumer that has no room for it.
+        # An actor with unsent messages waits for a consumer to make room.
         blocked = "blocked_output" if any(outbox.backlog for outbox in self.outboxes) else "blocked_input"
         self._waited["idle" if self.idle else blocked] += time.monotonic() - start
 
     def wait_step(self, timeout_s: float = 0.05) -> None:
-        """One turn of a wait inside `turn`; raises StopRequested when told to stop."""
+        """Wait once and pump: one round of a longer wait inside `turn`.
+
+        Raises:
+            StopRequested: the actor has to stop.
+        """
         self.wait(timeout_s)
         self.pump()
         if self.stopping:
             raise StopRequested
 
     def join(self, worker, membership: m.Membership) -> None:
-        """Join a broadcast group in its thread; Ready is said once all are joined."""
+        """Join a broadcast group, in the worker's thread. Ready is sent once all groups are joined."""
         worker.form(membership, self.config.deployment.start_timeout_s, lambda: self._to_join.discard(membership.kind))
         self.fault("join")
 
@@ -244,7 +250,9 @@ class Actor(ABC):
                 worker.check()
             self.wait_step(0.01)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"broadcast groups {sorted(self._to_join)} not joined within start_timeout_s")
+                raise TimeoutError(
+                    f"broadcast groups {sorted(self._to_join)} not joined within deployment.start_timeout_s"
+                )
         self.control.send(m.Ready(self.name))
 
     def report(self, force: bool = False) -> None:
@@ -269,11 +277,11 @@ class Actor(ABC):
     def log(self, text: str) -> None:
         try:
             print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-        except OSError:  # the disk is full: what else there is to say goes to the controller
+        except OSError:  # the disk is full; errors still reach the controller
             pass
 
     def _await(self, kind: type) -> m.Message:
-        # others that do not come up are started again meanwhile
+        # Long enough for the launchers to replace other actors that fail to start.
         limit = LOADING_PATIENCE * self.config.deployment.start_timeout_s
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
@@ -296,13 +304,13 @@ class Actor(ABC):
             if socket is not None:
                 socket.close()
         self.control.close(0 if self.stopping == GONE else None)
-        # Closing only queues what was sent last; ending the context sends it, within the sockets' linger.
+        # Closing a socket only queues its last messages; ending the context sends them, within the sockets' linger.
         transport.context().term()
 
 
 def device_uuid(device: str) -> str:
-    """A name of a device that no other device has. `cuda:0` is none: every host has one, and every process that is shown
-    one GPU only.
+    """Return a name that no other GPU has. `cuda:0` is not unique: every host has one, and so has every process that
+    sees only one GPU. A device that is not a GPU keeps its name.
     """
     if not device.startswith("cuda"):
         return device
@@ -312,7 +320,7 @@ def device_uuid(device: str) -> str:
 
 
 def resource_usage() -> dict[str, float]:
-    """This process's resident megabytes, file descriptors and threads."""
+    """Return this process's resident memory in megabytes and its numbers of file descriptors and threads."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {
@@ -323,7 +331,7 @@ def resource_usage() -> dict[str, float]:
 
 
 def redirect_output(spec: ActorSpec) -> None:
-    """Standard output and error of this process go to logs/NAME.log of the run."""
+    """Send standard output and error of this process to logs/NAME.log of the run."""
     folder = os.path.join(spec.run_dir, "logs")
     os.makedirs(folder, exist_ok=True)
     log = open(os.path.join(folder, f"{spec.name}.log"), "a", buffering=1)

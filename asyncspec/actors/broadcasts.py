@@ -1,5 +1,5 @@
-"""The controller's side of the weight broadcasts: who is in which group, in which epoch, and what is sent to whom. See
-wire/weights.py.
+"""The controller's side of the weight broadcasts: it keeps each group's members and epoch, and sends them their orders.
+See wire/weights.py.
 """
 
 from __future__ import annotations
@@ -9,48 +9,50 @@ from collections.abc import Callable
 
 from asyncspec.wire import messages as m
 
-MOST_BROKEN = 10  # epochs in a row that may fail before a version has arrived in one
+MOST_BROKEN = 10  # epochs that may fail in a row with no version received in between
 
 
 def broadcast_backend(devices: list[str]) -> str:
-    """NCCL if each member has a GPU of its own, as NCCL demands; otherwise gloo.
+    """Return "nccl" if each member has a GPU of its own, which NCCL requires; otherwise "gloo".
 
     Args:
-        devices: as the members' Hello names them.
+        devices: the `device` of each member's Hello.
     """
     alone = len(set(devices)) == len(devices)
     return "nccl" if alone and all(device.startswith("cuda") for device in devices) else "gloo"
 
 
 class Broadcasts:
+    """The broadcast groups of a run, one for each kind of weights: policy and draft."""
+
     def __init__(self, host: str, send: Callable[[str, m.Message], bool]) -> None:
         """
         Args:
-            host: where the members' store listens.
+            host: the address on which the members' store listens.
             send: callable(actor's name, message).
         """
         import torch.distributed as dist
 
         self._send = send
-        # A socket of ours: the store itself would listen on all interfaces.
+        # Open the socket here: the store itself would listen on all interfaces.
         listener = socket.create_server((host, 0))
         self.port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.members: dict[str, list[str]] = {}  # by kind; the first one sends
+        self.members: dict[str, list[str]] = {}  # kind -> names; the first member sends
         self.epochs: dict[str, int] = {}
-        self.versions = {"policy": 0, "draft": 0}  # the newest published
-        self.devices: dict[str, str] = {}  # of the members
-        self._broken: dict[str, int] = {}  # epochs in a row that failed
-        self._headless: set[str] = set()  # kinds whose sender is gone and may come back
+        self.versions = {"policy": 0, "draft": 0}  # kind -> the newest published version
+        self.devices: dict[str, str] = {}  # member -> device
+        self._broken: dict[str, int] = {}  # kind -> epochs that failed in a row
+        self._headless: set[str] = set()  # kinds whose sender is gone and may be replaced
 
     def make(self, kind: str, members: list[str]) -> None:
         self.members[kind], self.epochs[kind] = list(members), 0
         self.form(kind)
 
     def form(self, kind: str) -> None:
-        """Give a group a new epoch, with the members it has now."""
+        """Start a new epoch of a group, with its present members."""
         if kind in self._headless:
             return
         self.epochs[kind] += 1
@@ -60,11 +62,12 @@ class Broadcasts:
             self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
 
     def end_draft(self) -> None:
-        """Nobody sends drafts any more."""
+        """Dissolve the draft's group: nobody sends drafts any more."""
         for name in self.members.pop("draft", []):
             self._send(name, m.DraftEnded())
 
     def remove(self, name: str) -> None:
+        """Remove a member from its groups, each of which gets a new epoch. A group without a sender waits for one."""
         for kind, members in self.members.items():
             if name in members:
                 if members[0] == name:
@@ -73,10 +76,10 @@ class Broadcasts:
                 self.form(kind)
 
     def add(self, hello: m.Hello, kinds: dict[str, bool]) -> None:
-        """A new member.
+        """Add a member to its groups, each of which gets a new epoch.
 
         Args:
-            kinds: the groups it joins, and whether as their sender.
+            kinds: the groups that it joins -> whether it is their sender.
         """
         name = hello.name
         self.devices[name] = hello.device
@@ -88,10 +91,10 @@ class Broadcasts:
                 self.form(kind)
 
     def broken(self, message: m.Broken) -> bool:
-        """A member says that an epoch failed; True if there is a new one because of that.
+        """Note that an epoch failed in a member. Return whether a new epoch was started for that.
 
         Raises:
-            RuntimeError: too many have failed in a row.
+            RuntimeError: too many epochs failed in a row.
         """
         kind = message.kind
         if kind not in self.members or message.epoch != self.epochs[kind] or kind in self._headless:
@@ -99,18 +102,18 @@ class Broadcasts:
         self._broken[kind] = self._broken.get(kind, 0) + 1
         if self._broken[kind] > MOST_BROKEN:
             raise RuntimeError(
-                f"{kind} weights: {MOST_BROKEN} broadcast groups in a row have failed, the last in {message.name}: "
+                f"{kind} weights: more than {MOST_BROKEN} broadcasts failed in a row, the last in {message.name}: "
                 f"{message.error}"
             )
         self.form(kind)
         return True
 
     def received(self, kind: str) -> None:
-        """A version has arrived somewhere."""
+        """Note that a member has received a version."""
         self._broken.pop(kind, None)
 
     def relay(self, sender: str, message: m.Publish) -> bool:
-        """Have the receivers take part; False if the group is no more, or another is its sender."""
+        """Tell the receivers to take part in a broadcast. Return False if `sender` does not lead such a group."""
         if sender not in self.members.get(message.kind, [])[:1]:
             return False
         self.versions[message.kind] = max(self.versions[message.kind], message.version)

@@ -1,11 +1,11 @@
 """The conductor: leads a run from its start to its end.
 
-- Waits until every actor is up and has joined its broadcast groups, each with a deadline.
-- Then turns: tickets are issued and dispatched (schedule.py), messages are handled (switchboard.py), silent actors are
-  found and lost ones replaced (recovery.py).
-- Ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or
-  when nothing has moved for stall_timeout_s; then it says what was waited for.
-- Has all actors stop, and closes what was written.
+- It waits until every actor is up, then until every actor has joined its broadcast groups. Each wait has a deadline.
+- Then it loops: it issues and dispatches tickets (schedule.py), handles messages (switchboard.py), finds silent actors
+  and replaces lost ones (recovery.py).
+- It ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or
+  when there was no progress for stall_timeout_s. In the last case it says what the run was waiting for.
+- At the end it stops all actors and closes the run's files.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from asyncspec.faults import Faults
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
 
-SLOW_START_S = 4.0  # after which it is said who is waited for
+SLOW_START_S = 4.0  # after this wait the console names the missing actors
 
 
 class Conductor:
+    """Leads one run, in the controller's process."""
+
     def __init__(self, run: Run, fault: Faults, resume: int, log: Callable[[str], None]) -> None:
         """
         Args:
-            resume: the version to go on from; -1: a new run.
-            log: callable(text), which writes to the controller's log.
+            resume: the version to resume from; -1: a new run.
+            log: callable(text) that writes to the controller's log.
         """
         self.run, self.config, self.records = run, run.config, run.records
         self.fault, self.resume, self.log = fault, resume, log
         self.recovery, self.schedule = Recovery(run), Schedule(run, max(0, resume))
         self.switchboard = Switchboard(run, self.recovery, self.schedule)
         self.left_behind = False  # the launcher, or its host's Ray, is gone
-        self.started = False  # all actors are up: there may be something to save
+        self.started = False  # all actors are ready, so there may be something to save
         self._parent = os.getppid()
         self._beaten = 0.0
 
     def lead(self) -> None:
-        """From start to end; how it ended is in the run."""
+        """Lead the run from start to end. `Run.stop_reason` and `Run.failure` then say how it ended."""
         run, schedule = self.run, self.schedule
         try:
             schedule.load()
@@ -71,9 +73,9 @@ class Conductor:
         run, records = self.run, self.records
         try:
             self._stop_all()
-        except Exception as error:  # what comes from the actors is still written: the disk may be full
+        except Exception as error:  # the last messages are written meanwhile, and the disk may be full
             self._note_error(error)
-        run.crew.tell_launchers(m.Stop(run.stop_reason))  # from here on this process is silent, and not frozen
+        run.crew.tell_launchers(m.Stop(run.stop_reason))  # it sends no beats from now on, but it is not frozen
         for close in (
             lambda: run.book.drop_all(run.stop_reason),
             lambda: records.note("ended", reason=run.stop_reason),
@@ -88,7 +90,7 @@ class Conductor:
         self.run.fail(f"controller: {type(error).__name__}: {error}")
         self.log("".join(traceback.format_exception(error)))
 
-    # Beginning.
+    # The start.
     def _start(self) -> None:
         run, crew = self.run, self.run.crew
         for member in crew.present:
@@ -100,7 +102,7 @@ class Conductor:
         for member in crew.present:
             member.since = time.monotonic()
         self._listen_until(
-            lambda: [member for member in crew.present if not member.joined], "to load and join its broadcast group"
+            lambda: [member for member in crew.present if not member.joined], "to load and join their broadcast groups"
         )
         if run.stop_reason:
             return
@@ -112,8 +114,14 @@ class Conductor:
         self.started = True
 
     def _listen_until(self, missing: Callable[[], list[Member]], what: str) -> None:
-        """Wait for actors to come so far. One that gives no sign of life meanwhile is killed by its launcher, and then
-        another goes on from there.
+        """Wait until no actor is missing. An actor that falls silent meanwhile is killed and replaced.
+
+        Args:
+            missing: callable that returns the actors to wait for.
+            what: what they have yet to do, for messages.
+
+        Raises:
+            RunFailed: an actor is late.
         """
         limit, tell_at = self.config.deployment.start_timeout_s, time.monotonic() + SLOW_START_S
         while missing():
@@ -124,7 +132,7 @@ class Conductor:
             now = time.monotonic()
             if now > tell_at:
                 self.records.line(
-                    f"waiting for {_names(missing())} {what}; what a first start compiles takes some ten seconds, once"
+                    f"waiting for {_names(missing())} {what}; a machine's first start compiles for about ten seconds"
                 )
                 tell_at = math.inf
             late = [
@@ -141,7 +149,7 @@ class Conductor:
     # Every turn.
     def _listen(self, timeout_s: float) -> None:
         run = self.run
-        # Outboxes are flushed by `Schedule.dispatch`, which is not called any more once the run is ending.
+        # `Schedule.dispatch` flushes the outboxes. It is no longer called once the run is ending.
         outboxes = () if run.stop_reason else run.outboxes.values()
         transport.wait([run.server, *outboxes], min(timeout_s, BEAT_EVERY_S))
         if time.monotonic() - self._beaten > BEAT_EVERY_S:
@@ -150,7 +158,7 @@ class Conductor:
         self.switchboard.receive()
 
     def _watch(self) -> None:
-        """See to actors that fall silent; end without a launcher."""
+        """Handle silent actors, and end the run if the launcher is gone."""
         if os.getppid() != self._parent:
             self.left_behind = True
             self.run.failure = self.run.stop_reason = "the launcher is gone"
@@ -163,7 +171,7 @@ class Conductor:
         limit = self.config.deployment.stall_timeout_s
         if time.monotonic() - self.run.moved > limit:
             raise RunFailed(
-                f"nothing moved for {limit:.0f} s: waiting for {self._waited_for()}; see {self.records.run_dir}/logs, "
+                f"no progress for {limit:.0f} s: waiting for {self._waited_for()}; see {self.records.run_dir}/logs, "
                 "or raise deployment.stall_timeout_s"
             )
 
@@ -173,7 +181,7 @@ class Conductor:
         if cut_off := [member for member in crew.present if member.life is Life.CUT_OFF]:
             return f"{_names(cut_off)}, for which nobody answers"
         if not book.open and coming:
-            return f"{_names(coming)} to take a dead actor's place"
+            return f"{_names(coming)} to replace lost actors"
         silent = max((member.name for member in crew.present), key=crew.vigil.silence)
         return f"{book.oldest() or 'no ticket'}; longest silent: {silent}"
 
@@ -181,27 +189,25 @@ class Conductor:
     def _stop_all(self) -> None:
         run, deployment = self.run, self.config.deployment
         finished = run.stop_reason == "finished"
-        # A finished run is worth waiting for its checkpoint; who interrupts one wants it to end.
+        # Wait long for the checkpoint of a finished run. A user who interrupts a run wants it to end soon.
         limit = deployment.stall_timeout_s if finished else deployment.stop_timeout_s if self.started else EARLY_STOP_S
         deadline = time.monotonic() + limit
         while (left := self._awaited()) and time.monotonic() < deadline:
-            for member in left:  # again and again: one that is still starting connects later
+            for member in left:  # repeatedly: an actor that is still starting connects later
                 run.server.send(member.name, m.Stop(run.stop_reason))
             self._listen_for(0.2)
             if run.stop_reason == "finished":
                 self._watch()
         missing = self._awaited()
         if missing and self.started and not run.failure:
-            run.failure = f"not stopped within {limit:.0f} s: {_names(missing)}; its checkpoint may be missing"
+            run.failure = f"still running after {limit:.0f} s: {_names(missing)}; the last checkpoint may be missing"
 
     def _awaited(self) -> list[Member]:
-        """The actors whose end the run waits for: of those that nobody answers for only the trainer, whose checkpoint
-        may be under way.
+        """The actors that the run waits for at its end. Of the actors that are cut off, it waits only for the trainer,
+        which may be writing a checkpoint.
         """
         return [
-            member
-            for member in self.run.crew.settled
-            if member.life is not Life.CUT_OFF or member.role == "trainer"
+            member for member in self.run.crew.settled if member.life is not Life.CUT_OFF or member.role == "trainer"
         ]
 
     def _listen_for(self, seconds: float) -> None:

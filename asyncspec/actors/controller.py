@@ -1,7 +1,7 @@
 """The controller: owns the prompt order, the policy clock, the ledger and the timeline of a run.
 
-This file is what a launcher starts: it opens the control channel and the run's records, and turns the end of a run into
-an exit code. conductor.py leads the run.
+A launcher starts the class in this file. It opens the control channel and the run's records, and at the end of the run
+it returns an exit code. conductor.py leads the run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from asyncspec.wire.control import ControlServer
 
 
 class Controller:
+    """The process that leads a run and keeps its records."""
+
     role = "controller"
 
     def __init__(self, spec: ActorSpec) -> None:
@@ -33,7 +35,9 @@ class Controller:
         self.address = self.server.address
 
     def run(self) -> int:
-        """Run to the end; 0 if all steps were trained, 1 on a failure, 130 when interrupted, RESTART, LEFT_BEHIND."""
+        """Run to the end. Return the exit code: 0 if all steps were trained, 1 after a failure, 130 after an interrupt,
+        RESTART, or LEFT_BEHIND.
+        """
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
         self.fault("start")
         first_step = max(0, self.resume)

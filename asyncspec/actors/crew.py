@@ -1,11 +1,11 @@
-"""The crew: which actors play which roles, and where each one is in its life.
+"""The crew: the actors of a run, their roles, and the state of each one's life.
 
                   Hello          Ready
        STARTING ---------> UP ---------> READY
           |                |               |
           +----------------+---------------+  <--------+
-                           | frozen, stuck, or late    | it is heard of again,
-                           v                           | and goes on where it was
+                           | frozen, stuck, or late    | it answers again, and
+                           v                           | returns to where it was
                        CONDEMNED -----------------> CUT_OFF
                            |       nobody answers      |
                            |                           | the run can spare it
@@ -13,12 +13,12 @@
                                        v
        GONE                        GIVEN_UP
 
-- CONDEMNED: its launcher was asked to kill it. CUT_OFF: the launcher has not answered either, and the run waits.
-- GIVEN_UP: the run goes on without it, and its launcher has not told of its end yet. It may come back to life: then its
+- CONDEMNED: the controller asked its launcher to kill it. CUT_OFF: the launcher did not answer either; the run waits.
+- GIVEN_UP: the run continues without it, and its launcher has not reported its end yet. If it is heard again, its
   launcher is asked again to kill it.
-- GONE: it has stopped, or its launcher told of its death. Every state but GIVEN_UP leads there.
+- GONE: it has stopped, or its launcher reported its death. Every state but GIVEN_UP can lead here.
 
-An actor says Hello and Ready also while it is CONDEMNED or CUT_OFF: `Member.reached` keeps how far it has come.
+An actor may send Hello and Ready while it is CONDEMNED or CUT_OFF: `Member.reached` keeps how far it has come.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncspec.wire.heartbeat import SUFFIX, Vigil
 
 
 def actor_names(config: Config) -> dict[str, str]:
-    """name -> role of every actor but the controller."""
+    """Return name -> role of every actor except the controller."""
     return topology.name_actors(
         config.trainer.ranks,
         config.deployment.logprobs,
@@ -47,19 +47,21 @@ def actor_names(config: Config) -> dict[str, str]:
 
 
 def replaceable(config: Config) -> set[str]:
-    """The roles whose actors can be replaced one by one. The ranks of one model cannot: they start together."""
+    """Return the roles whose actors can be replaced one by one. The ranks of one model start only together."""
     return {"generator", "draft_adapter", *(["logprob"] if config.logprob.ranks == 1 else [])}
 
 
 def computing(config: Config, names: Mapping[str, str]) -> list[str]:
-    """The actors among `names` (name -> role) that take a device: not the controller, nor a generator whose server
-    computes for it.
+    """Return the actors among `names` (name -> role) that use a device. The controller uses none, and neither does a
+    generator whose SGLang server computes for it.
     """
     waiting = ("controller", "generator") if config.engine.kind == "sglang" else ("controller",)
     return [name for name, role in names.items() if role not in waiting]
 
 
 class Life(Enum):
+    """The states of an actor's life; the module's docstring explains them."""
+
     STARTING = "starting"
     UP = "up"
     READY = "ready"
@@ -81,20 +83,20 @@ NEXT: dict[Life, set[Life]] = {
 
 
 class ImpossibleTransition(RuntimeError):
-    """An actor's life does not go this way."""
+    """A change of an actor's life that `NEXT` does not allow."""
 
 
 @dataclass
 class Member:
-    """One actor: every process that plays or played a role has a name, and a member, of its own."""
+    """One actor. Every process that plays or played a role has its own name and its own Member."""
 
     name: str
     role: str
-    late: bool = False  # it joins a run that is under way, in place of another
-    since: float = 0.0  # when it began to come up
+    late: bool = False  # it joins a run under way, as a replacement
+    since: float = 0.0  # when it began to start, or to load
     life: Life = Life.STARTING
     hello: m.Hello | None = None
-    joined: bool = False  # it has said Ready
+    joined: bool = False  # it has sent Ready
     condemned_at: float = 0.0  # when its launcher was last asked to kill it; 0: never
 
     @property
@@ -103,7 +105,7 @@ class Member:
 
     @property
     def settled(self) -> bool:
-        """It is present, and not still coming up in place of another."""
+        """Whether it is present and not a replacement that is still starting."""
         return self.present and (self.joined or not self.late)
 
     @property
@@ -112,13 +114,14 @@ class Member:
 
     @property
     def reached(self) -> Life:
-        """How far it has come up."""
+        """The state that its own messages have brought it to: STARTING, UP or READY."""
         return Life.READY if self.joined else Life.STARTING if self.hello is None else Life.UP
 
     def transition(self, to: Life) -> None:
-        """
+        """Change to another state of life.
+
         Raises:
-            ImpossibleTransition: no actor goes from its state to that one.
+            ImpossibleTransition: `NEXT` does not allow it.
         """
         if to not in NEXT[self.life]:
             raise ImpossibleTransition(f"{self.name} is {self.life.value}: it cannot become {to.value}")
@@ -136,18 +139,20 @@ class Member:
 
 
 class Crew:
+    """All actors that the run has or ever had, and the launchers that started them."""
+
     def __init__(self, config: Config, send: Callable[[str, m.Message], bool]) -> None:
         """
         Args:
             send: callable(name of an actor or a launcher, message).
         """
-        self.members = {name: Member(name, role) for name, role in actor_names(config).items()}  # all that ever were
+        self.members = {name: Member(name, role) for name, role in actor_names(config).items()}  # lost ones too
         self.launchers: set[str] = set()
         self.vigil = Vigil(config.deployment.silent_timeout_s, config.deployment.turn_timeout_s)
-        self._early: dict[str, m.Hello] = {}  # from actors that their launcher has not told of yet
+        self._early: dict[str, m.Hello] = {}  # Hello of actors that no launcher has announced yet
         self._send, self._start_s = send, config.deployment.start_timeout_s
 
-    # Who there is.
+    # The actors.
     @property
     def present(self) -> list[Member]:
         return [member for member in self.members.values() if member.present]
@@ -163,11 +168,11 @@ class Crew:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Inbox address by first name. A lost actor keeps its address until its replacement says Hello. What goes to a
-        logprob actor that was cut off goes to another one.
+        """Inbox address by first name. A lost actor keeps its address until its replacement sends Hello. The name of a
+        logprob actor that was cut off leads to another logprob actor.
         """
         known = sorted((member for member in self.members.values() if member.hello), key=lambda member: member.present)
-        found = {first_name(member.name): member.hello.address for member in known}  # one that is present comes last
+        found = {first_name(member.name): member.hello.address for member in known}  # present actors come last, and win
         here = [member for member in self.playing("logprob") if member.hello]
         away = {
             first_name(member.name)
@@ -178,30 +183,30 @@ class Crew:
         return found | {name: best[0].hello.address for name in away if best}
 
     def playing(self, role: str) -> list[Member]:
-        """Those who play a role, or are coming up to play it."""
+        """Return the present actors of a role, also those that are still starting."""
         return [member for member in self.present if member.role == role]
 
     def named(self, first: str) -> list[Member]:
-        """Those who have played one part, in turn: generator0, generator0.1 and so on."""
+        """Return all actors with a first name, oldest first: generator0, generator0.1 and so on."""
         return [member for member in self.members.values() if first_name(member.name) == first]
 
     def role_of(self, name: str) -> str:
         return self.members[name].role if name in self.members else ""
 
-    # What becomes of them.
+    # Changes in their lives.
     def expect(self, member: Member) -> None:
-        """An actor is being started."""
+        """Note that an actor is being started."""
         member.since = time.monotonic()
         self.vigil.expect(member.name, self._start_s)
 
     def enlist(self, name: str, role: str, late: bool) -> Member:
-        """Another actor is being started, in place of one that was lost."""
+        """Add an actor that is being started as a replacement, and return it."""
         member = self.members[name] = Member(name, role, late)
         self.expect(member)
         return member
 
     def arrived(self, hello: m.Hello) -> Member | None:
-        """An actor is up; None if its launcher has not told of it yet, see `early`."""
+        """Note that an actor is up, and return it. None if no launcher has announced it yet: see `early`."""
         member = self.members.get(hello.name)
         if member is None:
             self._early.setdefault(hello.name, hello)
@@ -212,13 +217,13 @@ class Crew:
         return member
 
     def early(self, name: str) -> m.Hello | None:
-        """What an actor said before its launcher told of it."""
+        """Take the Hello that an actor sent before its launcher announced it; None if there is none."""
         return self._early.pop(name, None)
 
     def heard(self, sender: str, beat: m.Beat) -> None:
-        """A sign of life, of an actor or of a launcher."""
+        """Note a beat of an actor or of a launcher."""
         member = self.members.get(beat.name)
-        if sender == beat.name:  # a launcher's: its own loop beats
+        if sender == beat.name:  # a launcher: it beats from its main loop
             self.launchers.add(sender)
         elif member is None:
             pass
@@ -231,7 +236,7 @@ class Crew:
                 self._answers_again(member, beat)
 
     def _answers_again(self, member: Member, beat: m.Beat) -> None:
-        """One that the run has waited for beats again."""
+        """Handle a beat of a cut-off actor: kill the actor if it is stuck, else restore its state."""
         if member.joined and beat.turn_s > self.vigil.turn_s:
             self.tell_launchers(m.Kill(member.name, "stuck"))
         else:
@@ -239,16 +244,16 @@ class Crew:
             member.condemned_at = 0.0
 
     def overdue(self) -> list[tuple[Member, str]]:
-        """The actors that are frozen or stuck, each once, and what is wrong. Call it often."""
+        """Return the actors that are frozen or stuck, each once, and what is wrong. Call it often."""
         found = self.vigil.overdue()
         for member in self.members.values():
-            if member.condemned_at:  # time in which this process slept counts for nobody
+            if member.condemned_at:  # do not count the time in which this process slept
                 member.condemned_at = min(time.monotonic(), member.condemned_at + self.vigil.slept)
         members = [(self.members[name], what) for name, what in found]
-        return [(member, what) for member, what in members if not member.condemned]  # launchers know of the others
+        return [(member, what) for member, what in members if not member.condemned]  # launchers know about the others
 
     def condemn(self, member: Member, what: str) -> None:
-        """Ask whichever launcher has it to end its process."""
+        """Ask the launchers to kill an actor; the one that started it will."""
         member.transition(Life.CONDEMNED)
         self._have_killed(member, what)
 
@@ -258,19 +263,19 @@ class Crew:
 
     @property
     def unanswered(self) -> list[Member]:
-        """The condemned whose launcher had time enough to tell of their end."""
+        """The condemned actors whose launcher has not reported their end in time."""
         now = time.monotonic()
-        return [
-            member for member in self.members.values() if member.condemned and now - member.condemned_at > KILLED_S
-        ]
+        return [member for member in self.members.values() if member.condemned and now - member.condemned_at > KILLED_S]
 
     def died(self, member: Member) -> None:
-        """Its launcher tells of its end."""
+        """Note that the launcher reported an actor's end."""
         member.transition(Life.GONE)
         self.vigil.forget(member.name)
 
     def leave(self, member: Member) -> None:
-        """It has stopped, or is done without: where it was condemned its launcher has yet to tell of its end."""
+        """Note that an actor has stopped, or that the run continues without it. A condemned actor becomes GIVEN_UP: its
+        launcher has yet to report its end.
+        """
         if member.present:
             member.transition(Life.GIVEN_UP if member.condemned else Life.GONE)
             self.vigil.forget(member.name)

@@ -1,8 +1,8 @@
 """The draft adapter: keeps the draft aligned with the moving policy, in its own process, at low priority.
 
-It trains on what the logprob actor offers (hidden states and target distributions, detached arrays) and broadcasts a
+It trains on what the logprob actor offers (detached arrays of hidden states and target distributions) and broadcasts a
 draft version every few optimizer steps. It holds no parameter of the policy and sends nothing to the trainer, so it
-cannot reach learning; nobody waits for it. Whenever the trainer has written a checkpoint it writes its own.
+cannot affect learning. Nobody waits for it. Whenever the trainer has written a checkpoint, it writes its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncspec.drafts.training import DraftTrainer
     from asyncspec.wire.weights import Layout, Publisher
 
-NICENESS = 10  # the draft gets the processor time that the others leave
+NICENESS = 10  # the adapter gets the processor time that the other actors leave
 
 
 class DraftAdapter(Actor):
@@ -31,16 +31,16 @@ class DraftAdapter(Actor):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.published = 0  # the newest draft version
-        self.policy_version = 0  # of the policy that the draft was last trained for
-        self.draft: Draft | None = None  # once loaded
+        self.policy_version = 0  # the policy version that the draft was last trained for
+        self.draft: Draft | None = None  # set by `load`
         self.module = None
         self.trainer: DraftTrainer | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
-        self.publisher: Publisher | None = None  # once connected
+        self.publisher: Publisher | None = None  # set by `connect`
         self.layout: Layout | None = None
 
     def inbox_credits(self) -> int:
-        return 2  # what waits longer waits with the sender, who drops the oldest
+        return 2  # further offers wait at the sender, which drops the oldest
 
     def load(self) -> None:
         from asyncspec.drafts import draft
@@ -69,7 +69,7 @@ class DraftAdapter(Actor):
 
         self.publisher = Publisher(welcome.store_host, welcome.store_port, "draft", self.name, self.device)
         self.layout = Layout.of(dict(self.module.named_parameters()))
-        if self.published:  # later than whatever the generators have, also of one this took the place of
+        if self.published:  # newer than what the generators have, also from a predecessor
             self.published = max(self.published, welcome.versions["draft"] + 1)
             self.publisher.begin_with(m.Publish("draft", self.published, self.policy_version), self._snapshot())
         else:
@@ -115,7 +115,7 @@ class DraftAdapter(Actor):
             self.fault("send")
 
     def _checkpoint(self) -> None:
-        """Write what goes on from here, under the version of the policy that it was last trained for."""
+        """Begin a checkpoint, under the policy version that the draft was last trained for."""
         try:
             self.checkpoints.save(self.policy_version, self._state())
             self.fault("checkpoint")

@@ -1,6 +1,6 @@
 """Makes the engine that a configuration names, with the policy and the draft that the run begins with.
 
-A mock engine is not among them: its generator is the launcher's choice, see `launch/roles.py`.
+It makes no mock engine: the launcher chooses a mock generator instead, see `launch/roles.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import os
 from asyncspec.config import Config, resolve_path
 from asyncspec.engine.protocol import Engine
 
-# For every matrix and number of rows it meets, oneDNN keeps a primitive and torch the description of one: 0.6 MB the
-# two, however small the matrix, and 1024 of each by default. An engine meets new numbers of rows for hours, and what is
-# kept splits up the heap between tensors. With 64 of each, fewer than one product in a hundred is made ready anew,
-# which takes 0.2 ms.
+# For every matrix and number of rows that it meets, oneDNN keeps a primitive, and torch keeps its description. The two
+# take 0.6 MB, however small the matrix, and by default 1024 of each are kept. An engine meets new numbers of rows for
+# hours, and these objects fragment the heap between tensors. With 64 of each, fewer than one product in a hundred has
+# to be prepared anew, which takes 0.2 ms.
 ONEDNN_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
 
 
 def make_engine(config: Config, device: str, index: int = 0) -> Engine:
-    """For a process of its own: what oneDNN keeps in it is bounded, unless the environment has bounds already.
+    """Make the engine of a generator. The embedded engine bounds oneDNN's caches in its process, unless the environment
+    does.
 
     Args:
-        index: the generator's number, which SGLang server is its own.
+        index: the generator's number, which selects its SGLang server.
     """
     if config.engine.kind == "vllm":
         from asyncspec.engine.vllm_engine import VllmEngine
@@ -39,7 +40,7 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
     from asyncspec.speculation.verify import Sampling
 
     for name, capacity in ONEDNN_CACHES.items():
-        os.environ.setdefault(name, capacity)  # read when oneDNN is first used
+        os.environ.setdefault(name, capacity)  # oneDNN reads them at its first use
     path = resolve_path(config.model.path)
     model, shape = policy.load(path)
     engine = TorchEngine(

@@ -1,11 +1,11 @@
 """The generator: turns tickets into groups with an Engine, under the newest weights it has.
 
-- A ticket starts only under a version at least its min_version; versions only grow, so the lag bound holds for every
+- A ticket starts only under a version of at least its min_version. Versions only grow, so the lag bound holds for every
   token.
-- Weights arrive in the background and are swapped between two engine steps.
-- A group leaves when all its samples are done and rewarded; evaluation groups go to the controller, all others to
-  logprob.
-- Tickets are taken from the inbox only while the engine has room, so credits hold the rest back at the controller.
+- Weights arrive in the background and are swapped in between two engine steps.
+- A group leaves when all its samples are generated and rewarded. Evaluation groups go to the controller, all others to
+  a logprob actor.
+- The generator takes tickets from its inbox only while the engine has room. Credits hold the others at the controller.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from asyncspec.wire.weights import BroadcastError, Layout, Receiver
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-IDLE_WAIT_S = 0.005  # weights that complete in the background wake nobody, so an idle generator looks this often
+IDLE_WAIT_S = 0.005  # arriving weights wake nobody, so an idle generator checks for them this often
 
 
 @dataclass
 class _OpenGroup:
+    """A group that is being generated; times are seconds of the run's clock."""
+
     ticket: m.Ticket
     received: float
     admitted: float
@@ -43,6 +45,8 @@ class _OpenGroup:
 
 
 class Generator(Actor):
+    """Samples and rewards the groups of its tickets."""
+
     role = "generator"
     takes = (m.Ticket,)
 
@@ -51,14 +55,14 @@ class Generator(Actor):
         self.threads = self.config.engine.threads
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
-        self.rewarder: Rewarder | None = None  # once loaded
+        self.rewarder: Rewarder | None = None  # set by `load`
         self.tokenizer: Tokenizer | None = None
         self.engine: Engine | None = None
-        self.to_logprob: list[Outbox] = []  # once connected
-        self.receivers: dict[str, Receiver] = {}  # by kind
-        self._received: deque[tuple[str, int]] = deque()  # versions that have arrived, by kind
-        self._busy_since = None  # and the mark of the GPU's part
-        self._interruptions: deque[m.Phase] = deque()  # of generation: rewards and swaps, in order
+        self.to_logprob: list[Outbox] = []  # set by `connect`
+        self.receivers: dict[str, Receiver] = {}  # by kind of weights
+        self._received: deque[tuple[str, int]] = deque()  # (kind, version) of weights that have arrived
+        self._busy_since = None  # when generation began, and the recorder's mark of its GPU time
+        self._interruptions: deque[m.Phase] = deque()  # rewards and swaps that interrupted generation, in order
 
     def inbox_credits(self) -> int:
         return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
@@ -132,7 +136,7 @@ class Generator(Actor):
             except BroadcastError:
                 if kind == "policy":
                     raise
-                continue  # no new epoch has come yet; generation goes on with the draft it has
+                continue  # no new epoch yet: keep generating with the present draft
             if new is not None:
                 self._end_busy_span()
                 version, tensors = new
@@ -143,9 +147,7 @@ class Generator(Actor):
                     self._interruptions.append(m.Phase("swap", start, now()))
 
     def _admit(self) -> None:
-        """Submit tickets while the engine has room, in order: one that must wait for weights holds back those behind
-        it.
-        """
+        """Submit tickets in order while the engine has room. One that waits for weights holds back all behind it."""
         while self.engine.waiting < self.engine.slots:
             if self.held_back is None and (item := self.inbox.take()) is not None:
                 self.held_back = (item[0], item[2])
@@ -194,7 +196,7 @@ class Generator(Actor):
             ),
             {
                 "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
-                "behaviour": np.concatenate([c.logprobs.numpy() for c in completions]),
+                "behavior": np.concatenate([c.logprobs.numpy() for c in completions]),
                 "versions": versions,
                 "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
             },
@@ -202,7 +204,7 @@ class Generator(Actor):
         self.fault("send")
 
     def _cut(self, name: str, start: float, end: float) -> list[m.Phase]:
-        """A phase without what the generator did besides: rewarding other groups, swapping weights."""
+        """Split a phase around the interruptions within it: rewarding other groups, and swapping weights."""
         oldest = min((g.admitted for g in self.open_groups.values()), default=end)
         while self._interruptions and self._interruptions[0].end < min(oldest, start):
             self._interruptions.popleft()

@@ -1,9 +1,9 @@
-"""The logprob actor: one pass of the target over each finished group.
+"""The logprob actor: runs the policy once over each finished group.
 
-It adds proximal logprobs (under the newest version it has, which is at least every version in the group) and, with a KL
-term, reference logprobs. From the same pass it offers the draft adapter supervision, after the group has left for the
-trainer and only while no other group waits. Where the adapter is behind, the oldest offer is dropped and counted: the
-trainer never waits for the draft.
+It adds proximal logprobs (under its newest version, which is no older than any version in the group) and, with a KL
+term, reference logprobs. From the same pass it makes supervision and offers it to the draft adapter, after the group
+has left for the trainer and only while no other group waits. If the adapter is behind, the oldest offer is dropped and
+counted: the trainer never waits for the draft.
 
 With logprob.ranks above 1 it leads the ranks that hold the policy together, see logprob_rank.py.
 """
@@ -26,12 +26,12 @@ from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
 from asyncspec.wire.weights import Receiver
 
-# The first rank's orders to the others, see logprob_rank.py.
+# The leading rank's orders to the others, see logprob_rank.py.
 SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
 
 
 class PolicyHolder(Actor):
-    """Holds a policy, or its share of one, and receives versions of it."""
+    """An actor that holds a policy, or its share of one, and receives new versions."""
 
     scorer_class = Scorer
 
@@ -39,7 +39,7 @@ class PolicyHolder(Actor):
         super().__init__(spec)
         self.threads = self.config.logprob.threads
         self.scorer = self.scorer_class(self.config, self.device, *rank_of(first_name(spec.name)))
-        self.receiver: Receiver | None = None  # once connected
+        self.receiver: Receiver | None = None  # set by `connect`
         self._received: deque[int] = deque()  # versions that have arrived
 
     def load(self) -> None:
@@ -68,7 +68,7 @@ class PolicyHolder(Actor):
             self.fault("receive")
 
     def tell_received(self) -> list[m.Received]:
-        """Tell the controller which versions have arrived since the last call; returns what it was told."""
+        """Report to the controller the versions that arrived since the last call. Return these messages."""
         told = [m.Received(self.name, "policy", self._received.popleft()) for _ in range(len(self._received))]
         for message in told:
             self.control.send(message)
@@ -76,19 +76,21 @@ class PolicyHolder(Actor):
 
 
 class Logprob(PolicyHolder):
+    """Scores groups on their way from a generator to the trainer."""
+
     role = "logprob"
     takes = (m.Group, m.Received)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.team = Team(self, self.scorer.ranks)
-        self.to_trainer: Outbox | None = None  # once connected
-        self.to_adapter: Outbox | None = None  # None also where no draft is adapted, or none is any more
+        self.to_trainer: Outbox | None = None  # set by `connect`
+        self.to_adapter: Outbox | None = None  # None also if no draft is adapted, or no longer
         self.version, self.swapped, self.looked = 0, 0.0, 0.0
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
-        # newer versions: which of the other ranks have all of their share
+        # newer version -> the other ranks that have received their whole share
         self.complete: defaultdict[int, set[str]] = defaultdict(set)
-        # the newest step of which groups were offered; how many, and bytes
+        # the newest step with offered groups, the number of these groups, and their bytes
         self.offered: tuple[int, int, int] = (-1, 0, 0)
 
     def inbox_credits(self) -> int:
@@ -118,8 +120,8 @@ class Logprob(PolicyHolder):
             if isinstance(message, m.Received):
                 self.complete[message.version].add(message.name)
             else:
-                # The inbox is looked into only between two groups: one that came meanwhile has been waiting here since
-                # then.
+                # The inbox is checked only between two groups, so the time of arrival is an estimate: the end of the
+                # last phase, or the last check if that was later.
                 self.waiting.append((message, arrays, max(message.phases[-1].end, self.looked)))
         self.looked = now()
         self._swap_weights()
@@ -135,7 +137,7 @@ class Logprob(PolicyHolder):
             self.wait(0.005 if self.waiting else 0.02)
 
     def _swap_weights(self) -> None:
-        """Take the newest version that all ranks have, in all of them."""
+        """Swap in, on all ranks, the newest version that every rank has received."""
         self.receiver.check()
         others = len(self.team.outboxes)
         version = max(
@@ -152,18 +154,18 @@ class Logprob(PolicyHolder):
         self.swapped = now()
 
     def _process(self, items: list[tuple[m.Group, m.Arrays, float]]) -> None:
-        """Score groups, the first one in this rank, and send them on."""
+        """Score groups, the first one on this rank, and send them to the trainer."""
         start, mark, first = now(), self.recorder.mark(), items[0][0].ticket
         self.delay("logprob")
         self.fault("work")
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()
-        # the other ranks note theirs
+        # the other ranks record their own spans
         self.recorder.add(
             "logprob", start, end, step=first.step, ticket=first.ticket_id, version=self.version, since=mark
         )
         for group, arrays, arrived in items:
-            # Weights that came while the group lay here are what it waited for, if it needed them.
+            # The group waited for weights if it needed a version that was swapped in after it arrived.
             needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived
             waited_until = self.swapped if needed else arrived
             phases = [
@@ -179,11 +181,11 @@ class Logprob(PolicyHolder):
                 self._offer(first, supervision())
 
     def score(self, parts: list[tuple[m.Group, m.Arrays]], supervising: bool) -> Callable | None:
-        """Run the policy over groups, one in each data rank; adds proximal and, with a KL term, reference logprobs to
+        """Run the policy over groups, one on each data rank. Add proximal and, with a KL term, reference logprobs to
         their arrays.
 
         Returns:
-            With `supervising`, a callable that makes the draft's supervision of the first group.
+            With `supervising`, a callable that makes the draft's supervision from the first group; else None.
         """
         if supervising:
             self.scorer.supervising = True
@@ -200,7 +202,7 @@ class Logprob(PolicyHolder):
         if self.to_adapter is None or self.waiting:
             return False
         newest, groups, size = self.offered
-        d, actors = self.config.draft, self.config.deployment.logprobs  # which offer a share each
+        d, actors = self.config.draft, self.config.deployment.logprobs  # each of them offers an equal share
         return step > newest or (
             step == newest and groups * actors < d.groups_per_step and size * actors < d.bytes_per_step
         )

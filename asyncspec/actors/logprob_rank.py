@@ -1,11 +1,11 @@
 """The ranks of a logprob actor beyond the first; see team.py.
 
-Every rank is a member of the policy's broadcast group and keeps its share of each version that arrives. The others tell
-the first which versions have arrived whole. Once all ranks have one, the first has all of them take it, between two
-groups:
+Every rank is a member of the policy's broadcast group and keeps its share of each version that arrives. The other ranks
+report to the first which versions have arrived whole. Once all ranks have a version, the first orders all of them to
+swap it in, between two groups:
 
     logprob         deal g0, g1 | collect |            | swap 4 | deal g2 ...
-    rank 1          passes      | sum     | has 4 too  | swap 4 | passes ...
+    rank 1          passes      | sum     | reports 4  | swap 4 | passes ...
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from asyncspec.wire.transport import Outbox
 
 
 class LogprobRank(PolicyHolder, Follower):
+    """A rank of a logprob actor that follows the first."""
+
     role = LOGPROB_RANK
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.version = 0
-        self.to_leader: Outbox | None = None  # once connected
+        self.to_leader: Outbox | None = None  # set by `connect`
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_leader = self.outbox(self.leader, welcome)
@@ -44,7 +46,7 @@ class LogprobRank(PolicyHolder, Follower):
             start, mark = now(), self.recorder.mark()
             self.fault("work")
             scorer.add(message, arrays)
-            # the first of those that read this group, and not the leader
+            # one rank records each group; the leader records its own
             if ranks.rank % ranks.tensor_parallel == 0 and ranks.data_rank:
                 ticket = message.ticket
                 self.recorder.add(
@@ -73,5 +75,5 @@ class LogprobRank(PolicyHolder, Follower):
         """Take part in the passes that the leading rank has begun."""
         try:
             self.follow_to_the_end(KILLED_S)
-        except StopRequested as stopped:  # a rank was lost now
+        except StopRequested as stopped:  # a rank was lost meanwhile
             self.log(str(stopped))

@@ -1,4 +1,4 @@
-"""The policy's MTP module, which the trainer trains beside the policy and publishes as the draft.
+"""The policy's MTP module: the trainer trains it beside the policy and publishes it as the draft.
 
 It learns from detached hidden states of the policy's own forward pass: its loss reaches no parameter of the policy.
 
@@ -16,16 +16,18 @@ from asyncspec.wire.weights import Layout, WholeSnapshot
 
 
 class MTPTrainer:
+    """Trains the MTP module on the policy's own forward passes."""
+
     def __init__(self, config: Config, learner: Learner, device: str) -> None:
         """
         Args:
-            learner: that has loaded the policy; its checkpoints hold the module too from now on.
+            learner: has loaded the policy. From now on its checkpoints hold the module too.
         """
         self.config, self.learner, self.device = config, learner, device
         loaded = draft.load("mtp", resolve_path(config.draft_directory), learner.shape, learner.model)
         loss = loaded.loss(config.draft.unroll, config.sampling.temperature)
         self.trainer = DraftTrainer(loaded.module.to(device), loss, config.draft.lr)
-        self.groups = 0  # trained on in this step
+        self.groups = 0  # groups trained on in this step
         self._due = config.draft.publish_every  # the module's optimizer step after which it is published next
         learner.more_state = lambda: {"mtp": self.trainer.state()}
 
@@ -40,7 +42,7 @@ class MTPTrainer:
         self.groups = 0
 
     def train(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> dict[str, float]:
-        """Learn from a forward pass of the policy, of few groups a step only; returns counters."""
+        """Train on a forward pass of the policy; skip it after `draft.groups_per_step` in a step. Return counters."""
         if self.groups == self.config.draft.groups_per_step:
             return {}
         self.groups += 1
@@ -61,7 +63,7 @@ class MTPTrainer:
         }
 
     def due(self) -> bool:
-        """Whether the module is to be published now; then it is due again some optimizer steps later."""
+        """Whether to publish the module now. If so, it is next due `draft.publish_every` optimizer steps later."""
         if self.trainer.steps < self._due:
             return False
         self._due = self.trainer.steps + self.config.draft.publish_every

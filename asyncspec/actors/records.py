@@ -1,4 +1,4 @@
-"""The records of a run: ledger, metrics, timeline and trace, and the console that the user watches."""
+"""The records of a run: its ledger, metrics, timeline and trace, and the console that the user watches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from asyncspec.timing.metrics import step_row
 from asyncspec.timing.timeline import TimelineFile
 from asyncspec.wire import messages as m
 
-PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two pictures of the timeline in TensorBoard, and in each
+PICTURE_EVERY, PICTURE_STEPS = 40, 4  # steps between two timeline pictures in TensorBoard, and in each one
 
 
 class Records:
+    """Everything that the controller writes down about a run."""
+
     def __init__(self, run_dir: Path, first_step: int, console: Console) -> None:
         """
         Args:
-            first_step: of a run that goes on; what was written of it and later steps is void.
+            first_step: the step to resume at; what was recorded about it and later steps is void. 0 in a new run.
 
         Raises:
             OSError: a file cannot be written, or another process writes the ledger.
@@ -32,13 +34,15 @@ class Records:
         self.metrics, self.timeline = RunMetrics(run_dir, first_step), TimelineFile(run_dir, first_step)
         self.trace = TraceFile(run_dir, first_step)
         self.line, self.note = console.line, self.ledger.note
-        self.counters: dict[str, float] = {}  # the latest of all actors, for the next row of metrics
+        self.counters: dict[str, float] = {}  # the latest from all actors, for the next row of metrics
         self._accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
         self._latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self._measured = 0.0
 
     def resume(self, version: int) -> None:
-        """Resume a run: the tickets that its ledger leaves open are void, or are dropped now."""
+        """Resume a run. Of the open tickets in its ledger, those of step `version` and later are void: they are issued
+        again. The others are dropped now.
+        """
         before = list(ledgers.read(self.run_dir))
         self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
         cut_short = ledgers.open_tickets([*before, {"event": "resumed", "version": version}])
@@ -51,19 +55,19 @@ class Records:
                 evaluation=issued["evaluation"],
                 reason="the run was cut short",
             )
-        void = len(ledgers.open_tickets(before)) - len(cut_short)  # of steps from that version on: issued anew
+        void = len(ledgers.open_tickets(before)) - len(cut_short)
         self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version), tickets_void=void)
         if self.metrics.last is not None:
             self._accuracy = {key: self.metrics.last[key] for key in self._accuracy}
         self.console.resumed(self.metrics)
 
     def spans(self, message: m.Spans) -> None:
-        """Write an actor's spans, and take its counters."""
+        """Write an actor's spans and keep its counters."""
         self.trace.write(message.actor, message.spans)
         self.counters |= message.counters
 
     def evaluated(self, accuracy: dict, rollouts: int) -> None:
-        """Write the eval/ fields of a version whose held-out prompts are all back."""
+        """Write the eval/ fields of a version whose evaluation is complete."""
         self._accuracy = accuracy
         self.console.evaluated(accuracy, rollouts)
         self.metrics.evaluated(accuracy)
@@ -72,7 +76,7 @@ class Records:
         """Write the row, the trace and the timeline of a step.
 
         Args:
-            final: its row waits for the evaluation of the version it made.
+            final: the row waits for the evaluation of the version that the step made.
         """
         for record in done.groups:
             self.trace.write_group(done.step, record)
@@ -89,6 +93,6 @@ class Records:
         self.console.step(row)
 
     def closing(self) -> list[Callable[[], None]]:
-        """The calls that close everything; each may fail by itself, where a disk is full."""
+        """Return the calls that close all files. Each may fail on its own, on a full disk."""
         clock_error = max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3
         return [self.ledger.close, self.metrics.close, lambda: self.trace.close(clock_error), self.timeline.close]

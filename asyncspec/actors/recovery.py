@@ -1,5 +1,5 @@
-"""What the controller does about actors that are lost: who takes their place, which tickets are issued again, and when
-the run must end or be started again as a whole. See docs/recovery.md.
+"""Recovery: decides which lost actors are replaced, which tickets are issued again, and when the run must end or
+restart as a whole. See docs/recovery.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from asyncspec.actors.tickets import ARRIVED, GENERATED
 from asyncspec.deadlines import KILLED_S, LATE_WORD_S
 from asyncspec.wire import messages as m
 
-_KINDS = {  # the broadcast groups that a role's replacement joins, and whether as their sender
+_KINDS = {  # role -> the broadcast groups that its replacement joins -> whether it is their sender
     "generator": {"policy": False, "draft": False},
     "logprob": {"policy": False},
     "draft_adapter": {"draft": True},
@@ -21,13 +21,15 @@ _KINDS = {  # the broadcast groups that a role's replacement joins, and whether 
 
 
 class Recovery:
+    """The controller's answer to actors that fall silent, end, or arrive."""
+
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.crew, self.records = run, run.config, run.crew, run.records
-        self._given_up = 0.0  # when the run last went on without a logprob actor
+        self._given_up = 0.0  # when a logprob actor was last given up; 0: never, or dealt with
 
     # Actors that fall silent.
     def watch(self) -> None:
-        """Kill frozen and stuck actors; go on without those that nobody answers for."""
+        """Kill frozen and stuck actors; continue without unreachable ones."""
         crew, now, limit = self.crew, time.monotonic(), self.config.deployment.start_timeout_s
         overdue = crew.overdue()
         self.run.moved += crew.vigil.slept
@@ -37,18 +39,18 @@ class Recovery:
             crew.condemn(member, what)
         for member in crew.present:
             if member.late and member.life in (Life.STARTING, Life.UP) and now - member.since > limit:
-                self.records.line(f"{member.name} has not joined within {limit:.0f} s")
+                self.records.line(f"{member.name} did not join within {limit:.0f} s")
                 crew.condemn(member, "did not join")
         for member in crew.unanswered:
             self._cut_off(member)
         if self._given_up and now - self._given_up > KILLED_S:
-            # A group may have gone to a logprob actor that could still be reached from its generator.
+            # A generator that can still reach that logprob actor may have sent it a group.
             late, self._given_up = self._given_up + LATE_WORD_S, 0.0
             self._reissue_generated("its logprob actor is cut off", late)
 
     def _cut_off(self, member: Member) -> None:
-        """Neither an actor nor its launcher has answered: go on without it, as soon as the run can, until it can be
-        reached again.
+        """Handle an actor when neither it nor its launcher answers. Continue without it as soon as the run can spare
+        it; until then wait for it.
         """
         news = member.life is Life.CONDEMNED
         if news:
@@ -63,11 +65,11 @@ class Recovery:
             if self.run.broadcasts is not None:
                 self.run.welcome()
         elif news and (not self.run.stop_reason or member.role == "trainer"):
-            self.records.line(f"nobody answers for {member.name}: it is waited for, the run cannot go on without it")
+            self.records.line(f"nobody answers for {member.name}: the run cannot continue without it and waits")
 
     def _can_spare(self, member: Member) -> bool:
-        """True if the run can go on without an actor for a while: it is one of several, or the draft adapter, which
-        nobody waits for.
+        """Whether the run can continue without an actor for a while: it is one of several, or it is the draft adapter,
+        which nobody waits for.
         """
         if member.role == "draft_adapter":
             return self.run.broadcasts is not None
@@ -78,7 +80,7 @@ class Recovery:
 
     # Actors that end.
     def lost(self, message: m.Lost) -> None:
-        """A launcher tells that an actor's process has ended."""
+        """Handle a launcher's report that an actor's process has ended."""
         member = self.crew.members.get(message.actor)
         if member is None or member.life is Life.GONE:
             return
@@ -93,10 +95,10 @@ class Recovery:
             self._go_on_after(member, message)
 
     def _go_on_after(self, member: Member, message: m.Lost) -> None:
-        """An actor is gone: replace it, have all started again, or end the run."""
+        """Replace an actor that is gone, restart all actors, or end the run."""
         run = self.run
         self.records.note("lost", actor=member.name, reason=message.how)
-        if run.stop_reason and member.role != "trainer":  # of a run that ends only its checkpoint is waited for
+        if run.stop_reason and member.role != "trainer":  # an ending run waits only for the trainer's checkpoint
             return
         if message.replacement:
             self._replace(member, message.how, message.replacement)
@@ -106,21 +108,21 @@ class Recovery:
             run.fail(message.how)
 
     def _back(self, member: Member, message: m.Lost) -> None:
-        """One that was cut off can be reached again, and has been ended by its launcher."""
+        """Handle the end of a given-up actor whose launcher can be reached again and has killed it."""
         name, role, new = member.name, member.role, message.replacement
         taken = any(first_name(other.name) == first_name(name) for other in self.crew.playing(role))
-        if new and taken and role == "draft_adapter":  # nobody welcomes it: it ends by itself
-            self.records.line(f"{name} can be reached again; its place is taken")
+        if new and taken and role == "draft_adapter":  # it gets no Welcome and ends by itself
+            self.records.line(f"{name} can be reached again; it was already replaced")
         elif new:
             self._expect(new, role)
-            self.records.line(f"{name} can be reached again; {new} takes its place")
+            self.records.line(f"{name} can be reached again; {new} replaces it")
         elif role == "draft_adapter" and not taken and "draft" in self.run.broadcasts.members:
             self._end_draft(message.how)
         elif not taken:
-            self.records.line(f"{message.how}; no replacement is left for it: the others go on")
+            self.records.line(f"{message.how}; no replacement is left, so the others continue")
 
     def failed(self, message: m.Failed) -> None:
-        """An actor says that it cannot go on."""
+        """Handle an actor's report that it cannot continue."""
         name, member = message.name, self.crew.members.get(message.name)
         if member is None or not member.present:
             self.records.line(f"{name}, which was given up, failed: {message.error}")
@@ -132,22 +134,25 @@ class Recovery:
             self.run.failure = self.run.stop_reason = failure
 
     def _without_adapter(self, member: Member, reason: str) -> None:
-        """The run goes on with the draft it has: nobody waits for the draft adapter."""
+        """Continue with the present draft: nobody waits for the draft adapter."""
         if "draft" in self.run.broadcasts.members and not self.run.stop_reason:
             self.records.note("lost", actor=member.name, reason=reason)
             self._end_draft(reason)
 
     def _end_draft(self, reason: str) -> None:
         self.records.counters["draft/adapter_lost"] = 1
-        self.records.line(f"the draft adapter is gone ({reason}): the draft stays as it is")
+        self.records.line(f"the draft adapter is gone ({reason}): the draft no longer changes")
         self.run.broadcasts.end_draft()
         for logprob in self.crew.playing("logprob"):
             self.run.server.send(logprob.name, m.DraftEnded())
 
-    # Actors that come.
+    # Actors that arrive.
     def claim(self, names: list[str]) -> m.Claimed:
-        """A node has started by itself. A name never seen before is granted as it is; a known name is granted as its
-        own replacement.
+        """Grant names to the actors of a node that has started by itself.
+
+        Returns:
+            For each actor its own name, or the name of its replacement if it has been up before. No name, and the
+            reason, if one of them is unknown or cannot be replaced alone.
         """
         crew, granted = self.crew, []
         for name in names:
@@ -158,11 +163,11 @@ class Recovery:
             if not known or (came and known[0].role not in replaceable(self.config)):
                 return m.Claimed(
                     [],
-                    f"{name} cannot be started alone: with it all actors start again from the last checkpoint; "
-                    "expected the first node's launcher to do so",
+                    f"{name} cannot be replaced alone: all actors must restart from the last checkpoint; "
+                    "expected the first node's launcher to restart them",
                 )
-            # A launcher that is cut off goes on by one from the name it has (`Supervisor.died`): no name is given out
-            # by both.
+            # A launcher that is cut off counts up by one from the name it has (`Supervisor.died`). Steps of 100 keep
+            # the two from giving out the same name.
             granted.append(f"{name}.{100 * len(known)}" if came else name)
         for name, new in zip(names, granted):
             if new == name:
@@ -172,9 +177,9 @@ class Recovery:
         return m.Claimed(granted)
 
     def _start_again(self, name: str, new: str) -> None:
-        """Whoever plays a part has lost its node, which has started again and brings another."""
+        """Replace an actor whose node has restarted and brings a new one."""
         for before in [member for member in self.crew.named(name) if member.present]:
-            reason = f"{before.name}'s node has started again"
+            reason = f"{before.name}'s node has restarted"
             self.crew.leave(before)
             self.records.note("lost", actor=before.name, reason=reason)
             if not self.run.stop_reason:
@@ -183,7 +188,7 @@ class Recovery:
             self._expect(new, self.crew.role_of(name))
 
     def arrived(self, hello: m.Hello) -> None:
-        """Note that an actor is up. Tell all where a replacement is, and take it into its broadcast groups."""
+        """Note that an actor is up. If it is a replacement, tell all actors its address and add it to its groups."""
         member, run = self.crew.arrived(hello), self.run
         if member is None or run.broadcasts is None:
             return
@@ -195,20 +200,20 @@ class Recovery:
         run.broadcasts.add(hello, _KINDS[member.role])
 
     def joined(self, name: str) -> None:
-        """An actor is ready."""
+        """Note that an actor is ready. A replacement gets work from now on."""
         member = self.crew.members.get(name)
         if member is None or member.hello is None:
             return
         member.said_ready()
         if not member.present:
             return
-        self.crew.vigil.heard(name)  # it loads no more: its patience is that of those at work
+        self.crew.vigil.heard(name)  # it has loaded: the deadline of working actors applies
         if not member.late:
             return
         self.run.progress()
         seconds = self.run.moved - member.since
         if member.role == "logprob":
-            # Word of a group that left its generator for the dead one may have come after the loss.
+            # A generator may have reported after the loss that it sent the dead actor a group.
             self._reissue_generated("its logprob actor died", member.since + LATE_WORD_S)
         if member.role == "generator":
             self.run.open_outbox(name)
@@ -217,13 +222,13 @@ class Recovery:
         self.records.line(f"{name} has joined, {seconds:.1f} s after the loss")
 
     def _replace(self, member: Member, reason: str, replacement: str = "") -> None:
-        """Issue again what an actor had, and let the others go on until its replacement is there."""
+        """Issue an actor's tickets again. The other actors continue until its replacement is ready."""
         self.run.progress()
         again, counters = 0, self.records.counters
         if member.role == "generator":
             self.run.close_outbox(member.name)
-            # Also what has left it and is not with the trainer: it may have been on its way. Should a group come twice
-            # the first counts.
+            # This includes groups that have left it and not reached the trainer: they may be lost on the way. If a
+            # group arrives twice, the first one counts.
             again = self.run.book.reissue(
                 lambda generator, stage, since: generator == member.name and stage != ARRIVED, reason
             )
@@ -235,15 +240,15 @@ class Recovery:
             self.run.broadcasts.remove(member.name)
         if replacement:
             self._expect(replacement, member.role)
-        after = f"{replacement} takes its place" if replacement else "the others go on"
+        after = f"{replacement} replaces it" if replacement else "the others continue"
         self.records.line(f"{reason}: {f'{again} tickets are issued again; ' if again else ''}{after}")
 
     def _reissue_generated(self, reason: str, before: float = float("inf")) -> int:
-        """Issue again the tickets that left their generator before some time and are not with the trainer."""
+        """Issue again the tickets that left their generator before a time and have not reached the trainer."""
         return self.run.book.reissue(lambda generator, stage, since: stage == GENERATED and since < before, reason)
 
     def _expect(self, name: str, role: str) -> None:
-        """An actor is coming up in place of another."""
+        """Expect a new actor in place of another."""
         self.crew.enlist(name, role, late=self.run.broadcasts is not None)
-        if (hello := self.crew.early(name)) is not None:  # its own word was quicker than its launcher's
+        if (hello := self.crew.early(name)) is not None:  # its Hello arrived before its launcher's report
             self.arrived(hello)

@@ -1,6 +1,5 @@
-"""A run, as the controller holds it: who plays in it, what is sent to whom, where every ticket is, what is written down,
-and how the run is to end. One object owns all of this; who acts on it (recovery, schedule, switchboard, conductor) is
-given the run.
+"""A run, as the controller sees it: its actors, the channels to them, its tickets, its records, and how it is to end.
+One object owns all of this. Recovery, schedule, switchboard and conductor act on it.
 """
 
 from __future__ import annotations
@@ -18,36 +17,38 @@ from asyncspec.wire.transport import Outbox
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on; the message is one line for the user."""
+    """The run cannot continue; the message is one line for the user."""
 
 
 class Run:
+    """The state of a run that the parts of the controller share."""
+
     def __init__(self, config: Config, records: Records, server: ControlServer) -> None:
         self.config, self.records, self.server = config, records, server
         self.book = TicketBook(records.ledger)
         self.crew = Crew(config, server.send)
-        self.broadcasts: Broadcasts | None = None  # once all actors are up
+        self.broadcasts: Broadcasts | None = None  # set once all actors are up
         self.outboxes: dict[str, Outbox] = {}  # to the generators
-        self.stop_reason = ""  # why it is to end; "": it goes on
-        self.failure = ""  # what went wrong, in a line for the user
-        self.resuming = False  # the launcher is to start all of it again
-        self.moved = time.monotonic()  # when anything last went forward
+        self.stop_reason = ""  # why it ends; "": it continues
+        self.failure = ""  # what went wrong, in one line for the user
+        self.resuming = False  # the launcher should restart all of it
+        self.moved = time.monotonic()  # when the run last made progress
 
     def progress(self) -> None:
-        """Something has gone forward."""
+        """Note that the run has made progress."""
         self.moved = time.monotonic()
 
     def stop(self, reason: str) -> None:
-        """End the run, if it is not ending already."""
+        """End the run, unless it is ending already."""
         self.stop_reason = self.stop_reason or reason
 
     def fail(self, failure: str) -> None:
-        """End the run because something went wrong; the first failure is the one that is told."""
+        """End the run because something went wrong. The first failure is the one that is reported."""
         self.failure = self.failure or failure
         self.stop(failure)
 
     def begin_broadcasts(self) -> None:
-        """All actors are up: tell them where everybody is, and who is in which broadcast group."""
+        """Tell all actors, once they are up, the addresses of all and the members of each broadcast group."""
         crew, config = self.crew, self.config
         self.broadcasts = Broadcasts(config.deployment.host, self.server.send)
         self.broadcasts.devices = {member.name: member.hello.device for member in crew.present}
@@ -62,7 +63,7 @@ class Run:
             self.broadcasts.make("draft", [*sending, *crew.generators])
 
     def welcome(self) -> None:
-        """Tell all that are up where everybody is."""
+        """Send the addresses of all actors to every actor that is up."""
         broadcasts = self.broadcasts
         welcome = m.Welcome(
             self.crew.addresses, self.config.deployment.host, broadcasts.port, dict(broadcasts.versions)

@@ -1,7 +1,7 @@
-"""The schedule: which tickets are issued when and go to which generator, and how far training and evaluation have come.
+"""The schedule: when tickets are issued, which generator gets each, and how far training and evaluation have come.
 
-A ticket of step s is issued once the policy clock admits it: version s - lag is published. Tickets of one evaluation
-are issued when its version is.
+A ticket of step s is issued once the policy clock admits it, which means that version s - lag is published. The tickets
+of an evaluation are issued when its version is published.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from asyncspec.wire import messages as m
 
 
 class Schedule:
+    """Issues and dispatches the tickets of a run, and counts what comes back."""
+
     def __init__(self, run: Run, first_step: int) -> None:
         self.run, self.config = run, run.config
-        self.maker: TicketMaker | None = None  # once the data is loaded
+        self.maker: TicketMaker | None = None  # set by `load`
         self.first_step = first_step
         self.clock = PolicyClock(self.config.policy_lag, first_step)
-        self.next_step = first_step  # whose tickets are issued next
+        self.next_step = first_step  # the step whose tickets are issued next
         self.trained_steps = first_step
         self.evaluations = Evaluations()
 
@@ -32,7 +34,7 @@ class Schedule:
         """Read the data.
 
         Raises:
-            RunFailed: it cannot be read, or used.
+            RunFailed: the data cannot be read or used.
         """
         from asyncspec.models import tokenizer
 
@@ -57,7 +59,7 @@ class Schedule:
             self.next_step += 1
 
     def dispatch(self) -> None:
-        """Keep each generator supplied with two engines' worth of samples, the least loaded first."""
+        """Keep each generator supplied with samples for two engines. The least loaded generator comes first."""
         book, outboxes = self.run.book, self.run.outboxes
         load = book.load(self.run.crew.generators)
         while book.pending and load:
@@ -76,14 +78,14 @@ class Schedule:
         )
 
     def published(self, message: m.Publish) -> None:
-        """A new version of the policy is published."""
+        """Note that a version of the policy was published; evaluate it if that is due."""
         if message.version > self.clock.version:
             self.clock.publish(message.version)
             if self._evaluation_due(message.version):
                 self._evaluate(message.version)
 
     def evaluated(self, generator: str, message: m.EvalDone) -> None:
-        """A ticket of an evaluation is done."""
+        """Note that a ticket of an evaluation is done."""
         ticket = self.run.book.end(
             "evaluated",
             message.ticket_id,
@@ -98,7 +100,7 @@ class Schedule:
             self.run.records.evaluated(*done)
 
     def step_done(self, message: m.StepDone) -> None:
-        """A step is trained, or was left out."""
+        """Note that a step was trained or skipped."""
         self.run.progress()
         self.trained_steps = message.step + 1
         for record in message.groups:
@@ -108,7 +110,7 @@ class Schedule:
 
     def _end_ticket(self, message: m.StepDone, record: m.GroupRecord) -> None:
         if message.skipped:
-            reason = f"step left out: {message.skipped}"
+            reason = f"step skipped: {message.skipped}"
             self.run.book.end("dropped", record.ticket_id, reason=reason, left_out_in=message.step)
         else:
             self.run.book.end(

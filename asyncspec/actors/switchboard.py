@@ -1,4 +1,4 @@
-"""The switchboard: what the controller does about each kind of message."""
+"""The switchboard: handles each kind of message that the controller receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncspec.wire import messages as m
 
 _RECEIVERS = {"generator", "logprob", "logprob_rank"}
 _SENDERS = {"trainer", "draft_adapter"}
-_FROM = {  # who may say what only an actor that is at work can say
+_FROM = {  # message -> the roles that may send it, once all actors are up; others are open to all
     m.Publish: _SENDERS,
     m.Ready: _SENDERS | _RECEIVERS | {"trainer_rank"},
     m.Broken: _SENDERS | _RECEIVERS,
@@ -28,13 +28,15 @@ _FROM = {  # who may say what only an actor that is at work can say
 
 
 class Switchboard:
+    """Passes each message to the part of the controller that it concerns, and rejects those of a wrong sender."""
+
     def __init__(self, run: Run, recovery: Recovery, schedule: Schedule) -> None:
         self.run, self.recovery, self.schedule = run, recovery, schedule
         self.records, self.server = run.records, run.server
         self.host = clock.host()
 
     def receive(self) -> None:
-        """Handle what has come."""
+        """Handle the messages that have arrived."""
         while (item := self.server.receive()) is not None:
             sender, message = item
             allowed = _FROM.get(type(message))
@@ -47,7 +49,7 @@ class Switchboard:
     def _handle(self, message: m.Message, sender: str) -> None:
         self.server.rejected += 1
 
-    # Who there is.
+    # Actors and launchers.
     @_handle.register
     def _(self, message: m.Beat, sender: str) -> None:
         self.run.crew.heard(sender, message)
@@ -131,7 +133,7 @@ class Switchboard:
             self.records.counters["wire/controller_rejected"] = self.server.rejected
         self.schedule.step_done(message)
 
-    # What is written down.
+    # Records.
     @_handle.register
     def _(self, message: m.Spans, sender: str) -> None:
         self.records.spans(message)

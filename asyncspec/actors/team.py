@@ -1,15 +1,16 @@
-"""A team: several ranks of the trainer, or of a logprob actor, that hold one model together; the first leads them.
+"""A team: several ranks of the trainer, or of a logprob actor, that hold one model together. The first rank leads.
 
-The leading rank alone has an inbox for groups, waits, decides and reports. Before each collective it sends the others
-an order, so that all ranks come to the same one; a rank without an order waits. Each data rank gets one group at a
-time. A rank that has no group, or whose group takes fewer passes, makes passes over nothing, and so takes part.
+Only the leading rank receives groups from other actors, waits for them, decides and reports. Before each collective it
+sends an order to the other ranks, so that all ranks enter the same one. A rank without an order waits. Each data rank
+gets one group at a time. A rank that has no group, or whose group takes fewer passes than another, makes empty passes:
+every rank must take part in each pass.
 
     leader          deal g0, g1           | deal g2         | update, or collect
     orders to 1     g1                    | nothing         | update, or collect
     both ranks      passes over g0, g1    | passes over g2  | step, or sum
 
-When a rank dies, the collective fails in the others at once or at its deadline. They wait for the whole run to be
-started again from the last checkpoint.
+When a rank dies, the collective fails in the others, at once or at its deadline. They then wait until the whole run is
+restarted from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 
-from asyncspec.errors import first_line
 from asyncspec.actors.base import Actor, first_name
 from asyncspec.config import topology
 from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
+from asyncspec.errors import first_line
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
 
-NOTHING, END = "nothing", "end"  # orders that all teams have
+NOTHING, END = "nothing", "end"  # orders that every team has
 
 
 class PeersLost(RuntimeError):
-    """A collective among the ranks has failed."""
+    """A collective among the ranks failed, and the run did not end in time."""
 
 
 class Team:
-    """The leading rank's means to lead the others."""
+    """The leading rank's side of a team: sends orders and groups to the other ranks."""
 
     def __init__(self, actor: Actor, ranks: Ranks) -> None:
         self.actor, self.ranks = actor, ranks
@@ -46,12 +47,11 @@ class Team:
         self.outboxes = [self.actor.outbox(name, welcome) for name in others]
 
     def deal(self, parts: list[tuple[m.Group, m.Arrays]], worker):
-        """Have each data rank add a group of its own; returns what the worker's `add` returns for this rank's group, the
-        first.
+        """Have each data rank add one group. This rank adds the first; return what the worker's `add` returns for it.
 
         Args:
-            parts: no more than there are data ranks.
-            worker: has `passes` (how many a group takes), `add` and `add_nothing`; the other ranks have one too.
+            parts: the groups, at most as many as there are data ranks.
+            worker: has `passes` (how many a group takes), `add` and `add_nothing`. Each other rank has its own.
         """
         counts = [worker.passes(*part) for part in parts]
         for rank, outbox in enumerate(self.outboxes, start=1):
@@ -72,7 +72,7 @@ class Team:
         return self.together(add)
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Tell the other ranks that no more orders will come."""
         self.order(END)
         self._sent()
 
@@ -81,10 +81,10 @@ class Team:
             outbox.put(m.Order(what, number))
 
     def together(self, act: Callable):
-        """Call `act`, which all ranks call now.
+        """Call `act`, which the other ranks call too by the order sent before. Return its result.
 
         Raises:
-            PeersLost: a rank is gone, and nobody has ended the run for it.
+            PeersLost: a rank is gone, and the run was not ended in time.
         """
         self._sent()
         try:
@@ -96,7 +96,7 @@ class Team:
             return await_end(self.actor, error)
 
     def _sent(self) -> None:
-        """Wait until every order has left: nobody would come to a collective whose order waits here for credit."""
+        """Wait until every order has left. A rank cannot enter a collective while its order waits here for credit."""
         deadline = time.monotonic() + COLLECTIVE_S
         while any(outbox.backlog for outbox in self.outboxes) and time.monotonic() < deadline:
             self.actor.wait(0.005)
@@ -105,27 +105,30 @@ class Team:
 
 
 def await_end(actor: Actor, error: RuntimeError):
-    """Wait for the run to end, because a rank is gone: its launcher has to say so first.
+    """Wait for the run to end after a rank was lost. The rank's launcher has to report the loss first.
 
     Raises:
+        StopRequested: the run has ended.
         PeersLost: the run has not ended in time.
     """
     actor.log(f"a collective among the ranks failed: {error}")
     deadline = time.monotonic() + actor.config.deployment.silent_timeout_s + 2 * KILLED_S
     while time.monotonic() < deadline:
         actor.wait_step(0.05)
-    raise PeersLost(f"ranks of {topology.rank_of(first_name(actor.name))[0]}: {first_line(error)}")
+    raise PeersLost(
+        f"a collective among the ranks of {topology.rank_of(first_name(actor.name))[0]} failed: {first_line(error)}"
+    )
 
 
 class Follower(Actor):
-    """A rank beyond the first: it does as the leading one says."""
+    """A rank beyond the first. It does what the leading rank orders."""
 
     takes = (m.Group, m.Order)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.leader, self.rank = topology.rank_of(spec.name)
-        self.ended, self.ordered = False, 0.0  # and when it was last told to do something
+        self.ended, self.ordered = False, 0.0  # and when the last order arrived
 
     def inbox_credits(self) -> int:
         return 64
@@ -150,10 +153,10 @@ class Follower(Actor):
             await_end(self, error)
 
     def follow_to_the_end(self, patience_s: float) -> None:
-        """Take part in what the leading rank has begun.
+        """Keep following orders until the leading rank ends the team.
 
         Args:
-            patience_s: how long to wait for an order before the leading rank counts as gone.
+            patience_s: seconds to wait for an order before the leading rank counts as gone.
         """
         self.ordered = time.monotonic()
         while not self.ended and time.monotonic() - self.ordered < patience_s:

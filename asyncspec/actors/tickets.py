@@ -1,7 +1,8 @@
-"""Tickets: which prompt each one is for, and where each one is.
+"""Tickets: the prompt of each one, and the stage that each one has reached.
 
-A ticket goes: pending -> generating -> generated -> arrived -> trained. `TicketMaker` is a function of the seed alone;
-`TicketBook` is the one place that knows where every ticket is, and writes each step of its way to the ledger.
+A ticket goes: pending -> generating -> generated -> arrived -> trained. What `TicketMaker` makes depends on the seed
+alone. `TicketBook` is the one place that knows where every ticket is. It writes to the ledger when a ticket is issued,
+issued again, or ends.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ GENERATING, GENERATED, ARRIVED = "generating", "generated", "arrived"
 
 
 class TicketMaker:
+    """Makes the tickets of training steps and of evaluations."""
+
     def __init__(self, config: Config, tokenizer, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
         self.config, self.tokenizer, self.problems, self.held_out = config, tokenizer, problems, held_out
-        # The order of prompts is a function of the seed alone; a longer run begins as a shorter one.
+        # The order of prompts depends on the seed alone; a longer run begins like a shorter one.
         rng = np.random.default_rng([config.seed, 0x7072])
         needed = config.steps * config.rl.groups_per_step
         self.order = np.concatenate([rng.permutation(len(problems)) for _ in range(-(-needed // len(problems)))])
@@ -64,18 +67,22 @@ class TicketMaker:
 
 @dataclass
 class _Entry:
+    """A ticket that was sent to a generator."""
+
     ticket: m.Ticket
     generator: str
     sent: float
     stage: str = GENERATING
-    since: float = 0.0  # when it came to that stage
+    since: float = 0.0  # when it reached that stage
 
 
 class TicketBook:
+    """Keeps where every open ticket is."""
+
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.pending: deque[m.Ticket] = deque()  # issued, not yet sent
-        self.open: dict[int, _Entry] = {}  # sent, fate open
+        self.open: dict[int, _Entry] = {}  # sent, and not ended
 
     def issue(self, tickets: Iterable[m.Ticket]) -> None:
         for ticket in tickets:
@@ -83,15 +90,15 @@ class TicketBook:
             self.ledger.write("issued", ticket)
 
     def next_for(self, generator: str) -> m.Ticket:
-        """The oldest pending ticket, from now on generating there."""
+        """Take the oldest pending ticket, and note that this generator has it now."""
         ticket, now = self.pending.popleft(), time.monotonic()
-        if ticket.lost:  # what passed since it was first issued was lost
+        if ticket.lost:  # it is issued again, and the time until now was lost
             ticket = msgspec.structs.replace(ticket, issued=now)
         self.open[ticket.ticket_id] = _Entry(ticket, generator, now)
         return ticket
 
     def load(self, generators: Iterable[str]) -> dict[str, int]:
-        """Samples in each generator."""
+        """Return the number of samples in each generator."""
         load = dict.fromkeys(generators, 0)
         for entry in self.open.values():
             if entry.stage == GENERATING and entry.generator in load:
@@ -99,33 +106,34 @@ class TicketBook:
         return load
 
     def moved(self, ticket_id: int, stage: str, generator: str = "") -> None:
-        """A ticket has come to a later stage. The actors' channels are not ordered among each other: old news is ignored.
+        """Note that a ticket has reached a later stage. Reports of different actors may arrive out of order: outdated
+        ones are ignored.
 
         Args:
-            generator: whose word it is, if a generator's.
+            generator: the generator that reports it; "": another actor does.
         """
         entry = self.open.get(ticket_id)
         if entry is not None and entry.stage != ARRIVED and generator in ("", entry.generator):
             entry.stage, entry.since = stage, time.monotonic()
 
     def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
-        """Take a ticket off the book; None if it is not on it any more."""
+        """Take a ticket off the book and return it; None if it is no longer there."""
         entry = self.open.pop(ticket_id, None)
         ticket = (
             entry.ticket if entry is not None else next((t for t in self.pending if t.ticket_id == ticket_id), None)
         )
         if ticket is None:
             return None
-        if entry is None:  # issued again, and ended by its first issue
+        if entry is None:  # it was issued again, but ended by its first issue
             self.pending.remove(ticket)
         self.ledger.write(event, ticket, **details)
         return ticket
 
     def reissue(self, lost: Callable[[str, str, float], bool], reason: str) -> int:
-        """Issue the tickets again that were lost with an actor; returns how many.
+        """Issue again the tickets that were lost with an actor. Return how many they are.
 
         Args:
-            lost: callable(generator, stage, since when in it) -> whether such a ticket is lost.
+            lost: callable(generator, stage, when it reached that stage) that returns whether such a ticket is lost.
         """
         again = []
         for ticket_id, entry in list(self.open.items()):
@@ -144,25 +152,25 @@ class TicketBook:
         self.open, self.pending = {}, deque()
 
     def training(self) -> tuple[int, int]:
-        """How many training tickets are in a generator, and how many are past it."""
+        """Return the number of training tickets in a generator, and of those past it."""
         stages = [entry.stage for entry in self.open.values() if not entry.ticket.evaluation]
         return stages.count(GENERATING), len(stages) - stages.count(GENERATING)
 
     def oldest(self) -> str:
-        """Where the ticket is that was sent first; "" if none is open."""
+        """Say where the ticket is that was sent first; "" if none is open."""
         entry = min(self.open.values(), key=lambda e: e.sent, default=None)
         if entry is None:
             return ""
         where = {
             GENERATING: f"in {entry.generator}",
-            GENERATED: f"past {entry.generator}, on its way through logprob",
-            ARRIVED: "with the trainer, not trained",
+            GENERATED: f"generated by {entry.generator}, on its way through logprob",
+            ARRIVED: "at the trainer, not trained yet",
         }[entry.stage]
         return f"ticket {entry.ticket.ticket_id} of step {entry.ticket.step}, {where}"
 
 
 class Evaluations:
-    """Held-out accuracy of versions, from the tickets of each as they come back."""
+    """Compute the held-out accuracy of each version as its tickets come back."""
 
     def __init__(self) -> None:
         self._open: dict[int, dict] = {}
@@ -174,7 +182,9 @@ class Evaluations:
         self._open[version] = {"rewards": [], "left": tickets, "newest": version}
 
     def add(self, version: int, rewards: Sequence[float], version_max: int) -> tuple[dict, int] | None:
-        """Note that a ticket came back; once all tickets of its version have: the eval/ fields and the number of rollouts."""
+        """Note that a ticket came back. Once all tickets of its version have, return the eval/ fields and the number of
+        rollouts; None before.
+        """
         evaluation = self._open[version]
         evaluation["rewards"] += rewards
         evaluation["left"] -= 1
@@ -182,7 +192,7 @@ class Evaluations:
         if evaluation["left"]:
             return None
         del self._open[version]
-        # Training goes on meanwhile: later samples may be of newer versions, those of the last version are not.
+        # Training continues meanwhile, so later samples may come from newer versions, except after the last version.
         return {
             "eval/accuracy": float(np.mean(evaluation["rewards"])),
             "eval/policy_version": version,

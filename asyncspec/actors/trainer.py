@@ -1,12 +1,13 @@
 """The trainer: accumulates the gradient as groups arrive in ticket order, steps, publishes the next version.
 
-- Step s trains exactly the tickets s * G .. s * G + G - 1, in that order, whatever order they arrive in.
-- A group outside the policy lag is refused with `LagError`, before it touches the gradient.
-- Losses are summed over tokens; gradients are divided once a step by the number of tokens.
+- Step s trains exactly the tickets s * G .. s * G + G - 1 in that order, in whatever order they arrive (G: groups a
+  step).
+- It refuses a group outside the policy lag with `LagError`, before the group touches the gradient.
+- It sums losses over tokens and divides the gradient by the number of tokens once a step.
 - It leads the trainer's other ranks, if there are any: actors/trainer_rank.py.
 - With speculation.method=mtp it also trains the policy's MTP module: actors/mtp.py.
-- Every so many steps it writes a checkpoint to resume from, in the background.
-- Its wall time is a sequence without gaps: waits (attributed to causes later), data, train, prepare, and the rest.
+- Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background.
+- Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, and the rest.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR = "update", "snapshot", "gather", "save", 
 
 
 class TrainerTeam(Team):
-    """The trainer's means to lead its other ranks."""
+    """The leading rank's side of the trainer's team."""
 
     def __init__(self, actor: Actor, learner: Learner) -> None:
         super().__init__(actor, learner.ranks)
         self.learner = learner
-        self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than there are data ranks
+        self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than the data ranks
 
     def add(self, group: m.Group, arrays: m.Arrays):
-        """Accumulate a group's gradient, now or together with the next groups; returns what `GradientAccumulator.add`
-        returns for this rank's group, if it was added now.
+        """Add a group to the gradient, now or together with the next groups. Return what `GradientAccumulator.add`
+        returns for this rank's group, or None if it was not added yet.
         """
         if not self.learner.accumulator.has_gradient(group):
             return self.learner.accumulator.add(group, arrays)
@@ -53,46 +54,48 @@ class TrainerTeam(Team):
         return self.flush() if len(self.waiting) == self.ranks.data_size else None
 
     def flush(self):
-        """Add the groups that wait."""
+        """Add the waiting groups to the gradient now."""
         if not self.waiting:
             return None
         parts, self.waiting = self.waiting, []
         return self.deal(parts, self.learner.accumulator)
 
     def update(self) -> dict[str, float]:
-        """See `Learner.update`."""
+        """Call `Learner.update` on all ranks, and return its statistics."""
         self.flush()
         self.order(UPDATE)
         return self.together(self.learner.update)
 
     def clear(self) -> None:
-        """Forget the groups of a step that was begun."""
+        """Forget the groups of an unfinished step, on all ranks."""
         self.waiting = []
         self.order(CLEAR)
         self.learner.accumulator.clear()
 
     def snapshot(self):
-        """A snapshot of the policy, which all ranks take now."""
+        """Take a snapshot of the policy, on all ranks."""
         self.order(SNAPSHOT)
         return self.learner.snapshot(lambda: self.order(GATHER))
 
     def save(self, version: int) -> None:
-        """Begin a checkpoint."""
+        """Begin a checkpoint, on all ranks."""
         self.order(SAVE, version)
         self.together(lambda: self.learner.save(version))
 
 
 @dataclass
 class _Step:
-    """What the trainer has done for the step that is under way."""
+    """What the trainer has done so far for the present step."""
 
     start: float = 0.0
     waits: list[m.Wait] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "train": 0.0, "prepare": 0.0})
-    groups: list[tuple[m.Group, m.Arrays]] = field(default_factory=list)  # that the gradient is of
+    groups: list[tuple[m.Group, m.Arrays]] = field(default_factory=list)  # whose gradient is accumulated
 
 
 class Trainer(Actor):
+    """The trainer's first rank, which leads the others."""
+
     role = "trainer"
     takes = (m.Group,)
     learner_class = Learner
@@ -101,16 +104,16 @@ class Trainer(Actor):
         super().__init__(spec)
         self.threads = self.config.trainer.threads
         self.step_index = max(0, spec.resume)
-        self.saved_version = self.step_index  # of the newest checkpoint begun
+        self.saved_version = self.step_index  # version of the newest checkpoint begun
         self._saving_since = 0.0
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
-        self.step_start = 0.0  # when the step before ended; 0: there was none
+        self.step_start = 0.0  # when the previous step ended; 0: there was none
         self.step = _Step()
         self.next_ticket = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
         self.team = TrainerTeam(self, self.learner)
-        self.mtp: MTPTrainer | None = None  # with speculation.method=mtp, once it is loaded
-        self.publishers: dict[str, Publisher] = {}  # by kind, once connected
+        self.mtp: MTPTrainer | None = None  # set by `load` with speculation.method=mtp
+        self.publishers: dict[str, Publisher] = {}  # by kind of weights; set by `connect`
 
     def inbox_credits(self) -> int:
         return (self.config.policy_lag + 1) * self.config.rl.groups_per_step
@@ -136,7 +139,7 @@ class Trainer(Actor):
         return set(self.publishers)
 
     def _restore(self) -> None:
-        """Go on from where the run was."""
+        """Resume from the checkpoint of version `step_index`."""
         version = self.step_index
         state = self.learner.restore(version)
         self.publisher.begin_with(m.Publish("policy", version), self.team.snapshot())
@@ -146,7 +149,7 @@ class Trainer(Actor):
 
     @property
     def publisher(self) -> Publisher:
-        """The policy's."""
+        """The publisher of the policy."""
         return self.publishers["policy"]
 
     def handle(self, message: m.Message) -> None:
@@ -154,7 +157,7 @@ class Trainer(Actor):
             self.join(self.publishers[message.kind], message)
 
     def turn(self) -> None:
-        """One optimizer step, waits included."""
+        """Take one optimizer step, waits included; after the last step, idle briefly."""
         self._tend_checkpoint()
         if self.step_index == self.config.steps:
             self.publisher.check()
@@ -166,7 +169,7 @@ class Trainer(Actor):
         if self.mtp is not None:
             self.mtp.begin_step()
         records = self._accumulate(step)
-        # Before the update, so that nothing can fail between it and its report.
+        # Wait for the last broadcast before the update, so that nothing can fail between the update and its report.
         with self._part("prepare", step):
             while self.publisher.busy:
                 self.publisher.check()
@@ -198,7 +201,7 @@ class Trainer(Actor):
                 self._save()
 
     def _accumulate(self, step: int) -> list[m.GroupRecord]:
-        """Add the gradients of a step's groups, in the order of their tickets."""
+        """Add the gradients of a step's groups, in ticket order. Return a record of each group."""
         records, count = [], self.config.rl.groups_per_step
         for ticket_id in range(step * count, (step + 1) * count):
             group, arrays = self._next_group(ticket_id)
@@ -211,7 +214,7 @@ class Trainer(Actor):
         return records
 
     def _publish(self, version: int) -> None:
-        """Send the new version of the policy and, where it is due, the draft's."""
+        """Publish the new version of the policy and, when it is due, of the draft."""
         self.publisher.publish(m.Publish("policy", version), self.team.snapshot(), self.control.send)
         self.fault("send")
         if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.due():
@@ -233,10 +236,10 @@ class Trainer(Actor):
     def _tend_checkpoint(self, wait: bool = False) -> None:
         limit = self.config.deployment.stall_timeout_s
         if self.learner.checkpoints.busy and self._saving_since and time.monotonic() - self._saving_since > limit:
-            self._saving_since = 0.0  # said once
+            self._saving_since = 0.0  # notify once
             self._notice(
-                f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s, and no "
-                f"other is begun before it is done; is the disk of {self.spec.run_dir} well?"
+                f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s; the next "
+                f"one must wait for it; check that the disk of {self.spec.run_dir} works"
             )
         try:
             if (version := self.learner.checkpoints.saved(wait)) is not None:
@@ -246,21 +249,21 @@ class Trainer(Actor):
 
     def _not_saved(self, error: OSError) -> None:
         self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
-        self._notice(f"{error}; the run goes on, the checkpoints before it are as they were")
+        self._notice(f"{error}; the run continues, and earlier checkpoints are intact")
 
     def finish(self) -> None:
         """Write the policy, and a checkpoint to resume from."""
-        if self.team.lost:  # all that this rank has is its share
+        if self.team.lost:  # this rank alone has only its share
             return
         try:
-            self.team.clear()  # of a step that was begun
+            self.team.clear()  # an unfinished step is dropped
             self.save_policy()
             self._tend_checkpoint(wait=True)
             if self.saved_version < self.step_index and not self._code:
                 self._save()
                 self._tend_checkpoint(wait=True)
             self.team.end()
-        except StopRequested:  # a rank was lost now
+        except StopRequested:  # a rank was lost meanwhile
             pass
 
     def save_policy(self) -> None:
@@ -301,7 +304,7 @@ class Trainer(Actor):
             group, arrays, _ = item
             ticket_id = group.ticket.ticket_id
             self.control.send(m.Arrived(ticket_id))
-            # A ticket that was issued again because its generator died may come twice: the first one counts.
+            # A ticket that was issued again because its generator died may arrive twice: the first one counts.
             if ticket_id in self.arrived or ticket_id < self.next_ticket:
                 self.counters["tickets/duplicates"] = self.counters.get("tickets/duplicates", 0) + 1
             else:

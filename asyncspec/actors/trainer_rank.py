@@ -4,7 +4,7 @@
     orders to 1            | g1     | -          | update | snapshot, gather
     both ranks             | backward of g0, g1  | step   | gather bucket by bucket (in a thread)
 
-Groups that have a gradient are added together, one in each data rank.
+Groups that have a gradient are added together, one on each data rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from asyncspec.wire.weights import Snapshot
 
 
 class TrainerRank(Follower):
+    """A rank of the trainer that follows the first."""
+
     role = TRAINER_RANK
     learner_class = Learner
 
@@ -66,9 +68,9 @@ class TrainerRank(Follower):
             learner.accumulator.clear()
 
     def finish(self) -> None:
-        """Take part in what rank 0 still writes."""
+        """Take part in what rank 0 still has to write."""
         try:
             self.follow_to_the_end(COLLECTIVE_S)
             self.learner.checkpoints.saved(wait=True)
-        except (StopRequested, OSError) as error:  # a rank was lost now; or rank 0 says what is wrong
+        except (StopRequested, OSError) as error:  # a rank was lost meanwhile; or rank 0 reports what is wrong
             self.log(str(error))

@@ -1,50 +1,60 @@
-"""Benchmarks of one form: interleaved variants in one run, medians with spread, a table, result.json and a plot."""
+"""Benchmarks of one form: variants interleaved in one run, medians with spread, a table, result.json and a plot."""
 
 from typing import NamedTuple
 
 
 class Listed(NamedTuple):
+    """How `asyncspec bench --help` lists a benchmark: its module, what it shows, and the minutes it takes."""
+
     module: str
     shows: str
     minutes: int
 
 
 BENCHMARKS = {
-    "async": Listed("asyncspec.bench.async_", "what asynchrony hides: the default job at policy lag 0 and 1", 5),
+    "async": Listed(
+        "asyncspec.bench.async_", "how much generation time asynchrony hides: the default job at policy lag 0 and 1", 5
+    ),
     "engine": Listed(
         "asyncspec.bench.engine",
-        "tokens a second by live sequences and draft length, and the parts of a step; beside vLLM and transformers "
-        "where ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON name their interpreters "
+        "tokens per second by live sequences and draft length, and the parts of a step; compared with vLLM and "
+        "transformers if ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON name their interpreters "
         "(scripts/compare/make_environments.sh makes both)",
         15,
     ),
     "speculation": Listed(
         "asyncspec.bench.speculation",
         "every drafter by live sequences and draft length, the default job's rollouts, and whether the automatic draft "
-        "length ever loses",
+        "length ever loses to a fixed one or to no speculation",
         50,
     ),
     "drafts": Listed(
-        "asyncspec.bench.drafts", "acceptance and speedup by where the draft comes from and whether it is adapted", 25
+        "asyncspec.bench.drafts",
+        "acceptance and speedup by what the draft was trained on and whether it is adapted online",
+        25,
     ),
-    "ranks": Listed("asyncspec.bench.ranks", "whether trainers of 1, 2 and 4 ranks learn alike", 15),
+    "ranks": Listed("asyncspec.bench.ranks", "whether trainers of 1, 2 and 4 ranks learn equally well", 15),
     "adapter": Listed(
-        "asyncspec.bench.adapter", "the trainer's step beside a draft adapter that works, is slow or dies", 10
+        "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
     ),
     "attribution": Listed(
         "asyncspec.bench.attribution",
-        "whether time is charged to its cause: delays of known length, found again",
+        "whether time is charged to its cause: known delays are injected and looked for",
         10,
     ),
-    "chaos": Listed("asyncspec.bench.chaos", "a hundred actors killed or frozen at random in a default run", 15),
-    "fuzz": Listed(
-        "asyncspec.bench.fuzz", "what is refused of a million damaged frames and a thousand damaged configurations", 5
+    "chaos": Listed(
+        "asyncspec.bench.chaos", "a default run in which actors are killed or frozen at random, a hundred times", 15
     ),
-    "soak": Listed("asyncspec.bench.soak", "memory, file descriptors and threads of each actor in a small job", 30),
+    "fuzz": Listed(
+        "asyncspec.bench.fuzz", "whether a million damaged frames and a thousand damaged configurations are refused", 5
+    ),
+    "soak": Listed(
+        "asyncspec.bench.soak", "growth of memory, file descriptors and threads of each actor in a small job", 30
+    ),
     "deployment": Listed(
         "asyncspec.bench.deployment",
-        "12 generating and 4 training nodes in network namespaces, with mocked GPUs, beside published figures; needs "
-        "root",
+        "12 generating and 4 training nodes in network namespaces, with mocked GPUs, compared with published figures; "
+        "needs root",
         10,
     ),
 }

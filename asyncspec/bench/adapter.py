@@ -1,7 +1,8 @@
-"""bench adapter: the draft adapter is never in the way. The default job's steps with an adapter that works, one that
-gets a tenth of its time, one that is killed, and without one, whole runs interleaved.
+"""bench adapter: the draft adapter never slows the trainer. The default job runs with an adapter that works, with one
+that gets a tenth of its time, with one that is killed, and without one. Whole runs are interleaved.
 
-At lag 0, where a core is free while the trainer trains. Slow is what SIGSTOP and SIGCONT make of a working adapter.
+The lag is 0, because then a core is free while the trainer trains. The slow adapter is a working one that SIGSTOP and
+SIGCONT pause again and again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from asyncspec.bench.harness import Benchmark, Samples, ratio
 from asyncspec.bench.jobs import run_job
 
-STEPS, SKIP = 20, 4  # an adapter is killed within those that are skipped
+STEPS, SKIP = 20, 4  # the adapter is killed during the skipped steps
 RUNS_S, STOPS_S = 0.02, 0.18
 
 
@@ -72,7 +73,7 @@ class AdapterBenchmark(Benchmark):
 
 
 def _adapter(process, run_dir: Path) -> int:
-    """The adapter's process id, once the first step is trained; 0 if the run ended before."""
+    """Wait for the first trained step and return the adapter's process id; 0 if the run ended before."""
     metrics, log = run_dir / "metrics.jsonl", run_dir / "logs" / "draft_adapter.log"
     while process.poll() is None:
         if metrics.exists() and metrics.stat().st_size:
@@ -90,7 +91,7 @@ def _slow_down(process, run_dir: Path) -> None:
             time.sleep(STOPS_S)
             os.kill(adapter, signal.SIGCONT)
             time.sleep(RUNS_S)
-    except ProcessLookupError:  # it has ended
+    except ProcessLookupError:  # the adapter has ended
         pass
 
 

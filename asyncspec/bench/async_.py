@@ -1,8 +1,8 @@
-"""bench async: what the policy lag hides. The default job, policy lag 0 against 1, whole runs interleaved.
+"""bench async: what the policy lag hides. The default job at policy lag 0 and at 1; whole runs are interleaved.
 
-Seconds are means over the steps of a run after the first two, which fill the pipeline: means, because a long rollout
-now and then is what exposes generation. Generation is exposed where the trainer waited for rollouts that were not
-generated yet, as attributed from the groups' histories.
+Seconds are means over the steps of a run without the first two, which fill the pipeline. They are means, not medians,
+because an occasional long rollout is what exposes generation. Generation is exposed while the trainer waits for
+rollouts that are not generated yet, as the groups' histories show.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AsyncBenchmark(Benchmark):
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         lag = variant.split()[1]
         run_dir = self.out / f"lag{lag}-{repetition}"
-        # No evaluation and no draft adaptation between the steps: they take the same cores and blur the comparison.
+        # No evaluation and no draft adaptation: they use the same cores and blur the comparison.
         rows = run_job(
             run_dir,
             "--policy-lag",

@@ -1,11 +1,14 @@
-"""bench attribution: is time charged to its cause? The default job at lag 0, with a delay put into one place at a time.
+"""bench attribution: is time charged to its cause? The default job at lag 0, with a delay in one place at a time.
 
-Each place is compared with the run without delays of the same repetition: how much longer a step became, and how much
-of that the attribution charged to the place; and by how much what it charged to generation grew that was put elsewhere.
-The last may be right: while the generator sleeps over a reward the trainer catches up, and then no longer hides the
-generation that follows. So for rewards both are counted directly: of the injected sleep during which the trainer
-waited, the shares that were charged to rewards and to generation. Two runs with generation slowed by different amounts
-test the what-if answers; a run that records nothing shows what recording costs.
+Each delayed run is compared with the run without delays of the same repetition. The step became longer: which share
+of this growth was charged to the delayed place, and which share to generation, although the delay was elsewhere?
+
+A charge to generation may be right in one case. While the generator sleeps over a reward, the trainer catches up, and
+then no longer hides the generation that follows. So rewards are counted directly: of the injected sleep during which
+the trainer waited, the shares that were charged to rewards and to generation.
+
+Two runs with generation slowed by different amounts test the what-if answers. A run that records nothing shows what
+recording costs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from asyncspec.timing.attribution import PARTS, WAITED, critical_path
 from asyncspec.timing.spans import Recorder
 
 STEPS, SKIP = 12, 2
-# place: seconds of a delay, about one second a step in all; and the part it must be charged to.
+# place: (seconds of one delay, about one second per step in total; the part that must be charged).
 DELAYS = {
     "generate": (0.05, "exposed_generation"),
     "reward": (0.008, "exposed_reward"),
@@ -32,7 +35,7 @@ DELAYS = {
     "broadcast": (1.0, "prepare"),
     "train": (0.06, "train"),
 }
-FASTER = 0.02  # of generate, for the what-if answer
+FASTER = 0.02  # seconds of a shorter delay of generate, to test the what-if answer
 
 
 class AttributionBenchmark(Benchmark):
@@ -138,7 +141,7 @@ class AttributionBenchmark(Benchmark):
 
 
 def spans(run_dir: Path) -> list[tuple[str, float, float]]:
-    """Name, start and end of the hosts' spans in a run's trace."""
+    """Return name, start and end of each span on a host, from a run's trace."""
     events = json.loads((run_dir / "trace.json").read_text())
     origin = next(event["args"]["origin_s"] for event in events if event["name"] == "process_labels")
     return [
@@ -149,8 +152,8 @@ def spans(run_dir: Path) -> list[tuple[str, float, float]]:
 
 
 def asleep(recorded: Sequence[tuple[str, float, float]], steps: Sequence) -> dict[str, float]:
-    """Seconds of the steps' critical path, by the part they were charged to, in which the generator slept over a
-    reward.
+    """Return for how many seconds of the steps' critical path the generator slept over a reward, by the part that
+    these seconds were charged to.
     """
     sleeps = [(start, end) for name, start, end in recorded if name == "delay reward"]
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -162,7 +165,7 @@ def asleep(recorded: Sequence[tuple[str, float, float]], steps: Sequence) -> dic
 
 
 def span_cost_s(recording: bool = True, count: int = 20_000) -> float:
-    """Seconds to record a span, the median of some rounds."""
+    """Return the seconds that it takes to record a span, the median of seven rounds."""
     rounds = []
     for _ in range(7):
         recorder, start = Recorder(recording), time.perf_counter()

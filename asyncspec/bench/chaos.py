@@ -1,10 +1,11 @@
-"""bench chaos: faults at random moments in a default run: any actor killed or frozen, a hundred times. Does it end,
-learn as without them, and train every ticket once, within the lag?
+"""bench chaos: faults at random moments of a default run. An actor is killed or frozen, a hundred times. Does the run
+end, learn as well as without faults, and train every ticket once, within the lag?
 
-Variants: the same job without faults, with them, and cut short by a SIGKILL of its launcher and resumed, ten times. A
-fault hits whichever process plays a role at that moment, also one that is still coming up in place of another.
-Detection is from the signal to the ledger's `lost`; recovery to its `joined`, or, where all is started again, to
-`ready`.
+Variants: the same job without faults; with faults; and with its launcher killed and the run resumed, ten times. A
+fault hits the process that plays a role at that moment, even a replacement that is still starting.
+
+Detection is the time from the signal to the ledger's `lost`. Recovery is the time from the signal to the ledger's
+`joined`, or to `ready` if the whole run restarts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from asyncspec.ledger.audit import fates, violations
 from asyncspec.timing.metrics import read_rows
 
 FAULTS = 100
-BETWEEN_S = (0.5, 6.5)  # a fault comes so long after the one before, uniformly
-FREEZES = 0.25  # share of faults that are not deaths
+BETWEEN_S = (0.5, 6.5)  # seconds from one fault to the next, uniformly distributed
+FREEZES = 0.25  # share of faults that freeze an actor instead of killing it
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
 CUTS = 10
 SETTINGS = (
@@ -99,7 +100,7 @@ class ChaosBenchmark(Benchmark):
 
     def tables(self, samples: Samples) -> list[Table]:
         table = Table(title="seconds from the signal: median (largest)", title_justify="left")
-        for heading in ("actor", "fault", "times", "detected", "recovered"):
+        for heading in ("actor", "fault", "count", "detected", "recovered"):
             table.add_column(heading, justify="left" if heading in ("actor", "fault") else "right")
         for role in ROLES:
             for kind in ("killed", "frozen"):
@@ -133,7 +134,7 @@ class ChaosBenchmark(Benchmark):
 
 
 class Storm:
-    """Sends the signals, beside a run."""
+    """Sends the signals while a run is under way."""
 
     def __init__(self, run_dir: Path, rng: np.random.Generator, count: int = FAULTS) -> None:
         self.run_dir, self.rng, self.count = run_dir, rng, count
@@ -151,7 +152,7 @@ class Storm:
                 if pid and not _stopped(pid):
                     os.kill(pid, signal.SIGSTOP if kind == "frozen" else signal.SIGKILL)
                     self.faults.append({"time": time.time(), "role": role, "kind": kind, "actor": actor})
-            except ProcessLookupError:  # the role is vacant just now
+            except ProcessLookupError:  # nobody plays the role at the moment
                 pass
 
     def _newest(self, role: str) -> tuple[str, int]:
@@ -163,7 +164,7 @@ class Storm:
 
 
 def cut_and_resume(run_dir: Path, arguments: Sequence[str], cuts: int = CUTS) -> list[dict]:
-    """A run whose launcher is killed every so many steps, and resumed; returns the rows of its metrics."""
+    """Run a job, kill its launcher `cuts` times at even intervals, resume it; return the rows of its metrics."""
     steps = load("tiny", arguments).steps
     for cut in range(cuts):
 
@@ -193,11 +194,11 @@ def _stopped(pid: int) -> bool:
 
 
 def timed(faults: list[dict], events: list[dict]) -> list[dict]:
-    """The faults, with seconds until they were detected and recovered from, where the ledger tells."""
+    """Return the faults, with the seconds to detection and to recovery if the ledger has them."""
     result = []
     for fault in faults:
         later = [event for event in events if event["time"] >= fault["time"] - 0.01]
-        # A fault that hits while all is being started again has no loss of its own: the restart mends it too.
+        # A fault during a restart of the whole run has no `lost` event of its own: the restart repairs it.
         noted = next(
             (e for e in later if e["event"] == "resumed" or (e["event"] == "lost" and e["actor"] == fault["actor"])),
             None,
@@ -229,7 +230,7 @@ def timed(faults: list[dict], events: list[dict]) -> list[dict]:
 
 
 def median_of(faults: list[dict], role: str, what: str) -> float | None:
-    """Of deaths: a freeze is found by its silence, which is a setting."""
+    """Return the median over kills; None without any. How fast a freeze is detected depends on a setting."""
     values = [fault[what] for fault in faults if fault["role"] == role and fault["kind"] == "killed" and what in fault]
     return statistics.median(values) if values else None
 

@@ -1,9 +1,9 @@
-"""bench deployment: 12 nodes that generate and 4 that train, without a GPU: a network namespace, a torchrun and an
-actor for each node, real queues, lag, broadcasts and attribution; only the computing is waited for
-(configs/mock_rl_think_8b.yaml says how long, and why).
+"""bench deployment: 12 generating and 4 training nodes, without a GPU. Each node has a network namespace, a torchrun
+and an actor. Queues, lag, broadcasts and attribution are real. Only the computing is mocked, by waiting
+(configs/mock_rl_think_8b.yaml says for how long, and why).
 
-Variants: no speculation; speculation; speculation with two nodes, one that generates and one of logprob, cut off from
-the network for a while.
+Variants: no speculation; speculation; speculation while two nodes, one for generation and one for logprob, are cut
+off from the network for a while.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from asyncspec.ledger import ledger
 from asyncspec.ledger.audit import violations
 from asyncspec.timing.metrics import read_rows
 
-CONFIG, SKIP = "mock_rl_think_8b", 2  # steps that fill the pipeline
+CONFIG, SKIP = "mock_rl_think_8b", 2  # the configuration; steps that fill the pipeline
 LONGEST_S = 900.0
-CUT_AFTER, CUT_S = 4, 12.0  # steps, and seconds here
+CUT_AFTER, CUT_S = 4, 12.0  # cut the nodes off after this many steps; for this many seconds of wall time
 PUBLISHED = {"exposed_generation_ar_s": 10.4, "exposed_generation_spec_s": 0.6, "step_ar_s": 75.0, "step_spec_s": 60.5}
 
 
@@ -117,7 +117,8 @@ class DeploymentBenchmark(Benchmark):
         rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
         if len(rows) < self.config.steps:
             raise UserError(
-                f"bench deployment: {variant}: {len(rows)} of {self.config.steps} steps; see {logs} and {run_dir}/logs"
+                f"bench deployment: {variant}: {len(rows)} of {self.config.steps} steps done; "
+                f"see {logs} and {run_dir}/logs"
             )
         scale, steady = self.config.mock.time_scale, rows[SKIP:]
 
@@ -153,7 +154,7 @@ class DeploymentBenchmark(Benchmark):
         }
 
     def _attend(self, variant: str, run_dir: Path, nodes: list[subprocess.Popen]) -> None:
-        """Until the controller's node has ended; cut some off in between, if that is to be."""
+        """Wait until the controller's node has ended. If the variant says so, cut the victims off in between."""
         deadline, cut = time.monotonic() + LONGEST_S, 0.0
         while nodes[0].poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -201,7 +202,7 @@ class DeploymentBenchmark(Benchmark):
             left = [a + b for a, b in zip(left, values)]
         for variant, key in (("ar", "step_ar_s"), ("spec", "step_spec_s")):
             axes.plot([PUBLISHED[key]], [variant], "k|", markersize=30, label="published" if variant == "ar" else None)
-        axes.set_xlabel("seconds per step on the machines that are mocked")
+        axes.set_xlabel("seconds per step on the mocked machines")
         axes.legend(fontsize=7)
 
     def close(self) -> None:

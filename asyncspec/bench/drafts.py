@@ -1,11 +1,13 @@
-"""bench drafts: where the draft comes from, and what adapting it online is worth.
+"""bench drafts: what a draft's training data and its online adaptation are worth.
 
-For two forms of the default policy, as shipped (RL-Zero) and after some RL (RL-Think): an EAGLE-3 draft trained on the
-task's own prompts (in-domain) and one trained on other tasks' (general), for as long; then an RL run with each,
-adapting it. Measured on the policy that came of the run: the draft it started with (frozen) and the one it ended with
-(online), and the other drafters. So the frozen and the adapted draft face the same policy.
+The default policy has two forms: as shipped (RL-Zero) and after some RL (RL-Think). For each form, one EAGLE-3 draft
+is trained on the task's own prompts (in-domain) and another, for as long, on other tasks' prompts (general). An RL
+run starts from each draft and adapts it.
 
-Drafts and runs are kept under the output directory, and found there by a later run.
+Everything is measured on the policy at the end of that run: the draft that the run started with (frozen), the draft
+that it ended with (online), and the other drafters. So the frozen and the adapted draft face the same policy.
+
+Drafts and runs are kept under the output directory; a later run of the benchmark reuses them.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class DraftsBenchmark(Benchmark):
             for init in INITS:
                 draft = out / f"draft-{form}-{init}"
                 if not (draft / "config.json").is_file():
-                    print(f"bench drafts: training {draft}, {DRAFT_MINUTES} minutes", flush=True)
+                    print(f"bench drafts: training {draft} for {DRAFT_MINUTES} minutes", flush=True)
                     train_draft(
                         draft,
                         "--policy",
@@ -102,10 +104,10 @@ class DraftsBenchmark(Benchmark):
         self.variants += [f"{form} other {method} {k}" for form in FORMS for method in OTHERS for k in LENGTHS]
 
     def _run(self, name: str, steps: int, *overrides: str) -> Path:
-        """An RL run at lag 1 with an adapted draft, k fixed; returns its checkpoint."""
+        """Do an RL run at lag 1 that adapts its draft, with fixed k, unless it is done; return its checkpoint."""
         directory = self.out / name
         if not (directory / "checkpoint" / "policy" / "config.json").is_file():
-            print(f"bench drafts: running {directory}, {steps} steps", flush=True)
+            print(f"bench drafts: running {directory} for {steps} steps", flush=True)
             run_job(
                 directory,
                 "--steps",
@@ -150,7 +152,7 @@ class DraftsBenchmark(Benchmark):
 
     def tables(self, samples: Samples) -> list[Table]:
         table = Table(
-            title="acceptance length and generation speedup over none (quartiles), on the policy each run ended with",
+            title="acceptance length, and speedup over no speculation (quartiles), on the policy at each run's end",
             title_justify="left",
         )
         for column in (
@@ -209,7 +211,7 @@ class DraftsBenchmark(Benchmark):
 
 @torch.inference_mode()
 def divergence(ended: Path, start: Path, prompts: int = 128) -> float:
-    """KL(ended || start) of two policies, nats a token, over the first one's own samples at temperature 1."""
+    """Return KL(ended || start) of two policies, in nats per token, over samples of `ended` at temperature 1."""
     (model, shape), (before, _) = policy.load(ended), policy.load(start)
     encoder = tokenizer.load(ended)
     prompts_ = [encoder.encode(p.prompt).ids for p in sums(91, prompts)]
@@ -230,7 +232,7 @@ def make(overrides: Sequence[str], out: Path) -> DraftsBenchmark:
 
 
 def general_prompts(seed: int, count: int) -> list[str]:
-    """Prompts of other tasks than sums, from a seed: what a draft of general purpose is trained on."""
+    """Make prompts of tasks other than sums, from a seed, to train a general-purpose draft on."""
     rng = np.random.default_rng([seed, 0x6765])
 
     def number(digits: int) -> str:

@@ -1,15 +1,21 @@
-"""bench engine: the generation engine by itself, and beside vLLM and transformers.
+"""bench engine: the generation engine by itself, and compared with vLLM and transformers.
 
-For 1 to 64 live sequences: tokens a second at each EAGLE-3 draft length, 0 (no speculation) to 7, and with the length
-chosen for each step; acceptance by position; where a step's time goes; and what share of a step without speculation it
-would take to read a dense policy's weights once, as fast as the device's memory gives a gigabyte: with few sequences
-the least that a large policy's step can take. Then the same rollouts, from the first to the last token, through this
-engine, vLLM on the CPU and transformers' generate: same weights, prompts, temperature and threads, all in float32 (on a
-GPU, and in bfloat16, this engine alone).
+For 1 to 64 live sequences it reports:
 
-The other engines live in environments of their own: scripts/compare/make_environments.sh makes them and prints the
-variables ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON to set. Without one its rows are left out, and a line
-says so.
+- tokens per second at each EAGLE-3 draft length from 0 (no speculation) to 7, and with the length chosen for each
+  step;
+- acceptance by position;
+- the parts of a step's time;
+- the memory floor: the time to load a dense policy's weights from memory once, at the measured rate of the device, as
+  a share of a step without speculation. With few sequences a large policy's step cannot be faster.
+
+Then the same rollouts run, from the first to the last token, through this engine, vLLM on the CPU and transformers'
+generate, with the same weights, prompts, temperature and threads, all in float32. On a GPU, or in bfloat16, only this
+engine runs.
+
+The other engines live in environments of their own. scripts/compare/make_environments.sh makes them and prints the
+variables to set: ASYNCSPEC_VLLM_PYTHON and ASYNCSPEC_TRANSFORMERS_PYTHON. An engine without its variable is left out,
+and a line says so.
 """
 
 from __future__ import annotations
@@ -37,9 +43,9 @@ from asyncspec.models.shape import PolicyShape
 
 LIVE = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (0, *range(1, 8), "auto")
-ROLLOUTS = 24  # of a measurement, besides those that are still live when it ends
+ROLLOUTS = 24  # rollouts of a measurement, in addition to those still live when it ends
 COMPARED = (1, 4, 16, 64)
-PARTS = ("admit", "draft", "target", "rest")  # of a step; the rest verifies, and commits what comes of it
+PARTS = ("admit", "draft", "target", "rest")  # of a step; "rest" verifies, and commits the result
 SCRIPTS = configuration.PACKAGE_DIR.parent / "scripts" / "compare"
 OTHERS = {  # name: environment variable, program, further arguments
     "vllm": ("ASYNCSPEC_VLLM_PYTHON", "vllm_cpu.py", ["512"]),
@@ -49,7 +55,7 @@ OTHERS = {  # name: environment variable, program, further arguments
 
 
 class Other:
-    """Another engine, in its own environment and process; see scripts/compare/common.py."""
+    """Another engine, in an environment and a process of its own; see scripts/compare/common.py."""
 
     def __init__(self, python: str, program: str, arguments: list[str], log: Path) -> None:
         self.process = subprocess.Popen(
@@ -77,7 +83,7 @@ class Other:
 
 
 def read_rate(device: str) -> float:
-    """Bytes a second that this device, or these threads of a CPU, read of a gigabyte."""
+    """Return the bytes per second at which this device, or these threads of a CPU, load a gigabyte from memory."""
     gigabyte, took = torch.ones(2**28, device=device), []
     for _ in range(6):
         start = time.perf_counter()
@@ -87,20 +93,20 @@ def read_rate(device: str) -> float:
 
 
 def weight_bytes(shape: PolicyShape, dtype: torch.dtype) -> int:
-    """Bytes of a dense policy's weights that a step reads; of an embedding that is not the head, too, it reads a few
-    rows.
+    """Return the bytes of a dense policy's weights that a step loads. An embedding that is not also the head does not
+    count: a step loads only a few of its rows.
     """
     looked_up = 0 if shape.tied else shape.vocab_size * shape.dim
     return dtype.itemsize * (estimate.parameters(shape.to_hf()) - looked_up)
 
 
 class TimedEngine(TorchEngine):
-    """An engine that tells where the time of its steps goes."""
+    """An engine that measures the parts of its steps."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.timed = False
-        self.seconds: Counter[str] = Counter()  # by part, and of all, while it is timed
+        self.seconds: Counter[str] = Counter()  # by part, and for all parts ("all"), while `timed` is set
 
     def poll(self) -> list[Completion]:
         if not self.timed:
@@ -142,7 +148,7 @@ class GenerationBenchmark(Benchmark):
         self.floor_ms = (
             1e3 * weight_bytes(self.loads.shape, getattr(torch, c.model.dtype)) / read_rate(self.loads.device)
         )
-        alike = self.loads.device == "cpu" and c.model.dtype == "float32"  # as the others compute
+        alike = self.loads.device == "cpu" and c.model.dtype == "float32"  # the other engines can do only this
         for name, (variable, program, arguments) in OTHERS.items() if alike else ():
             python = os.environ.get(variable)
             if python and SCRIPTS.is_dir():
@@ -152,7 +158,7 @@ class GenerationBenchmark(Benchmark):
             else:
                 print(
                     f"bench engine: {name} is left out: {variable} is not set; scripts/compare/make_environments.sh "
-                    f"says how"
+                    f"prints its value"
                 )
         self.variants = [f"{live} k={k}" for live in LIVE for k in LENGTHS]
         self.variants += [f"{live} {name}" for live in COMPARED for name in ("none", "eagle3", *self.others)]
@@ -171,9 +177,9 @@ class GenerationBenchmark(Benchmark):
         length = name.removeprefix("k=") if name.startswith("k=") else "auto" if name == "eagle3" else "0"
         engine = loads.engine("none" if length == "0" else "eagle3", live, length)
         engine.seconds.clear()
-        # Timing the parts of a step stops a GPU at each, so it has a measurement of its own there.
+        # Timing the parts of a step synchronizes a GPU at each, so on a GPU they get a measurement of their own.
         engine.timed = loads.device == "cpu"
-        if engine.decode.graphs is not None:  # those that a job has long captured
+        if engine.decode.graphs is not None:  # capture what a job has captured early on
             loads.steady(repetition, ROLLOUTS + live, engine)
         if not name.startswith("k="):
             return loads.batch(repetition, rollouts, 1, engine)[0]
@@ -204,18 +210,19 @@ class GenerationBenchmark(Benchmark):
 
     def tables(self, samples: Samples) -> list[Table]:
         rates = Table(title="EAGLE-3, tokens/s (over k=0) by live sequences and draft length", title_justify="left")
-        parts = Table(title="milliseconds of a step", title_justify="left")
+        parts = Table(title="milliseconds per step", title_justify="left")
         accepted = Table(
-            title="share of proposals accepted, by position, given that all before were", title_justify="left"
+            title="share of proposals accepted, by position, given that all earlier ones were", title_justify="left"
         )
         compared = Table(
-            title="the same rollouts, first to last token: tokens/s, and ours over the other", title_justify="left"
+            title="the same rollouts, first to last token: tokens/s, and this engine over the other",
+            title_justify="left",
         )
         for table, columns in (
             (rates, [f"k={k}" for k in LENGTHS]),
             (parts, ["k", *PARTS, "all"]),
             (accepted, [str(i) for i in range(1, 8)]),
-            (compared, ["engine", "tokens/s", "none over it", "eagle3 over it"]),
+            (compared, ["engine", "tokens/s", "none over other", "eagle3 over other"]),
         ):
             for column in ("live", *columns):
                 table.add_column(column, justify="right")

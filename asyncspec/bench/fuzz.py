@@ -1,14 +1,14 @@
-"""bench fuzz: what is none of ours is refused. A million damaged frames through real sockets, with the run's keys and
-without, and a thousand damaged configurations: none may crash anything, none may be taken for something it does not
-say.
+"""bench fuzz: damaged input is refused. A million damaged frames through real sockets, with the run's keys and
+without, and a thousand damaged configurations. None may crash anything, and none may be taken for something it does
+not say.
 
-- frames: a peer that has the keys sends mutated messages, random bytes, repeated and skipped ones to a queue and a
-  control channel, between good ones. Every good one arrives, in order; of the others only those arrive that say, word
-  for word, a message.
-- oversized: frames beyond the limit from peers that have the keys; each is cut off, and nobody else notices.
-- stranger: connections without the keys, of raw bytes and of whole clients; nothing arrives.
-- configs: fields with values of other types, out of range, misspelt; each is refused in one line, or is what the
-  configuration then says.
+- frames: a peer with the keys sends mutated messages, random bytes, and repeated and skipped frames to a queue and a
+  control channel, between good messages. Every good message arrives, in order. Of the others, only those arrive that
+  are a valid message, word for word.
+- oversized: peers with the keys send frames beyond the limit. Each such peer is cut off, and nobody else notices.
+- stranger: peers without the keys send raw bytes, or act as whole clients. Nothing arrives.
+- configs: fields get values of other types or out of range, or their names are misspelled. Each is refused in one
+  line, or the configuration then holds what the text says.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FuzzBenchmark(Benchmark):
 
 
 def examples() -> list[tuple[m.Message, m.Arrays]]:
-    """A message of many kinds."""
+    """Return messages of many kinds."""
     ticket = m.Ticket(
         ticket_id=7,
         step=3,
@@ -98,7 +98,7 @@ def examples() -> list[tuple[m.Message, m.Arrays]]:
     )
     arrays = {
         "tokens": np.arange(9, dtype=np.int32),
-        "behaviour": np.zeros(9, np.float32),
+        "behavior": np.zeros(9, np.float32),
         "lengths": np.array([4, 5], np.int32),
     }
     return [
@@ -116,7 +116,7 @@ def examples() -> list[tuple[m.Message, m.Arrays]]:
 
 
 def damaged(rng: np.random.Generator, frames: list[bytes]) -> list[bytes]:
-    """Frames as no sender of ours sends them, or hardly."""
+    """Damage frames in one of nine ways. Our senders never send the result, or hardly ever."""
     frames = [bytes(frame) for frame in frames]
     at = int(rng.integers(len(frames)))
     kind = int(rng.integers(9))
@@ -140,12 +140,12 @@ def damaged(rng: np.random.Generator, frames: list[bytes]) -> list[bytes]:
     elif kind == 7:
         frames *= int(rng.integers(2, 4))
     else:
-        frames[0] = b"\x93" * int(rng.integers(1, 2000))  # nested deeper and deeper
+        frames[0] = b"\x93" * int(rng.integers(1, 2000))  # arrays nested in arrays
     return frames
 
 
 def says_so(header: bytes, message: m.Message) -> bool:
-    """Whether a header says what was read from it: no field of it was passed over or changed."""
+    """Whether a header says what was decoded from it: no field was skipped or changed."""
 
     def within(part: Any, whole: Any) -> bool:
         if isinstance(part, dict) and isinstance(whole, dict):
@@ -161,13 +161,13 @@ def says_so(header: bytes, message: m.Message) -> bool:
 
 
 def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
-    """Damaged frames from a peer that has the keys, to an inbox and a control server, half each."""
+    """Send damaged frames from a peer with the keys, half to an inbox and half to a control server."""
     counts = dict.fromkeys(COUNTS, 0)
     with _Served() as served:
         queue, control = served.peer(served.inbox.address), served.peer(served.server.address)
         queue.send(b"O")
         originals = [codec.encode(*example) for example in examples()]
-        number = 0  # of the last queue frame that counts
+        number = 0  # the number of the last queue frame that counts
         for i in itertools.count():
             if counts["tried"] == count:
                 break
@@ -198,7 +198,7 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
         served.settle(counts["tried"])
         counts["lost"], counts["accepted"], counts["refused"] = served.good_lost(), served.foreign, served.refused()
         counts["unheard"] = counts["tried"] - counts["accepted"] - counts["refused"]
-    # Once more without the sockets: what is taken for a message must be what the frame says, word for word.
+    # Again without the sockets: a frame that decodes must say, word for word, what was decoded.
     for _ in range(min(count, 100_000)):
         frames = damaged(rng, originals[int(rng.integers(len(originals)))])
         try:
@@ -213,10 +213,10 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
 
 
 def fuzz_oversized(count: int) -> dict[str, float]:
-    """Frames larger than what is taken, from peers that have the keys. Each loses its connection.
+    """Send frames larger than the limit from peers with the keys. Each peer loses its connection.
 
-    To the control server alone: what an inbox takes is more than a small machine should send, and both are bounded in
-    the same place.
+    They go to the control server only: the limit of an inbox is more than a small machine should send, and the same
+    code enforces both limits.
     """
     counts, frame = dict.fromkeys(COUNTS, 0), bytes(MAX_CONTROL_BYTES + 1)
     with _Served() as served:
@@ -240,8 +240,8 @@ def fuzz_oversized(count: int) -> dict[str, float]:
 
 
 def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
-    """Connections of peers without the keys: random bytes, damaged greetings, other keys, no encryption. None gets
-    anything through.
+    """Connect peers without the keys: random bytes, damaged greetings, other keys, no encryption. Nothing that they
+    send gets through.
     """
     counts = dict.fromkeys(COUNTS, 0)
     with _Served() as served:
@@ -251,7 +251,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
             address = (served.inbox, served.server)[i % 2].address
             counts["tried"] += 1
             try:
-                if i % 50 == 0:  # a whole client: of another run, or unencrypted
+                if i % 50 == 0:  # a whole client, with the keys of another run or unencrypted
                     transport.use_keys(served.folder / "other" if i % 100 == 0 else None)
                     peers.append(served.peer(address))
                     for _ in range(20):
@@ -266,7 +266,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
                 served.drain()
                 if i % GOOD_EVERY == 0:
                     served.send_good(str(i))
-            except (ConnectionError, TimeoutError):  # it was shown the door
+            except (ConnectionError, TimeoutError):  # the server closed the connection
                 pass
             except Exception:
                 counts["crashes"] += 1
@@ -279,7 +279,7 @@ def fuzz_strangers(rng: np.random.Generator, count: int) -> dict[str, float]:
 
 
 class _Served:
-    """An inbox and a control server with keys, and somebody who sends good messages to both."""
+    """An inbox and a control server with keys, and a peer that sends good messages to both."""
 
     def __enter__(self) -> _Served:
         self._folder = tempfile.TemporaryDirectory()
@@ -293,9 +293,9 @@ class _Served:
             transport.Outbox(self.inbox.address),
             ControlClient(self.server.address, "good"),
         )
-        self.expected: list[m.Message] = []  # the good ones, in order
-        self.came = {"queue": 0, "control": 0}  # of these, so many have come in their order
-        self.foreign = 0  # messages of others that were taken for some
+        self.expected: list[m.Message] = []  # the good messages, in order
+        self.came = {"queue": 0, "control": 0}  # how many of them have arrived in their order
+        self.foreign = 0  # accepted messages that are not good ones
         self._peers: list[zmq.Socket] = []
         return self
 
@@ -334,7 +334,7 @@ class _Served:
             self.came[way] += 1
 
     def settle(self, tried: int) -> None:
-        """Until all good messages have come, and of the others so many are accounted for."""
+        """Wait until all good messages have arrived and `tried` others are accepted or refused, SETTLE_S at most."""
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
             self.drain()
@@ -346,11 +346,11 @@ class _Served:
         return self.inbox.rejected + self.inbox.duplicates + self.server.rejected
 
     def good_lost(self) -> int:
-        """Good messages that have not come, or came in another order."""
+        """Return how many good messages have not arrived, or not in order."""
         return sum(len(self.expected) - came for came in self.came.values())
 
 
 def make(overrides: Sequence[str], out: Path) -> FuzzBenchmark:
     if overrides:
-        raise UserError(f"bench fuzz {overrides[0]}: expected no overrides; it runs no job")
+        raise UserError(f"bench fuzz {overrides[0]}: expected no overrides, because it runs no job")
     return FuzzBenchmark()

@@ -1,4 +1,4 @@
-"""Damaged configurations for `bench fuzz`: fields with values of other types, out of range, or under misspelt names."""
+"""Damaged configurations for `bench fuzz`: values of other types or out of range, and misspelled field names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _VALUES = (
 
 
 def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
-    """Overrides with damaged names and values."""
+    """Load configurations with damaged names and values; return how many had each outcome."""
     counts = dict.fromkeys(COUNTS, 0)
     names = [name for name, _, _ in describe(configuration.Config)]
     for _ in range(count):
@@ -76,12 +76,12 @@ def fuzz_configs(rng: np.random.Generator, count: int) -> dict[str, float]:
 
 def same(value: Any, text: str) -> bool:
     """Whether a field's value is what its text says."""
-    if text.startswith("${"):  # another field's value
+    if text.startswith("${"):  # it stands for another field's value
         return True
     if isinstance(value, str):
         return value == text
     said = yaml.safe_load(text)
-    if isinstance(said, str):  # YAML 1.1 takes 1e-9 for a word
+    if isinstance(said, str):  # YAML 1.1 reads 1e-9 as a string
         try:
             said = float(said)
         except ValueError:

@@ -1,8 +1,8 @@
-"""The form all benchmarks share.
+"""The form that all benchmarks share.
 
-A benchmark names its variants and measures one of them at a time. The harness runs them interleaved (every variant
-once, then every variant again, in reverse), so that what else the machine does falls on all alike; reports medians with
-their quartiles; and writes result.json with every sample, and a plot.
+A benchmark names its variants and measures one of them at a time. The harness interleaves them: it measures every
+variant once, then every variant again in reverse order, so that other load on the machine affects all of them alike.
+It reports medians with their quartiles, and writes result.json with every sample, and a plot.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ from asyncspec.config.fields import hint
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
 
-TABLE_WIDTH = 150  # of tables written to a file or a pipe
+TABLE_WIDTH = 150  # columns of a table that goes to a file or a pipe
 
-Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements a repetition
+Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements per repetition
 
 
 class Benchmark(ABC):
-    """What a benchmark's module gives: `make(overrides, out) -> Benchmark`."""
+    """A benchmark. Its module has a function `make(overrides, out) -> Benchmark`."""
 
     name: str
     repeats: int
     variants: Sequence[str]
-    columns: Sequence[str]  # the measurements that progress lines show, and the table
+    columns: Sequence[str]  # the measurements shown in the progress lines and in the table
 
     @abstractmethod
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        """One measurement of a variant."""
+        """Measure a variant once."""
 
     def again(self, samples: Samples) -> tuple[int, Sequence[str]]:
-        """How often, at most, to measure which variants once more when all are measured; kept under the name "again
-        VARIANT".
+        """Return which variants to measure again after all others, and at most how often. The harness keeps these
+        samples under the name "again VARIANT".
         """
         return 0, ()
 
     def settled(self, variant: str, measured: Sequence[dict[str, float]]) -> bool:
-        """Whether a variant has been measured often enough, before all rounds are over. It may look at how sure a
-        result is, not at the result.
+        """Whether a variant has been measured often enough before all rounds are over. The answer may depend on how
+        certain a result is, but not on the result.
         """
         return False
 
     @abstractmethod
     def headline(self, samples: Samples) -> dict[str, float]:
-        """The numbers to quote."""
+        """Return the numbers to quote."""
 
     @abstractmethod
     def plot(self, axes, samples: Samples) -> None:
         """Draw into matplotlib axes."""
 
     def tables(self, samples: Samples) -> list[Table]:
-        """What is printed at the end: all variants by all columns, unless a benchmark has a better picture."""
+        """Return the tables to print at the end; by default one, with all variants and all columns."""
         return [_table(self, samples)]
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop what the benchmark started."""
 
 
 def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> int:
-    """Measure, print, write; returns the exit code."""
+    """Run a benchmark: measure, print, and write files; return the exit code."""
     if name not in BENCHMARKS:
         raise UserError(f"bench {name}: expected one of {', '.join(BENCHMARKS)}" + hint(name, list(BENCHMARKS)))
     if repeats is not None and repeats < 1:
@@ -97,7 +97,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
                 bar = progress.add_task(prefix + name, total=rounds * len(variants))
                 for repetition in range(rounds):
-                    # There and back: who is measured first has colder caches.
+                    # Reverse the order each round: the variant that is measured first has colder caches.
                     for variant in variants if repetition % 2 == 0 else reversed(variants):
                         if benchmark.settled(prefix + variant, samples.get(prefix + variant, ())):
                             progress.update(bar, advance=1)
@@ -148,19 +148,19 @@ def median(samples: Samples, variant: str, key: str) -> float:
 
 
 def ratio(samples: Samples, key: str, above: str, below: str) -> float:
-    """Median over repetitions of the ratio of two variants measured in the same repetition."""
+    """Return the median over repetitions of the ratio of two variants, each pair from the same repetition."""
     return statistics.median(a[key] / b[key] for a, b in zip(samples[above], samples[below]))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
+    """Return the first quartile, the median and the third quartile."""
     return (
         tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (*values, *values, *values)
     )
 
 
 def median_error(values: Sequence[float]) -> float:
-    """Standard error of the median of normal values, by their quartiles."""
+    """Return the standard error of the median of normally distributed values, from their quartiles."""
     low, _, high = spread(values)
     return 1.2533 * (high - low) / 1.349 / len(values) ** 0.5
 
@@ -173,7 +173,7 @@ def machine() -> dict[str, str | int]:
     except OSError:
         pass
     blas = sorted({library["architecture"] for library in threadpool_info() if "architecture" in library})
-    torch = sys.modules.get("torch")  # of a benchmark that has no use for it there is nothing to say
+    torch = sys.modules.get("torch")  # a benchmark that does not import torch uses no GPU
     gpu = {"gpu": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_available() else {}
     return {
         "system": platform.system(),

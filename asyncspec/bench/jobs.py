@@ -1,4 +1,4 @@
-"""Whole jobs and draft trainings, each in a process of its own, for benchmarks that measure those."""
+"""Whole jobs and draft trainings, each in a process of its own, for the benchmarks that measure them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def run_job(
     expected: Sequence[int] = (0,),
     resume: bool = False,
 ) -> list[dict]:
-    """Run `asyncspec train`; returns the rows of its metrics.
+    """Run `asyncspec train`; return the rows of its metrics.
 
     Args:
         beside: called with the process while it runs.
-        expected: exit codes that are as they should be.
-        resume: go on with the run in that directory.
+        expected: the exit codes to accept.
+        resume: resume the run in that directory.
 
     Raises:
-        UserError: it did not finish; with its last line.
+        UserError: the run ended with another exit code; the message quotes its last line.
     """
     _run(
         ["train", "--resume" if resume else "--run-dir", str(run_dir), *arguments],
@@ -42,14 +42,14 @@ def train_draft(out: Path, *arguments: str) -> None:
     """Run `asyncspec draft train`.
 
     Raises:
-        UserError: it did not finish; with its last line.
+        UserError: the training failed; the message quotes its last line.
     """
     _run(["draft", "train", "--out", str(out), *arguments], f"training the draft {out}")
 
 
 def _run(arguments: list[str], what: str, beside=None, expected: Sequence[int] = (0,)) -> None:
     command = [sys.executable, "-m", "asyncspec.cli", *arguments]
-    # A file, not a pipe: nobody reads while `beside` is at work.
+    # A file, not a pipe: a pipe could fill up, because nobody reads it while `beside` runs.
     with (
         tempfile.TemporaryFile("w+") as written,
         subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT) as process,

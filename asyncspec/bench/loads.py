@@ -1,8 +1,8 @@
-"""What the generation benchmarks share: the configured policy, engines with any drafter, and loads put on them.
+"""What the generation benchmarks share: the configured policy, engines with any drafter, and loads for them.
 
-Prompts are those of the default job, its group size too. Engines are made once and kept: calibration and learned
-acceptance are then those of a running job. The past that suffix decoding copies from is that after the warm-up, in
-every measurement.
+Prompts and group size are those of the default job. Engines are made once and kept, so that their calibration and
+learned acceptance are those of a running job. Suffix decoding copies from past rollouts; every measurement starts
+with the past that it had after the warm-up.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from asyncspec.speculation.verify import Sampling
 from asyncspec.tasks.sums import sums
 from asyncspec.timing.metrics import summed
 
-# "random" is an EAGLE-3 draft of random weights: useless, as costly as a good one.
+# "random" is an EAGLE-3 draft with random weights: useless, but as costly as a good one.
 METHODS = ("eagle3", "mtp", "draft_model", "ngram", "suffix", "random")
-WARM_UP_ROLLOUTS = 24  # for each slot
-# Of engines that are measured side by side. The shorter, the more alike is what else the machine does; but of 64 turns
-# most were single steps, which began with the other engine's weights in the processor's caches: what is paid once a
-# step weighed more than it does where an engine goes on.
+WARM_UP_ROLLOUTS = 24  # per slot
+# How many turns each of the engines takes that are measured side by side. Shorter turns make the machine's other load
+# more alike for both. But with 64 turns most turns were single steps, which began with the other engine's weights in
+# the processor's caches, so the costs paid once per step weighed more than in an engine that runs on.
 TURNS = 16
 
 
 def accepted(done: Sequence[Completion]) -> dict[str, float]:
-    """Of finished rollouts: acceptance length, proposals a verification, and acceptance of each position, given that
-    those before were accepted.
+    """Return statistics of finished rollouts: acceptance length, proposals per verification, and acceptance at each
+    position, given that the earlier positions were accepted.
     """
     counts = {"acceptance_length": acceptance_length(list(enumerate(done)))}
     if verifications := sum(c.verifications for c in done):
@@ -49,10 +49,13 @@ def accepted(done: Sequence[Completion]) -> dict[str, float]:
 
 
 class Loads:
+    """The configured policy, its prompts, and the engines made so far."""
+
     def __init__(self, overrides: Sequence[str], engine: type[TorchEngine] = TorchEngine) -> None:
-        """
+        """Load the policy and encode the prompts.
+
         Args:
-            engine: the class to make engines of.
+            engine: the class of the engines.
         """
         self._class, self.config = engine, configuration.load("tiny", overrides)
         c = self.config
@@ -64,14 +67,15 @@ class Loads:
         self.prompts = [encoder.encode(p.prompt).ids for p in sums(c.seed + 77, 1024)]
         self._engines: dict[tuple[str, int], list[TorchEngine]] = {}
         self._auto = {}
-        self._pasts = {}  # by slots
+        self._pasts = {}  # suffix decoding's state after the warm-up, by number of slots
 
     def engine(self, method: str, slots: int, draft_length: int | str = 0, instance: int = 0) -> TorchEngine:
-        """An engine with this drafter ("none": without), set to a draft length, 0 or "auto".
+        """Return an engine with this drafter ("none": no drafter), set to a draft length (0: none) or to "auto".
 
         Args:
-            instance: 0 or 1. Two engines for comparing two lengths: where its memory lies makes one a hundredth or two
-                faster than the other, so they should change places. What auto has learned goes with it.
+            instance: which of two engines to use, 0 or 1, when two lengths are compared. The addresses of its memory
+                make one engine one or two percent faster than the other, so the lengths should swap engines. What
+                auto has learned moves with it.
         """
         key = (method, slots)
         if key not in self._engines:
@@ -92,7 +96,7 @@ class Loads:
         engine.drafter.catch_up()
         engine.use(self._auto[key] if draft_length == "auto" else FixedLength(int(draft_length)))
         if isinstance(engine.drafter, SuffixDrafter):
-            # Variants of a repetition get the same prompts and random numbers: none may copy from another's rollouts.
+            # All variants of a repetition get the same prompts and random numbers: none may copy another's rollouts.
             engine.drafter.load_state_dict(self._pasts[key[1]])
 
     def _made(self, method: str, slots: int, draft_length: int | str) -> TorchEngine:
@@ -123,16 +127,17 @@ class Loads:
         return drafter_maker(method, configuration.resolve_path(directory), self.shape)
 
     def submit(self, engine: TorchEngine, index: int, samples: int, round_: int) -> None:
-        """Samples of prompt number `index`; another round, other random numbers."""
+        """Submit samples of prompt number `index`; each `round_` has other random numbers."""
         prompt = self.prompts[index % len(self.prompts)]
         seeds = [(round_ * len(self.prompts) + index) * 1000 + i for i in range(samples)]
         engine.submit(Request(index, prompt, seeds, self.config.sampling.max_response_tokens))
 
     def steady(self, repetition: int, rollouts: int, *engines: TorchEngine) -> list[dict[str, float]]:
-        """Tokens a second with all slots busy all the time, over groups of the job's size.
+        """Measure tokens per second with all slots busy all the time, over groups of the job's size.
 
-        Lengths differ much, so all variants of a repetition get the same prompts. It ends when the last rollout has got
-        a slot; those that are still live are abandoned. Several engines take turns, see `_by_turns`.
+        Response lengths differ much, so all variants of a repetition get the same prompts. The measurement ends when
+        the last rollout has got a slot; rollouts that are then still live are abandoned. Several engines take turns,
+        see `_by_turns`.
         """
         size = self.config.rl.group_size
         for engine in engines:
@@ -145,7 +150,7 @@ class Loads:
         return results
 
     def batch(self, repetition: int, prompts: int, samples: int, *engines: TorchEngine) -> list[dict[str, float]]:
-        """So many rollouts from the first submission to the last token, the tail that runs nearly alone included."""
+        """Measure rollouts from the first submission to the last token, including the tail with few live sequences."""
         for engine in engines:
             for index in range(prompts):
                 self.submit(engine, repetition * prompts + index, samples, repetition)
@@ -154,11 +159,11 @@ class Loads:
     def _by_turns(
         self, repetition: int, engines: Sequence[TorchEngine], left: Callable[[TorchEngine], int]
     ) -> list[dict[str, float]]:
-        """Run engines until nothing is left of what was submitted, each a part of the way in turn: what else the
-        machine does slows all alike.
+        """Run engines until nothing is left of what was submitted. They take turns, each doing a part of its work, so
+        that other load on the machine slows all of them alike.
 
-        The order is there and back, since who goes on after its own turn has warmer caches, and the other way round the
-        next repetition.
+        The order is reversed every turn. An engine that runs twice in a row has warmer caches, so the next repetition
+        starts with the opposite order.
         """
         turns, all_ = TURNS if len(engines) > 1 else 1, [left(engine) for engine in engines]
         tokens, steps, seconds = ([0] * len(engines) for _ in range(3))

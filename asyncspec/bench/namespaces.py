@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with an address each, joined by a bridge over links with a speed and a
+"""Hosts on one machine: network namespaces, each with an address, joined by a bridge over links with a rate and a
 delay.
 """
 
@@ -23,16 +23,18 @@ SHAPERS = {
 
 
 class Hosts:
-    """`close` them: namespaces outlive the process that made them."""
+    """Hosts in network namespaces. Call `close`, because namespaces outlive the process that made them."""
 
     def __init__(self, count: int, name: str = f"as{os.getpid() % 10000}") -> None:
-        """Raises:
-        UserError: this account may not make namespaces, or their tools are not installed.
+        """Make the namespaces and connect them.
+
+        Raises:
+            UserError: this account may not make namespaces, or the tools for it are not installed.
         """
         self.count, self.name = count, name
         if os.geteuid() or not shutil.which("ip"):
             raise UserError(
-                "bench deployment: expected root and the ip command (Debian: iproute2), to make network namespaces"
+                "bench deployment: expected root and the ip command (Debian: iproute2) to make network namespaces"
             )
         try:
             _ip("link", "add", name, "type", "bridge")
@@ -56,7 +58,7 @@ class Hosts:
         return f"{NETWORK}.{i + 1}"
 
     def start(self, i: int, arguments: Sequence[str], output: Path) -> subprocess.Popen:
-        """A Python process on host i."""
+        """Start a Python process on host i; its output goes to a file."""
         command = ["ip", "netns", "exec", self._namespace(i), sys.executable, *arguments]
         with open(output, "w") as written:
             return subprocess.Popen(
@@ -68,7 +70,7 @@ class Hosts:
             )
 
     def cut_off(self, i: int, off: bool = True) -> None:
-        """Take a host's link down, or up again."""
+        """Take a host's link down, or bring it up again."""
         _ip("link", "set", f"{self.name}o{i}", "down" if off else "up")
 
     def close(self) -> None:
@@ -89,7 +91,7 @@ class Hosts:
         return f"{self.name}n{i}"
 
     def _shape(self) -> str:
-        """Give links a speed and a delay, or what of that this kernel can; returns which."""
+        """Give the links a rate and a delay, or only a rate, as far as this kernel can; return what they got."""
         for shaped, discipline in SHAPERS.items():
             if all(self._queue(i, discipline) for i in range(self.count)):
                 return shaped

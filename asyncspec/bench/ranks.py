@@ -1,9 +1,9 @@
-"""bench ranks: trainers of 1, 2 and 4 ranks, and one that divides its matrices, learn alike. The first half of the
-default job with each.
+"""bench ranks: trainers of 1, 2 and 4 ranks, and one that divides its matrices, learn equally well. Each runs the
+first half of the default job.
 
-Accuracy is that of the held-out prompts before the first and after the last step; runs of one and the same
-configuration differ by two to three points. On one machine ranks share its cores: their steps are slower, and what they
-are for, models that one device cannot hold, does not show here.
+Accuracy is measured on the held-out prompts, before the first step and after the last. Runs of the same configuration
+differ by two to three points. On one machine the ranks share its cores, so their steps are slower. Ranks are for
+models that do not fit on one device; this benchmark does not show that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""bench soak: half an hour of a small job, thousands of steps. What each process holds of the machine must not grow.
+"""bench soak: a small job for half an hour, thousands of steps. The memory, files and threads of each process must
+not grow.
 
-Growth is that from the second quarter of the time to the last, in medians: what fills once (caches, the allocator's
-pools) has filled by then.
+Growth is the median over the last quarter of the steps minus the median over the second quarter. What fills only once
+(caches, the allocator's pools) is full by the second quarter.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class SoakBenchmark(Benchmark):
 
 
 def grown(values: Sequence[float]) -> float:
-    """From the second quarter to the last."""
+    """Return the growth from the second quarter to the last, in medians."""
     quarter = max(1, len(values) // 4)
     return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter] or values[:1])
 

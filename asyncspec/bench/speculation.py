@@ -1,10 +1,15 @@
-"""bench speculation: what speculation gains, and that it never loses, on the shipped policy.
+"""bench speculation: what speculation gains, and whether it ever loses, on the shipped policy.
 
-Two loads. The job: 64 rollouts of the default job through 16 slots, its own length distribution, with its long tail,
-five times. And a fixed number of sequences kept live, from 1 to 64, for each drafter, an untrained one included:
-without speculation, with fixed draft lengths, and with the length chosen for each step. That last is then measured
-again, by turns with the best of the others, each pair until its median is known well enough: the headline rests on
-these. Beside them two engines without speculation take turns: a smaller difference than theirs says nothing.
+There are two loads:
+
+- The job: 64 rollouts of the default job through 16 slots, five times. The responses have the job's own length
+  distribution, with its long tail.
+- A fixed number of live sequences, from 1 to 64, for each drafter, an untrained one included: without speculation,
+  with fixed draft lengths, and with the length chosen for each step (auto).
+
+Auto is then measured again, by turns with the best of the others, until the median of each pair is known well enough.
+The headline rests on these pairs. For comparison, two engines without speculation take turns as well: a smaller
+difference than theirs means nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +24,17 @@ from asyncspec.bench.harness import Benchmark, Samples, median, median_error, ra
 from asyncspec.bench.loads import METHODS, Loads
 from asyncspec.speculation.draft_length import LONGEST
 
-# the last: one after the other in a measurement, since a job takes but a sixth of a second
+# A measurement does JOBS jobs, one after the other, because one job takes only a sixth of a second.
 JOB_ROLLOUTS, JOB_SLOTS, JOBS = 64, 16, 5
 JOB_LENGTHS = (*range(1, 8), LONGEST, "auto")
 LIVE = (1, 2, 4, 8, 16, 32, 64)
 FEW = (1, 2, 4)
 FIXED = (1, 2, 3, 5, 7, LONGEST)
-# of a measurement, and more for each slot, besides those that are still live when it ends
+# Rollouts of a measurement, and further ones per slot, in addition to those still live when it ends.
 ROLLOUTS, ROLLOUTS_SLOT = 32, 3
-# of auto beside the best, once it is known which is best: until the median's standard error is so small
+# How often auto is measured by turns with the best: at least, at most, and until the median has this standard error.
 PAIRS, MOST_PAIRS, ERROR = 12, 46, 0.004
-NEVER_LOSES = 0.97  # of the best's tokens a second, at least
+NEVER_LOSES = 0.97  # least tokens per second that auto should reach, as a share of the best
 _ALIKE = "{} eagle3 none over none"
 
 
@@ -40,18 +45,18 @@ class SpeculationBenchmark(Benchmark):
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.loads = Loads(overrides)
-        # on a GPU: variants, and places of their engines, whose graphs there are
+        # On a GPU: the variants, with the instances of their engines, whose graphs are captured.
         self._captured: set[tuple[str, int]] = set()
-        # No speculation is measured again for each drafter, next to auto: what else the machine does changes within
-        # seconds.
+        # "none", no speculation, is measured again for each drafter, next to auto: the machine's other load changes
+        # within seconds.
         self.variants = [f"job eagle3 {k}" for k in (*JOB_LENGTHS, "none")]
         self.variants += [
             f"{live} {method} {k}" for live in LIVE for method in METHODS for k in (*FIXED, "auto", "none")
         ]
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        """A variant is LOAD DRAFTER LENGTH, with "over LENGTH" for two that take turns; the load is "job" or a number
-        of live sequences.
+        """Measure a variant, named LOAD DRAFTER LENGTH, or LOAD DRAFTER LENGTH over LENGTH for two that take turns.
+        LOAD is "job" or a number of live sequences.
         """
         load, method, *lengths = variant.replace("over ", "").split()
         slots, loads = JOB_SLOTS if load == "job" else int(load), self.loads
@@ -110,8 +115,8 @@ class SpeculationBenchmark(Benchmark):
         }
 
     def again(self, samples: Samples) -> tuple[int, list[str]]:
-        """What the headline rests on: auto beside no speculation, and beside the best. Both measured anew: the best of
-        several noisy ones is also the luckiest.
+        """Return the pairs that the headline rests on: auto with no speculation, and auto with the best. Both of a
+        pair are measured anew, because the best of several noisy results is also the luckiest.
         """
         pairs = ["job eagle3 auto over none"]  # in order, each once
         for live in LIVE:
@@ -130,11 +135,11 @@ class SpeculationBenchmark(Benchmark):
         )
 
     def _best(self, samples: Samples, live: int, method: str) -> str:
-        """The better of no speculation and the best fixed k."""
+        """Return the fastest of no speculation ("none") and the fixed draft lengths."""
         return max(("none", *map(str, FIXED)), key=lambda k: median(samples, f"{live} {method} {k}", "tokens_per_s"))
 
     def _against_best(self, samples: Samples, live: int, method: str) -> tuple[str, float, float, float]:
-        """The best, and auto over it: quartiles."""
+        """Return the name of the best, and the quartiles of auto over it."""
         best = self._best(samples, live, method)
         return best, *spread([sample["over"] for sample in samples[f"again {live} {method} auto over {best}"]])
 
@@ -160,7 +165,7 @@ class SpeculationBenchmark(Benchmark):
                 " ".join(by_position),
             )
         cells = Table(
-            title="sequences kept live: tokens/s, and auto over the better of no speculation and the best fixed k",
+            title="fixed number of live sequences: tokens/s, and auto over the best of no speculation and fixed k",
             title_justify="left",
         )
         for column in (
@@ -192,7 +197,9 @@ class SpeculationBenchmark(Benchmark):
                     f"{ratio(samples, 'tokens_per_s', auto, f'{live} {method} none'):.2f}",
                 )
             low, middle, high = spread([sample["over"] for sample in samples[f"again {_ALIKE.format(live)}"]])
-            cells.add_row(str(live), "none, twice", *[""] * 8, "none", f"{middle:.3f} ({low:.3f} to {high:.3f})", "")
+            cells.add_row(
+                str(live), "none against none", *[""] * 8, "none", f"{middle:.3f} ({low:.3f} to {high:.3f})", ""
+            )
         return [job, cells]
 
     def plot(self, axes, samples: Samples) -> None:
@@ -212,7 +219,7 @@ class SpeculationBenchmark(Benchmark):
 
 
 def _together(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Several loads, one after the other, as one: means, and tokens by seconds."""
+    """Combine the results of several loads that ran one after the other: means, and all tokens over all seconds."""
     result = {
         key: statistics.fmean(m[key] for m in measured if key in m)
         for key in dict.fromkeys(key for m in measured for key in m)

@@ -1,1 +1,1 @@
-"""Commands other than `train` and `bench`: one file each."""
+"""The commands `doctor` and `draft train`, with the modules that only they need."""

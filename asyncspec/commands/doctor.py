@@ -1,7 +1,7 @@
-"""asyncspec doctor: what will run where, and whether it can, before a GPU hour is spent.
+"""`asyncspec doctor`: shows what would run where, and checks whether it can, before a GPU hour is spent.
 
-Alone it looks at this host. Under torchrun, a rank on each node, every node looks at itself, and what only shows
-between nodes is tried as well: whether they reach each other, see the same files, and how far their clocks are apart.
+By itself it checks this host. Under torchrun, with one rank on each node, every node checks itself. The nodes together
+check whether they reach each other and see the same files, and how far apart their clocks are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch.preflight import check_host
 
 ROUND_TRIPS = 20
-MOST_SKEW_S = 60.0  # clocks of the day; the timeline measures and corrects for itself, but file times and logs do not
+MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
 HEADROOM = 1.15  # for allocators and libraries
 
 
@@ -38,22 +38,22 @@ class Finding:
 
 @dataclass
 class Node:
-    """What one node has, as it says itself."""
+    """What one node has, as it reports itself."""
 
     host: str
     address: str
-    gpus: list[float]  # bytes of each one's memory
-    memory: float  # bytes that are free
+    gpus: list[float]  # bytes of memory of each GPU
+    memory: float  # free bytes
     cores: int
     findings: list[Finding] = field(default_factory=list)
     skew_s: float = 0.0
 
 
 def examine(config: Config) -> int:
-    """Look, print, and return 0 if nothing speaks against the run, else 1.
+    """Run the checks, print the findings, and return 0 if all checks passed, else 1.
 
     Raises:
-        ConfigError: torchrun has another number of ranks than the topology has nodes.
+        ConfigError: torchrun's number of ranks is not the number of nodes.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     names = {"controller": "controller", **actor_names(config)}
@@ -62,8 +62,7 @@ def examine(config: Config) -> int:
     if size > 1 and size != len(placed):
         raise ConfigError(
             f"deployment.nodes={config.deployment.nodes!r}: names {len(placed)} nodes; expected one for each of "
-            f"torchrun's {size} ranks; "
-            f"nearest valid choice: torchrun --nnodes {len(placed)} --nproc-per-node 1"
+            f"torchrun's {size} ranks; nearest valid choice: torchrun --nnodes {len(placed)} --nproc-per-node 1"
         )
     here = _here(config)
     if size == 1:
@@ -73,7 +72,7 @@ def examine(config: Config) -> int:
 
 
 def _here(config: Config) -> Node:
-    """Look at this host."""
+    """Check this host."""
     import torch
 
     gpus = [float(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count())]
@@ -89,7 +88,7 @@ def _here(config: Config) -> Node:
 
 
 def _versions(config: Config) -> list[Finding]:
-    """Whether the packages are there that this version asks for."""
+    """Check that the required packages are installed, in the required versions."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(text) for text in metadata.requires("asyncspec") or ()]
@@ -102,7 +101,9 @@ def _versions(config: Config) -> list[Finding]:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             findings.append(
-                Finding(False, f"{requirement.name} is not installed; expected {requirement.specifier or 'any'}")
+                Finding(
+                    False, f"{requirement.name} is not installed; expected {requirement.specifier or 'any version'}"
+                )
             )
             continue
         fits = requirement.specifier.contains(re.split(r"\+", found)[0], prereleases=True)
@@ -137,7 +138,7 @@ def _binds(config: Config) -> Finding:
 
 
 def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
-    """Try what goes between nodes; returns what each says, in rank 0."""
+    """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks."""
     from torch.distributed import TCPStore
 
     from asyncspec.wire.transport import own_address
@@ -165,14 +166,14 @@ def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     store.set(f"doctor/node/{rank}", json.dumps(asdict(here)))
     said = [json.loads(store.get(f"doctor/node/{other}")) for other in range(size)] if rank == 0 else []
     store.set(f"doctor/done/{rank}", "")
-    for other in range(size):  # nobody's listener closes before all have tried it
+    for other in range(size):  # no listener closes before all nodes have tried it
         store.get(f"doctor/done/{other}")
     listener.close()
     return [Node(**{**node, "findings": [Finding(**f) for f in node["findings"]]}) for node in said]
 
 
 def _same_files(config: Config, store, rank: int) -> Finding:
-    """Whether all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
+    """Check that all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
     folder = Path(config.run_dir or "runs").expanduser().absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -188,7 +189,7 @@ def _same_files(config: Config, store, rank: int) -> Finding:
         if file == folder:
             return Finding(False, f"{folder}: {problem}; expected a directory to write to")
         file.unlink()
-        return Finding(True, f"{folder} can be written to")
+        return Finding(True, f"{folder} is writable")
     file = Path(store.get("doctor/file").decode())
     seen = file.exists()
     store.set(f"doctor/seen/{rank}", "")
@@ -200,7 +201,7 @@ def _same_files(config: Config, store, rank: int) -> Finding:
 
 
 def _skew(store, rank: int) -> float:
-    """Seconds this host's clock is ahead of node 0's: the round trip with the least delay."""
+    """Return the seconds that this host's clock is ahead of node 0's, from the round trip with the least delay."""
     found = []
     for i in range(ROUND_TRIPS):
         sent = time.time()
@@ -221,11 +222,13 @@ def _tell_time(store, size: int) -> None:
 def judge(
     config: Config, policy: dict, placed: list[list[str]], names: dict[str, str], nodes: list[Node]
 ) -> list[tuple[str, str, list[Finding]]]:
-    """What each node plays, what the fullest of its devices needs, and what is wrong with that.
+    """Return for each node what it plays, what its fullest device needs, and the findings.
 
     Args:
         policy: the content of the policy's config.json.
-        placed: the actors' names by node; nodes: what each has, or only the first's where only one was looked at.
+        placed: the names of each node's actors.
+        names: name of an actor -> its role.
+        nodes: what each node has; only the first one's if only that was checked.
     """
     result, where_dealt = [], {}
     for index, here in enumerate(placed):
@@ -243,7 +246,7 @@ def judge(
             dealt = topology.deal([names[name] for name in on_devices], gpus)
             together = [[name for name, gpu in zip(on_devices, dealt) if gpu == i] for i in range(gpus)]
             fullest_gpu = max(together, key=lambda on: sum(needs[name] for name in on))
-            needed, where = sum(needs[name] for name in fullest_gpu), "a GPU"
+            needed, where = sum(needs[name] for name in fullest_gpu), "GPU memory"
             room = min(known.gpus) if known else None
         findings = []
         if room is not None and needed > room:
@@ -252,8 +255,8 @@ def judge(
             findings.append(
                 Finding(
                     False,
-                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; most for "
-                    f"{fullest}: "
+                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; the largest "
+                    f"actor is {fullest}: "
                     + ", ".join(
                         f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1])
                     ),
@@ -268,8 +271,7 @@ def judge(
                     Finding(
                         False,
                         f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} "
-                        f"free; "
-                        "each of several ranks reads the whole policy when it starts",
+                        f"free; each of several ranks reads the whole policy when it starts",
                     )
                 )
             where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}
@@ -277,8 +279,8 @@ def judge(
             findings.append(
                 Finding(
                     False,
-                    f"node {index}: its clock is {known.skew_s:.0f} s from node 0's; expected less than "
-                    f"{MOST_SKEW_S:.0f}: set up NTP",
+                    f"node {index}: its clock differs by {known.skew_s:.0f} s from node 0's; expected less than "
+                    f"{MOST_SKEW_S:.0f} s: set up NTP",
                 )
             )
         result.append((_summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))
@@ -288,10 +290,11 @@ def judge(
 
 
 def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) -> list[Finding]:
-    """What carries the weights of each broadcast group.
+    """Report how the weights of each broadcast group travel.
 
     Args:
-        devices: of the actors that have a GPU, told apart between nodes too.
+        names: name of an actor -> its role.
+        devices: name of an actor that has a GPU -> the GPU, with its node.
     """
     roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator")} | (
         {"draft": (config.draft_trainer, "generator")} if config.draft_trainer else {}
@@ -310,7 +313,7 @@ def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) 
 
 
 def _summary(names: list[str]) -> str:
-    """generator0, generator1, generator2 as generator0-2."""
+    """Join names with commas; consecutive numbers become a range, so generator0, generator1 is generator0-1."""
     runs: list[list] = []
     for name in names:
         stem, digits = re.fullmatch(r"(.*?)(\d*)", name).groups()
@@ -333,7 +336,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
     judged = judge(config, policy, placed, names, nodes)
     console = terminal(width=max(100, shutil.get_terminal_size().columns))
     size = (
-        "waits instead of a policy"
+        "mock actors instead of a policy"
         if config.trainer.kind == "mock"
         else f"a policy of {estimate.parameters(policy) / 1e6:,.1f} M parameters"
     )
@@ -346,7 +349,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
     for index, (plays, needs, _) in enumerate(judged):
         node = nodes[index] if index < len(nodes) else None
         has = (
-            "not looked at"
+            "not checked"
             if node is None
             else f"{len(node.gpus)} GPUs of {min(node.gpus) / 1e9:.0f} GB"
             if node.gpus
@@ -360,7 +363,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
     findings += [("", finding) for _, _, found in judged for finding in found]
     shown = set()
     for where, finding in sorted(findings, key=lambda item: not item[1].ok):
-        if not finding.ok or finding.text not in shown:  # what all nodes have is said once
+        if not finding.ok or finding.text not in shown:  # what several nodes report is printed once
             console.print(
                 Text("ok  ", "green") if finding.ok else Text("WRONG", "red"),
                 finding.text if finding.ok else f"{where}{finding.text}",
@@ -369,12 +372,10 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
         shown.add(finding.text)
     if len(nodes) < len(placed):
         console.print(
-            f"only this host was looked at; all of them: torchrun --nnodes {len(placed)} --nproc-per-node 1 "
+            f"checked this host only; to check all nodes: torchrun --nnodes {len(placed)} --nproc-per-node 1 "
             f"--no-python asyncspec doctor ...",
             soft_wrap=True,
         )
     bad = sum(not finding.ok for _, finding in findings)
-    console.print(
-        f"{bad} of {len(findings)} checks speak against this run" if bad else "nothing speaks against this run"
-    )
+    console.print(f"{bad} of {len(findings)} checks failed" if bad else "all checks passed")
     return int(bool(bad))

@@ -1,7 +1,7 @@
-"""`asyncspec draft train`: make a draft for a policy, from prompts or from rollouts.
+"""`asyncspec draft train`: trains a draft for a policy, from prompts or from rollouts.
 
-With prompts the policy samples its own rollouts, fresh ones all the time, and the draft learns the policy's
-distributions on them. What comes of it is measured by really drafting on prompts that were held out.
+From prompts, the policy keeps sampling fresh rollouts, and the draft learns the policy's distributions on them. The
+result is measured by actual drafting on held-out prompts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from asyncspec.tasks.data import read_jsonl
 from asyncspec.tasks.sums import sums
 
 ROUND = 256  # rollouts sampled before each stretch of training
-SEEN = 4  # times a rollout is learned from, once the policy has read it
-POOL = 4  # batches sorted by length together, so that rows of a batch are about as long
+SEEN = 4  # training steps on each batch for one forward pass of the policy over it
+POOL = 4  # batches whose rollouts are sorted by length together, so that rows of a batch have similar lengths
 LINE_EVERY_S = 15.0
 
 
@@ -53,7 +53,7 @@ class Sampler:
     def __init__(
         self, model, shape: policy.PolicyShape, settings: Training, draft: Draft | None = None, draft_length: int = 0
     ) -> None:
-        # The engine takes a draft for its own; this one may be training.
+        # The engine keeps the draft that it is given. It gets a copy, because this one may be in training.
         maker = (
             None if draft is None else drafter_for(drafts.Draft(draft.method, copy.deepcopy(draft.module), draft.shape))
         )
@@ -70,7 +70,7 @@ class Sampler:
         self.engine.load_policy(dict(model.named_parameters()), 0)
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int, samples: int = 1) -> list[tuple[int, Completion]]:
-        """(index of the prompt, completion) of all samples, as they finish."""
+        """Return (index of the prompt, completion) of all samples, in the order in which they finish."""
         for i, prompt in enumerate(prompts):
             self.engine.submit(Request(i, prompt, [seed + i * samples + j for j in range(samples)], self.limit))
         done = []
@@ -80,14 +80,14 @@ class Sampler:
 
 
 def acceptance_length(done: Sequence[tuple[int, Completion]]) -> float:
-    """Tokens emitted by one verification, the target's own included: as `spec/acceptance_length` of a run."""
+    """Tokens emitted per verification, the target's own included; the same as a run's `spec/acceptance_length`."""
     return sum(len(c.tokens) - 1 for _, c in done) / max(1, sum(c.verifications for _, c in done))
 
 
 def batches(
     rollouts: Sequence[Rollout], size: int, rng: np.random.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens_BL, mask_BL of response tokens), rows of like length together, each rollout once."""
+    """Yield (tokens_BL, mask_BL of response tokens), each rollout once. Rows of a batch have similar lengths."""
     order = rng.permutation(len(rollouts))
     for start in range(0, len(order), size * POOL):
         pool = sorted(
@@ -108,7 +108,7 @@ def batches(
 
 
 def sampled(model, shape, prompts: Sequence[Sequence[int]], settings: Training) -> Iterator[list[Rollout]]:
-    """Fresh rollouts, endlessly, each round of other prompts until all had their turn."""
+    """Yield fresh rollouts without end, in rounds. Each round draws up to ROUND of the prompts at random."""
     sampler, rng = Sampler(model, shape, settings), np.random.default_rng([settings.seed, 1])
     while True:
         chosen = [prompts[i] for i in rng.choice(len(prompts), min(ROUND, len(prompts)), replace=False)]
@@ -117,12 +117,13 @@ def sampled(model, shape, prompts: Sequence[Sequence[int]], settings: Training) 
 
 
 def train_draft(draft: Draft, model, rounds: Iterator[list[Rollout]], settings: Training, shown) -> DraftTrainer:
-    """Train until the minutes are over or the steps done, whichever is set and comes first; an interrupt ends it early.
+    """Train until the minutes have passed or the steps are done, whichever is set and comes first. An interrupt ends
+    training early.
 
     Args:
         rounds: rollouts to learn from.
-        shown: callable(trainer, progress from 0 to 1, loss, expected acceptance rate of each position), after each
-            step.
+        shown: callable(trainer, progress from 0 to 1, loss, expected acceptance rate at each position), called after
+            each step.
     """
     lr = settings.lr or 2e-3 * (64 / policy_width(model)) ** 0.5
     trainer = DraftTrainer(draft.module, draft.loss(settings.unroll, settings.temperature), lr)
@@ -153,7 +154,7 @@ def policy_width(model) -> int:
 
 
 def run(settings: Training) -> int:
-    """Train as told, write the draft, print what it is worth; returns the exit code."""
+    """Train a draft, write it, and print how well it drafts. Returns the exit code."""
     from torch.utils.tensorboard import SummaryWriter
 
     use_threads(settings.threads)
@@ -238,10 +239,10 @@ def run(settings: Training) -> int:
 
 
 def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[list, list, list[Rollout]]:
-    """Prompts to learn on, those held out, and the rollouts that were given.
+    """Return the prompts to learn on, the held-out prompts, and the given rollouts.
 
     Raises:
-        ValueError: a line of a file is malformed, or nothing is left.
+        ValueError: a line of a file is malformed, or too little is left.
     """
     rollouts: list[Rollout] = []
     rng = np.random.default_rng([settings.seed, 3])
@@ -266,9 +267,8 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     fitting = [p for p in prompts if 0 < len(p) <= settings.max_prompt_tokens]
     if len(fitting) < 2:
         raise ValueError(
-            f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are no "
-            f"longer than "
-            "that; expected at least 2"
+            f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are short "
+            f"enough; expected at least 2"
         )
     held = set(rng.permutation(len(fitting))[: min(settings.held_out, max(1, len(fitting) // 10))].tolist())
     held_out = [p for i, p in enumerate(fitting) if i in held]
@@ -279,14 +279,14 @@ def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[lis
     if rollouts and not usable:
         raise ValueError(
             f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into "
-            f"{longest} tokens, prompt "
-            f"included; the longest has {max(len(r.prompt) + len(r.response) for r in rollouts)}"
+            f"{longest} tokens, prompt included; the longest has "
+            f"{max(len(r.prompt) + len(r.response) for r in rollouts)}"
         )
     return prompts, held_out, usable
 
 
 def _draft_vocabulary(settings: Training, model, shape, prompts, rollouts: list[Rollout]) -> torch.Tensor | None:
-    """The most frequent tokens of responses, ascending; None for all."""
+    """Return the most frequent tokens of responses, in ascending order; None for the whole vocabulary."""
     if not 0 < settings.draft_vocab < shape.vocab_size:
         return None
     counts = np.zeros(shape.vocab_size, dtype=np.int64)

@@ -1,9 +1,8 @@
-"""How much memory each actor takes, from the configuration and the policy's config.json alone: bytes, by what they are
-for.
+"""Estimates the memory of each actor, in bytes by purpose, from the configuration and the policy's config.json alone.
 
-What is derived is exact (weights, moments; the KV cache but for what aligns it, up to `numpy_cache.LINE` positions a
-row); activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes a token, layer and unit of width in 16
-bits, twice that in 32, and two bytes where they are recomputed. Allocators and libraries come on top.
+Weights and moments are exact, and so is the KV cache, up to its alignment (at most `numpy_cache.LINE` positions a row).
+Activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes per token, layer and unit of width in 16 bits,
+twice that in 32 bits, and two bytes if they are recomputed. Allocators and libraries come on top.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ import json
 from asyncspec.config import Config, resolve_path
 
 FLOAT = 4
-ADAM = 2 * FLOAT  # its two moments
-# of a pass of an unrolled draft, a token and unit of width, beside logits and attention weights; measured
+ADAM = 2 * FLOAT  # AdamW's two moments
+# Activations of one pass of an unrolled draft, per token and unit of width, besides logits and attention weights.
+# Measured.
 UNROLLED = 31 * FLOAT
-FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # of the policy's width, which a draft reads of each position
-SORTED = 4 * FLOAT + 8  # of a probability, while top-p and top-k sort it
-LIBRARIES = 5e8  # that a process has loaded, its CUDA context included; measured on CPUs
+FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # features of a position that a draft takes, each of policy width
+SORTED = 4 * FLOAT + 8  # per probability, while top-p and top-k sort it
+LIBRARIES = 5e8  # the libraries that a process has loaded, with its CUDA context; measured on CPUs
 
 
 def parameters(policy: dict) -> int:
-    """Of a dense policy, from its config.json; of one with experts, all of them."""
+    """Number of parameters of a policy, from its config.json; with experts, those of all experts."""
     D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
     heads, kv_heads, V = policy["num_attention_heads"], policy["num_key_value_heads"], policy["vocab_size"]
     experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
@@ -33,17 +33,17 @@ def parameters(policy: dict) -> int:
 
 
 def kv_bytes_per_token(policy: dict, element: int) -> int:
-    """Keys and values of one position.
+    """Bytes of the keys and values of one position.
 
     Args:
-        element: bytes of a number.
+        element: bytes of one number.
     """
     H = policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
     return 2 * policy["num_hidden_layers"] * policy["num_key_value_heads"] * H * element
 
 
 def eagle3_parameters(draft: dict) -> int:
-    """Of an EAGLE-3 draft, from its config.json."""
+    """Number of parameters of an EAGLE-3 draft, from its config.json."""
     D, H, heads, kv_heads = (
         draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
     )
@@ -58,7 +58,7 @@ def eagle3_parameters(draft: dict) -> int:
 
 
 def draft_parameters(method: str, draft: dict) -> int:
-    """Of a draft, from its config.json; of MTP without the head, which is the policy's."""
+    """Number of parameters of a draft, from its config.json; for MTP without the head, which is the policy's."""
     if method == "eagle3":
         return eagle3_parameters(draft)
     if method == "mtp":
@@ -68,7 +68,7 @@ def draft_parameters(method: str, draft: dict) -> int:
 
 
 def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
-    """Bytes that an actor holds at most where it computes, by what for; of one that only waits, what it has loaded.
+    """Bytes that an actor holds at most where it computes, by purpose. An actor that only waits holds its libraries.
 
     Args:
         policy: the content of the policy's config.json.
@@ -80,14 +80,14 @@ def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
 
 
 def on_host(config: Config, policy: dict, role: str) -> float:
-    """Bytes that an actor whose node has GPUs holds at most in host memory."""
+    """Bytes of host memory that an actor on a node with GPUs holds at most."""
     if config.trainer.kind == "mock":
         return LIBRARIES
     if role == "generator" and config.engine.kind == "sglang":
         return sum(of_actor(config, policy, role).values())
     whole = FLOAT * parameters(policy)
     if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.model.dtype != "float32"):
-        # what it reads; the first rank holds two at the end, to write the policy
+        # the policy that it loads; at the end the first rank holds two, to write the policy
         return LIBRARIES + whole * (2 if role == "trainer" else 1)
     return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
 
@@ -117,9 +117,8 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 3 * FLOAT * tokens * V}
         if ranks == 1:
             return found | {"arriving weights": FLOAT * P}
-        # Each keeps its share of a version that waits for the other ranks and of one that arrives, tensor by tensor;
-        # the embedding is the largest,
-        # also of what a pass gathers.
+        # Each rank keeps its share of two versions: one waits for the other ranks, one arrives, tensor by tensor. The
+        # embedding is the largest tensor that arrives, and the largest that a pass gathers.
         largest = V * policy["hidden_size"]
         return found | {
             "arriving weights": 2 * element * P / ranks + FLOAT * largest,
@@ -129,7 +128,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         from asyncspec.engine.numpy_cache import LINE
         from asyncspec.engine.prompts import PROMPT_ROWS
 
-        verified = 1 + config.longest_draft  # tokens of a step, of each row
+        verified = 1 + config.longest_draft  # tokens per row in one step
         positions = -(-(longest + verified) // LINE) * LINE
         cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
         method = config.speculation.method
@@ -141,10 +140,10 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
                 "draft": (2 * element + FLOAT) * draft_parameters(method, cfg),
                 "draft's features and cache": each * cached,
             }
-        # Of each token that may come next: its logit, this over the temperature, and its probability for the target and
-        # for the draft.
+        # For each token that may come next: its logit, the logit over the temperature, and its probability under the
+        # target and under the draft.
         of_token = element + 3 * FLOAT + SORTED * (config.sampling.top_p < 1 or config.sampling.top_k > 0)
-        # the matrices its own pass is made of beside the module's
+        # Weights count twice: the engine's own forward pass has its own matrices besides the module's.
         return {
             "weights": 2 * element * P,
             "arriving weights": FLOAT * P,
@@ -153,14 +152,14 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             **draft,
         }
     if role == "generator" and config.engine.kind == "vllm":
-        # vLLM gives its cache what engine.gpu_memory_utilization leaves; it must have room for a sequence.
+        # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
         return {
             "weights": element * P,
             "arriving weights": FLOAT * P,
             "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest,
         }
     if role == "generator" and config.engine.kind == "sglang":
-        # a copy, and a file in memory
+        # twice: a copy, and a file in memory
         return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}
     if role == "draft_adapter":
         return _of_draft(config, tokens, longest)
@@ -168,18 +167,19 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
 
 
 def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:
-    """
+    """Bytes that the draft adapter holds at most, by purpose, without its libraries.
+
     Args:
-        tokens: of the first pass over a group, which the draft learns from.
-        longest: positions of a sequence.
+        tokens: tokens in the first pass over a group, which the draft learns from.
+        longest: positions of the longest sequence.
     """
     draft, unroll = json.loads((resolve_path(config.draft_directory) / "config.json").read_text()), config.draft.unroll
     window = min(longest, config.draft.window or longest)
     tokens = min(tokens, config.rl.group_size * window)
     if config.speculation.method == "eagle3":
         vocabulary = draft.get("draft_vocab_size") or draft["vocab_size"]
-        # Until the backward pass each of the unrolled ones keeps its logits and attention weights; one makes them, in
-        # several steps.
+        # Each unrolled pass keeps its logits and attention weights until the backward pass. The 2 are for the steps in
+        # which a pass computes them.
         working = {
             "activations": unroll * UNROLLED * tokens * draft["hidden_size"],
             "logits": (unroll + 2) * FLOAT * tokens * vocabulary,

@@ -1,4 +1,4 @@
-"""The configuration of a run: its fields, how they are composed, what is refused, and who plays where."""
+"""The configuration of a run: its fields, how it is composed and checked, and which node runs which actors."""
 
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
 from asyncspec.config.paths import CONFIG_DIR, PACKAGE_DIR, default_run_dir, resolve_path

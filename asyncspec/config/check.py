@@ -1,7 +1,7 @@
-"""Refuses configurations that cannot run, before anything starts.
+"""Refuse configurations that cannot run, before anything starts.
 
-Bounds and choices of single fields stand in their metadata (schema.py); here are the combinations of fields, and what
-the files must hold that they name.
+The bounds and choices of a single field are in its metadata (schema.py). This file checks combinations of fields and
+the contents of the files that the fields name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncspec.models import CheckpointError
 from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
 from asyncspec.timing.delays import parse as parse_delays
 
-# What a directory's architecture can draft as.
+# The speculation.method that each architecture in a draft's config.json serves.
 _DRAFTS = {
     "LlamaForCausalLMEagle3": "eagle3",
     **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"),
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
     """Refuse values and combinations that cannot run.
 
     Raises:
-        ConfigError: one line that names field, value, what is expected and a valid choice.
+        ConfigError: one line that names the field, its value, what was expected and a valid choice.
     """
     for name, default, metadata in describe(Config):
         if refused := refusal(value_of(config, name), default, metadata, name.endswith("_s")):
@@ -62,7 +62,7 @@ def _need(config: Config, held: bool, name: str, expected: str, nearest: Any) ->
 
 
 def _check_notations(config: Config) -> None:
-    """Fields whose text has a form of its own."""
+    """Check the fields whose text has its own notation."""
     for name, parse, example in (
         ("deployment.delays", parse_delays, "generate=0.01,train=0.1"),
         ("deployment.faults", parse_faults, "generator0:swap:2:kill"),
@@ -71,7 +71,7 @@ def _check_notations(config: Config) -> None:
         try:
             parse(text)
         except ValueError as error:
-            raise ConfigError(f"{name}={text!r}: {error}; expected for example {example}") from None
+            raise ConfigError(f"{name}={text!r}: {error}; for example {example}") from None
     _need(config, bool(config.deployment.host), "deployment.host", "auto, or an address of this host", "auto")
     if config.drafting and config.speculation.draft_length != "auto":
         name, text = "speculation.draft_length", config.speculation.draft_length
@@ -87,29 +87,31 @@ def _check_ranks(config: Config) -> None:
         expected, nearest = f"a divisor of {who}.ranks={ranks}", math.gcd(ranks, parallel)
         _need(config, ranks % parallel == 0, f"{who}.tensor_parallel", expected, nearest)
     ranks, parallel, groups = config.trainer.ranks, config.trainer.tensor_parallel, config.rl.groups_per_step
-    expected = f"at most {groups} ranks that read different groups, as rl.groups_per_step"
+    expected = f"at most {groups} data-parallel ranks, one for each of rl.groups_per_step"
     _need(config, ranks // parallel <= groups, "trainer.ranks", expected, groups * parallel)
     if config.draft_trainer == "trainer":
         plain = ranks == 1 and config.model.dtype == "float32"
-        expected = "another than mtp, which only one rank in float32 trains with the policy; or draft.adapt=false"
+        expected = (
+            "another method, since mtp trains only with trainer.ranks=1 and model.dtype=float32; or draft.adapt=false"
+        )
         _need(config, plain, "speculation.method", expected, "eagle3")
 
 
 def _check_engine(config: Config) -> None:
-    """What each kind of engine can do."""
+    """Refuse what the chosen kind of engine cannot do."""
     kind, length = config.engine.kind, config.fixed_draft_length
     trainer = "mock" if kind == "mock" else "torch"
     why = "a mock trainer learns nothing" if trainer == "torch" else "a mock engine produces nothing to learn from"
     _need(config, config.trainer.kind == trainer, "trainer.kind", f"{trainer} with engine.kind={kind}: {why}", trainer)
     expected = f"false with engine.kind={kind}: only vllm compiles its policy"
     _need(config, kind == "vllm" or not config.engine.compile, "engine.compile", expected, "false")
-    if config.engine.compile and config.deployment.device != "cuda":  # for GPUs vllm's compiler writes no C++
+    if config.engine.compile and config.deployment.device != "cuda":  # on GPUs vLLM's compiler generates no C++
         held = cxx_compiler() is not None
         _need(config, held, "engine.compile", "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
     if kind == "vllm":
         methods = "eagle3, draft_model, ngram, suffix or none with engine.kind=vllm"
         _need(config, config.speculation.method != "mtp", "speculation.method", methods, "eagle3")
-        expected = "a whole number with engine.kind=vllm: its k is fixed"
+        expected = "a whole number with engine.kind=vllm: vLLM's draft length is fixed"
         _need(config, length is not None, "speculation.draft_length", expected, 3)
         held = config.sampling.temperature >= 0.01
         _need(config, held, "sampling.temperature", "at least 0.01 with engine.kind=vllm", 0.01)
@@ -118,22 +120,22 @@ def _check_engine(config: Config) -> None:
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler that torch.compile would use."""
+    """Return the path of the C++ compiler that torch.compile would use, or None."""
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))), None)
 
 
 def _check_rewards(config: Config) -> None:
     patience = min(config.deployment.turn_timeout_s, COLLECTIVE_S)
     expected = (
-        f"less than {patience:g}, deployment.turn_timeout_s or what a broadcast may take: a generator waits for each "
-        "reward"
+        f"less than {patience:g}, the shorter of deployment.turn_timeout_s and a broadcast's deadline, because a "
+        "generator waits for each reward"
     )
     held = config.data.reward_timeout_s < patience
     _need(config, held, "data.reward_timeout_s", expected, min(10.0, patience / 2))
 
 
 def _check_files(config: Config) -> None:
-    """The directories and files that the configuration names must be there."""
+    """Refuse names of directories and files that do not exist."""
     for name, path in (
         ("model.path", config.model.path),
         ("model.reference_path", config.model.reference_path),
@@ -142,10 +144,10 @@ def _check_files(config: Config) -> None:
         if path and not (resolve_path(path) / "config.json").is_file():
             shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
             raise ConfigError(
-                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; put it there, or name "
+                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; create it, or name "
                 f"another{shipped}"
             )
-    expected = f"data.train_file beside it: the task {config.data.task} holds out prompts of its own"
+    expected = f"data.train_file as well: the built-in task {config.data.task} holds out its own prompts"
     _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not Path(path).is_file():
@@ -153,9 +155,9 @@ def _check_files(config: Config) -> None:
 
 
 def _check_sglang(config: Config) -> None:
-    """What an SGLang server can do for us, and where each generator has its own."""
+    """Refuse what an SGLang server cannot do; each generator must have its own server."""
     urls, count, kind = config.server_urls, config.deployment.generators, "with engine.kind=sglang"
-    _need(config, bool(urls), "engine.url", f"where each generator's server is {kind}", "http://127.0.0.1:30000")
+    _need(config, bool(urls), "engine.url", f"the address of each generator's server {kind}", "http://127.0.0.1:30000")
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -172,14 +174,14 @@ def _check_sglang(config: Config) -> None:
             config,
             held,
             "engine.url",
-            "http://HOST:PORT, for several generators with commas between",
+            "http://HOST:PORT, or one of these for each generator, separated by commas",
             "http://127.0.0.1:30000",
         )
     _need(
         config,
         len(set(urls)) == len(urls),
         "engine.url",
-        "a server of its own for each generator",
+        "a different server for each generator",
         ",".join(dict.fromkeys(urls)),
     )
     if len(urls) != count:
@@ -191,21 +193,21 @@ def _check_sglang(config: Config) -> None:
         config,
         config.speculation.method in ("ngram", "none"),
         "speculation.method",
-        f"ngram or none {kind}: its weight update would overwrite a draft with the policy",
+        f"ngram or none {kind}: SGLang's weight update would overwrite the draft with the policy",
         "none",
     )
     _need(
         config,
         config.fixed_draft_length is not None,
         "speculation.draft_length",
-        f"a whole number {kind}: its k is fixed",
+        f"a whole number {kind}: SGLang's draft length is fixed",
         3,
     )
     _need(
         config,
         config.engine.kv_at_swap == "recompute",
         "engine.kv_at_swap",
-        f"recompute {kind}: where it keeps the KV cache it does not say exactly which tokens are older than a swap",
+        f"recompute {kind}: if SGLang kept its KV cache, it could not say exactly which tokens are older than a swap",
         "recompute",
     )
     for name, whole in (("sampling.top_p", 1.0), ("sampling.top_k", 0)):
@@ -213,13 +215,13 @@ def _check_sglang(config: Config) -> None:
             config,
             value_of(config, name) == whole,
             name,
-            f"{whole} {kind}: its logprobs are of the whole distribution",
+            f"{whole} {kind}: SGLang returns logprobs of the whole distribution",
             whole,
         )
 
 
 def _check_models(config: Config) -> None:
-    """The policy must be of a known kind, and divide as it is told to."""
+    """Check that the policy has a supported architecture and divides among the ranks as configured."""
     policy = _read_json("model.path", config.model.path)
     try:
         shape = PolicyShape.from_hf(resolve_path(config.model.path))
@@ -230,22 +232,24 @@ def _check_models(config: Config) -> None:
         ) from None
     if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
         raise ConfigError(
-            f"model.path={config.model.path!r}: has no tokenizer.json; expected a Hugging Face directory with one"
+            f"model.path={config.model.path!r}: there is no tokenizer.json; expected a Hugging Face directory with one"
         )
     heads = shape.n_kv_heads
     for name in ("trainer.tensor_parallel", "logprob.tensor_parallel"):
         parallel = value_of(config, name)
-        # With tensor parallelism torchtitan's mixture wants a number of samples that it divides.
+        # Under tensor parallelism, torchtitan's mixture of experts needs a number of samples that the ranks divide.
         if parallel > 1 and shape.experts is not None:
-            raise ConfigError(f"{name}={parallel}: expected 1 with a policy of experts; nearest valid choice: {name}=1")
+            raise ConfigError(
+                f"{name}={parallel}: expected 1 with a mixture-of-experts policy; nearest valid choice: {name}=1"
+            )
         if heads % parallel:
             raise ConfigError(
-                f"{name}={parallel}: expected a divisor of the policy's {heads} heads of keys and values; nearest "
-                f"valid choice: {name}={math.gcd(heads, parallel)}"
+                f"{name}={parallel}: expected a divisor of the policy's {heads} key-value heads; nearest valid choice: "
+                f"{name}={math.gcd(heads, parallel)}"
             )
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
         raise ConfigError(
-            f"model.path={config.model.path!r}: holds an MTP module too; expected a policy without one with "
+            f"model.path={config.model.path!r}: also contains an MTP module; expected a policy without one with "
             f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch"
         )
     _check_reference(config, policy)
@@ -257,21 +261,21 @@ def _check_reference(config: Config, policy: dict) -> None:
         found = _read_json("model.reference_path", config.model.reference_path).get("vocab_size")
         if found != policy.get("vocab_size"):
             raise ConfigError(
-                f"model.reference_path={config.model.reference_path!r}: made for vocab_size={found}; expected "
-                f"{policy.get('vocab_size')}, as the policy of model.path has; nearest valid choice: "
-                "model.reference_path=, which is that policy"
+                f"model.reference_path={config.model.reference_path!r}: has vocab_size={found}; expected "
+                f"{policy.get('vocab_size')}, as in model.path; nearest valid choice: model.reference_path=, which "
+                "takes the policy of model.path"
             )
 
 
 def _check_draft(config: Config, policy: dict) -> None:
-    """The draft must be what the method takes, made for this policy."""
+    """Check that the draft fits the method and was made for this policy."""
     method, directory = config.speculation.method, config.draft_directory
     if not directory:
         return
     draft = _read_json("speculation.draft_path", directory)
     found = (draft.get("architectures") or ["?"])[0]
     fits = _DRAFTS.get(str(found), "?")
-    # A policy's own checkpoint may hold its MTP module.
+    # The checkpoint of a policy may contain its MTP module.
     if method != fits and (method, fits) != ("mtp", "draft_model"):
         nearest = (
             f"speculation.method={fits}"
@@ -279,15 +283,15 @@ def _check_draft(config: Config, policy: dict) -> None:
             else f"speculation.draft_path={default_of('speculation.draft_path')}"
         )
         raise ConfigError(
-            f"speculation.draft_path={directory!r}: holds a {found}, which speculation.method={method} does not take; "
-            f"nearest valid choice: {nearest}"
+            f"speculation.draft_path={directory!r}: contains a {found}; expected a draft for "
+            f"speculation.method={method}; nearest valid choice: {nearest}"
         )
     keys = {"draft_model": ("vocab_size",), "mtp": ("model_type", "vocab_size", "hidden_size")}
     for key in keys.get(method, ("vocab_size", "hidden_size")):
         if draft.get(key) != policy.get(key):
             raise ConfigError(
                 f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
-                f"as the policy of model.path has; speculation.method=ngram needs no draft"
+                f"as in model.path; speculation.method=ngram needs no draft"
             )
 
 
@@ -298,12 +302,12 @@ def _read_json(name: str, path: str) -> dict:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}={path!r}: {file}: {first_line(error)}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{name}={path!r}: {file}: expected an object")
+        raise ConfigError(f"{name}={path!r}: {file}: expected a JSON object")
     return content
 
 
 def _check_lengths(config: Config) -> None:
-    """Prompt, response and proposals must fit the positions the policy knows."""
+    """Check that prompt, response and proposed tokens fit the policy's max_position_embeddings."""
     positions = _read_json("model.path", config.model.path).get("max_position_embeddings")
     if not isinstance(positions, int):
         raise ConfigError(
@@ -315,12 +319,13 @@ def _check_lengths(config: Config) -> None:
         rest = positions - drafted - config.sampling.max_response_tokens
         nearest = rest if rest > 0 else (positions - drafted) // 2
         raise ConfigError(
-            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response: the policy "
-            f"has {positions} positions; nearest valid choice: engine.max_prompt_tokens={nearest}"
+            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response; expected "
+            f"less, since the policy has {positions} positions; nearest valid choice: "
+            f"engine.max_prompt_tokens={nearest}"
         )
     if config.sampling.max_response_tokens > room:
         raise ConfigError(
-            f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}: the "
-            f"policy has {positions} positions, prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
+            f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}, since the "
+            f"policy has {positions} positions and prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
             f"choice: sampling.max_response_tokens={room}"
         )

@@ -1,7 +1,7 @@
-"""Fields of nested dataclasses: what `knob` says of one, and how a dotted name ("trainer.optimizer.lr") finds it.
+"""Fields of nested dataclasses: how `knob` declares one, and how a dotted name ("trainer.optimizer.lr") finds it.
 
-A field's default, help and bounds stand in one place, its `knob`; `describe` reads them for --help, `refusal` for the
-check.
+A field's default, help text and bounds are in one place, its `knob`. `describe` reads them for --help, and `refusal`
+reads them to check a value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-# More than any run needs. A number beyond it is a slip, which would ask for endless time or for all memory.
+# Upper bounds for fields without one, above what any run needs. A larger number is a typing error that would take
+# endless time or all memory.
 _MOST_COUNTED, _MOST_SECONDS, _MOST_MEASURED = 10**6, 1e7, 1e9
 
 
@@ -27,26 +28,28 @@ def knob(
     below: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with its help and bounds in its metadata.
+    """Return a dataclass field with its help text and bounds in its metadata.
 
     Args:
-        least, most: bounds that the value may reach.
-        above, below: bounds that it may not reach.
-        choices: the values of a string that is one of a few.
+        default: the field's default value.
+        help: what the field is, its unit, and what 0 or an empty value means; printed by --help.
+        least, most: inclusive bounds.
+        above, below: exclusive bounds.
+        choices: the allowed values of a string field; empty: any.
     """
     metadata = {"help": help, "least": least, "above": above, "most": most, "below": below, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def leaves(tree: Any, prefix: str = "") -> list[str]:
-    """Dotted names of what is in nested mappings."""
+    """Return the dotted names of all leaves of nested mappings."""
     if not isinstance(tree, dict) or (not tree and prefix):
         return [prefix]
     return [leaf for key, value in tree.items() for leaf in leaves(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value of the field that a dotted name names."""
+    """Return the value of the field with this dotted name."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -54,10 +57,10 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def type_of(cls: Any, key: str) -> Any:
-    """The type of the field that a dotted name names.
+    """Return the type of the field with this dotted name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such field.
     """
     for part in key.split("."):
         cls = typing.get_type_hints(cls)[part]
@@ -65,7 +68,7 @@ def type_of(cls: Any, key: str) -> Any:
 
 
 def describe(cls: type, prefix: str = "") -> list[tuple[str, Any, typing.Mapping[str, Any]]]:
-    """Every field of a dataclass and of those nested in it: (dotted name, default, metadata)."""
+    """Return (dotted name, default, metadata) of every field of a dataclass and of its nested dataclasses."""
     found, hints = [], typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -75,11 +78,24 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, Any, typing.Mapping
     return found
 
 
+def bounds(metadata: typing.Mapping[str, Any]) -> str:
+    """Describe the valid values of a field, for --help."""
+    if choices := metadata["choices"]:
+        return f" [{', '.join(choices)}]"
+    words = {"least": "at least", "above": "more than", "most": "at most", "below": "below"}
+    found = [f"{word} {metadata[name]}" for name, word in words.items() if metadata[name] is not None]
+    return f" [{', '.join(found)}]" if found else ""
+
+
 def refusal(value: Any, default: Any, metadata: typing.Mapping[str, Any], seconds: bool) -> tuple[str, Any] | None:
-    """What is wrong with a field's value by its own bounds: (what was expected, the nearest valid choice), or None.
+    """Check a value against its field's choices and bounds.
 
     Args:
-        seconds: whether it is a time.
+        metadata: the field's, as made by `knob`.
+        seconds: whether the field is a time in seconds.
+
+    Returns:
+        None if the value is valid; else (what was expected, the nearest valid choice).
     """
     if choices := metadata["choices"]:
         return None if value in choices else ("one of " + ", ".join(choices), closest(str(value), choices) or default)
@@ -108,11 +124,11 @@ def refusal(value: Any, default: Any, metadata: typing.Mapping[str, Any], second
 
 
 def closest(value: str, choices: Sequence[str]) -> str | None:
-    """The choice most like what was given, if any is like it."""
+    """Return the choice most similar to `value`; None if none is similar."""
     return next(iter(difflib.get_close_matches(value, choices, 1, 0.4)), None)
 
 
 def hint(value: str, choices: Sequence[str]) -> str:
-    """The end of a line that refuses a value: "; nearest: CHOICE", or nothing if none is like it."""
+    """Return the end of an error line: "; nearest: CHOICE", or "" if no choice is similar to `value`."""
     nearest = closest(value, choices)
     return f"; nearest: {nearest}" if nearest else ""

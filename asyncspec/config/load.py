@@ -1,7 +1,7 @@
-"""Composes a configuration from YAML and overrides, and reads and writes it.
+"""Compose a configuration from YAML and overrides; read and write it.
 
-`load` merges, in this order: the dataclass defaults, a YAML file, dotlist overrides. A key that does not exist, a value
-of the wrong type or an impossible combination (check.py) raises `ConfigError`: one line that names the field, the
+`load` merges the dataclass defaults, a YAML file and dotlist overrides, in this order. A key that does not exist, a
+value of the wrong type or an impossible combination (check.py) raises `ConfigError`: one line that names the field, the
 value, what was expected and the nearest valid choice.
 """
 
@@ -34,12 +34,12 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         overrides: "a.b=value" strings, applied last, in order.
 
     Raises:
-        ConfigError: one line that says what is wrong and what would be right.
+        ConfigError: the file or an override is wrong; one line that says what was expected.
     """
     path = _config_path(config)
     try:
         file_cfg = OmegaConf.load(path)
-    except Exception as error:  # YAML's own errors are of many types
+    except Exception as error:  # YAML raises many types
         raise ConfigError(f"--config {config}: not readable as YAML: {first_line(error)}") from None
     if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
         raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
@@ -68,7 +68,11 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
 
 
 def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
-    """The topology says how many actors there are; what is given besides must agree."""
+    """Set the numbers of actors and ranks that deployment.nodes implies, unless a given number contradicts it.
+
+    Args:
+        given: the dotted names that the YAML file and the overrides set.
+    """
     text = config.deployment.nodes
     if not text:
         return
@@ -79,7 +83,7 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
     ranks = max(1, config.logprob.ranks)
     if totals["logprob"] % ranks:
         raise ConfigError(
-            f"deployment.nodes={text!r}: names {totals['logprob']} ranks of logprob actors; expected a multiple of "
+            f"deployment.nodes={text!r}: has {totals['logprob']} ranks of logprob actors; expected a multiple of "
             f"logprob.ranks={ranks}; "
             f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}"
         )
@@ -91,7 +95,7 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
     ):
         if name in given and value_of(config, name) != totals[role]:
             raise ConfigError(
-                f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} says; or an "
+                f"{name}={value_of(config, name)}: expected {totals[role]}, as deployment.nodes={text!r} has; or an "
                 f"empty deployment.nodes"
             )
         section, field_name = name.split(".")
@@ -100,7 +104,7 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
 
 def _override(merged, key: str, text: str) -> None:
     try:
-        # A string field takes its text as it stands; for all others YAML's reading of the text counts.
+        # A string field takes the text as it is; for all other fields YAML parses the text.
         value: Any = text
         if type_of(Config, key) is not str:
             value = typing.cast(dict, OmegaConf.to_container(OmegaConf.from_dotlist([f"v={text}"])))["v"]
@@ -108,12 +112,12 @@ def _override(merged, key: str, text: str) -> None:
         OmegaConf.update(merged, key, value)
     except ConfigError:
         raise
-    except (OmegaConfBaseException, YAMLError, ValueError):  # Python reads no number of more than 4300 digits
+    except (OmegaConfBaseException, YAMLError, ValueError):  # ValueError: Python parses at most 4300 digits
         raise ConfigError(f"{key}={text!r}: expected {_expected(key)}") from None
 
 
 def _check_type(key: str, value: Any) -> None:
-    """Yes and no are no numbers, and no number is yes or no: omegaconf takes either for the other."""
+    """Refuse a boolean for a number and a number for a boolean: omegaconf would convert either to the other."""
     interpolated = isinstance(value, str) and value.startswith("${")
     if not interpolated and (type_of(Config, key) is bool) != isinstance(value, bool):
         raise ConfigError(f"{key}={value!r}: expected {_expected(key)}")
@@ -126,21 +130,21 @@ def _inner(tree: dict, key: str) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that `load` and `from_yaml` read back."""
+    """Return the resolved configuration as YAML that `load` and `from_yaml` read back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration that `to_yaml` wrote; it was checked then.
+    """Return the configuration that `to_yaml` wrote. It is not checked again.
 
     Raises:
-        ConfigError: it is damaged, or of another version.
+        ConfigError: the text is damaged, or another version of asyncspec wrote it.
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
         return typing.cast(Config, OmegaConf.to_object(merged))
-    except Exception as error:  # YAML's own errors are of many types
-        raise ConfigError(f"config.yaml: {first_line(error)}; expected what this version of asyncspec writes") from None
+    except Exception as error:  # YAML raises many types
+        raise ConfigError(f"config.yaml: {first_line(error)}; expected a file of this version of asyncspec") from None
 
 
 def _config_path(config: str) -> Path:
@@ -160,17 +164,17 @@ def _check_key(key: str, where: str) -> None:
         return
     inner = [name for name in known if name.startswith(key + ".")]
     if inner:
-        raise ConfigError(f"{key} {where}: names a section, not a field; expected for example {inner[0]}=...")
+        raise ConfigError(f"{key} {where}: names a section, not a field; expected a field, for example {inner[0]}=...")
     near = nearest_field(key)
     if not near:
-        raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all")
+        raise ConfigError(f"{key} {where}: no such field; asyncspec train --help lists all fields")
     raise ConfigError(f"{key} {where}: no such field; nearest valid choice: {near} (default {default_of(near)!r})")
 
 
 def nearest_field(key: str) -> str | None:
-    """The field most like what was given, if any is."""
+    """Return the dotted name of the field most similar to `key`; None if none is similar."""
     known = leaves(dataclasses.asdict(Config()))
-    # A right last name under a wrong section is the commonest slip, so it is offered first.
+    # The most frequent mistake is the right last name under the wrong section, so such a field is offered first.
     same_name = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     return next(iter(same_name[:1] or difflib.get_close_matches(key, known, 1, 0.5)), None)
 

@@ -1,4 +1,4 @@
-"""Where things lie that a configuration names: shipped files, shipped configurations, and a run's results."""
+"""Paths that a configuration names: shipped files, shipped configurations and a run's results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ CONFIG_DIR = PACKAGE_DIR / "configs"
 
 
 def resolve_path(path: str) -> Path:
-    """The folder a configured path names; "asset:NAME" is a file that ships inside the package."""
+    """Return the path that a configured text names; "asset:NAME" is a file or folder that ships in the package."""
     if path.startswith("asset:"):
         return PACKAGE_DIR / "assets" / path.removeprefix("asset:")
     return Path(path).expanduser()
 
 
 def default_run_dir() -> str:
-    """A directory under runs/, named by date and time."""
+    """Return a path under runs/ that is named by date and time."""
     return os.path.join("runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))

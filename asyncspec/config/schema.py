@@ -1,7 +1,7 @@
-"""All fields of a run's configuration: typed dataclasses, each field with its default, its help and its bounds.
+"""All fields of a run's configuration: typed dataclasses whose fields carry their default, help text and bounds.
 
-`asyncspec train --help` prints this list. `load.py` fills it from YAML and overrides, `check.py` refuses combinations
-that cannot run. This file imports no torch: reading a configuration is instant.
+`asyncspec train --help` prints this list. `load.py` fills it from YAML and overrides; `check.py` refuses combinations
+that cannot run. This file imports no torch, so reading a configuration is instant.
 """
 
 from __future__ import annotations
@@ -16,67 +16,76 @@ LONGEST_DRAFT = 15  # the longest draft that speculation.draft_length=auto consi
 
 @dataclass
 class ModelConfig:
-    path: str = knob(
-        "asset:tiny/policy", "Hugging Face directory of the policy: config.json, *.safetensors, tokenizer.json"
-    )
-    reference_path: str = knob("", "reference policy of the KL term; empty: the same as model.path")
+    path: str = knob("asset:tiny/policy", "Hugging Face directory of the policy; asset:NAME ships with asyncspec")
+    reference_path: str = knob("", "directory of the reference policy for the KL term; empty: model.path")
     dtype: str = knob(
         "float32",
-        "what policy and draft compute in; the trainer's weights, sums and optimizer stay in float32",
+        "dtype in which policy and draft compute; the trainer keeps weights, sums and optimizer state in float32",
         choices=("float32", "bfloat16"),
     )
 
 
 @dataclass
 class DataConfig:
-    task: str = knob("sums", "built-in task; used while data.train_file is empty", choices=("sums",))
-    train_file: str = knob("", 'JSONL with "prompt" and "answer" on each line')
-    eval_file: str = knob("", "JSONL of held-out prompts, for use with data.train_file; empty: no evaluation")
-    train_prompts: int = knob(4096, "prompts that the built-in task makes", least=1)
-    eval_prompts: int = knob(256, "held-out prompts that the built-in task makes", least=0)
-    reward: str = knob("asyncspec.tasks.sums:exact_match", "module:function(prompt, response, answer) -> float")
-    reward_timeout_s: float = knob(
-        10.0, "seconds one reward call may take; a rollout whose reward fails gets the mean of its group", above=0
+    task: str = knob("sums", "built-in task; used only when data.train_file is empty", choices=("sums",))
+    train_file: str = knob("", 'JSONL with "prompt" and "answer" on each line; empty: the built-in data.task')
+    eval_file: str = knob("", "JSONL of held-out prompts, for runs with data.train_file; empty: no evaluation there")
+    train_prompts: int = knob(4096, "training prompts that the built-in task generates", least=1)
+    eval_prompts: int = knob(256, "held-out prompts that the built-in task generates; 0: no evaluation", least=0)
+    reward: str = knob(
+        "asyncspec.tasks.sums:exact_match", "reward function, module:function(prompt, response, answer) -> float"
     )
-    reward_failures: float = knob(0.05, "share of rollouts whose reward may fail before the run stops", least=0, most=1)
+    reward_timeout_s: float = knob(
+        10.0,
+        "seconds one reward call may take; a rollout whose reward fails or times out gets the mean of its group",
+        above=0,
+    )
+    reward_failures: float = knob(
+        0.05, "share of rewards that may fail or time out; the run stops when more do", least=0, most=1
+    )
 
 
 @dataclass
 class SamplingConfig:
     temperature: float = knob(
         1.0,
-        "temperature of rollouts, evaluations and all logprobs; 0 is not possible: rollouts are sampled",
+        "sampling temperature of rollouts and evaluations, used for all logprobs too; 0 (greedy) is not possible",
         least=1e-3,
     )
-    top_p: float = knob(1.0, "sample from the most probable tokens whose mass reaches this; 1: all", above=0, most=1)
-    top_k: int = knob(0, "sample from this many most probable tokens; 0: all", least=0)
-    max_response_tokens: int = knob(320, "tokens after which a rollout is cut off", least=1)
+    top_p: float = knob(
+        1.0,
+        "nucleus sampling: sample from the most probable tokens whose probabilities sum to this; 1: all tokens",
+        above=0,
+        most=1,
+    )
+    top_k: int = knob(0, "sample from this many most probable tokens; 0: all tokens", least=0)
+    max_response_tokens: int = knob(320, "maximum number of tokens of a response; a longer one is truncated", least=1)
 
 
 @dataclass
 class EngineConfig:
     kind: str = knob(
         "torch",
-        "torch: the embedded engine; vllm, sglang: see docs/engines.md; mock: waits instead of computing, see mock",
+        "inference engine; torch: the embedded one; vllm, sglang: see docs/how-to; mock: waits instead of computing",
         choices=("torch", "vllm", "sglang", "mock"),
     )
-    slots: int = knob(64, "sequences in flight in one generator", least=1)
+    slots: int = knob(64, "maximum number of sequences that one generator decodes at once", least=1)
     max_prompt_tokens: int = knob(
-        96, "longest prompt; data with a longer one is refused before the run starts", least=1
+        96, "maximum number of tokens of a prompt; data with a longer one is refused before the run starts", least=1
     )
-    threads: int = knob(1, "CPU threads of one generator", least=1)
-    compile: bool = knob(False, "vllm: compile the policy with torch.compile")
+    threads: int = knob(1, "CPU threads of each generator", least=1)
+    compile: bool = knob(False, "vllm only: compile the policy with torch.compile")
     gpu_memory_utilization: float = knob(
-        0.9, "vllm on a GPU: share of its memory that one generator takes", above=0, most=1
+        0.9, "vllm on a GPU only: share of the GPU's memory that one generator takes", above=0, most=1
     )
-    url: str = knob("", "sglang: the servers, http://HOST:PORT for each generator, separated by commas")
+    url: str = knob("", "sglang only: one server address http://HOST:PORT for each generator, separated by commas")
     weights_dir: str = knob(
         "",
-        "sglang: directory through which generators hand weights to servers; empty: one in /dev/shm, for one host",
+        "sglang only: directory through which weights pass to the servers; empty: one in /dev/shm, for a single host",
     )
     kv_at_swap: str = knob(
         "keep",
-        "KV cache at new weights: keep goes on with the old keys and values, recompute fills them again",
+        "KV cache of unfinished sequences at a weight update: keep it, or recompute it with the new weights",
         choices=("keep", "recompute"),
     )
 
@@ -85,134 +94,178 @@ class EngineConfig:
 class SpeculationConfig:
     method: str = knob(
         "eagle3",
-        "what proposes tokens; none: autoregressive generation",
+        "source of the proposed tokens: a trained draft (eagle3, mtp, draft_model), a lookup in earlier text (ngram, "
+        "suffix), or none: no speculative decoding",
         choices=("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"),
     )
     draft_length: str = knob(
-        "auto", "k, tokens proposed per verification; auto: chosen at each engine step, 0 included"
+        "auto", "k, tokens proposed per verification: 1 to 16, or auto, which chooses k (also 0) at each engine step"
     )
     draft_path: str = knob(
-        "", "directory of the draft; empty: the shipped draft of the default policy; ngram and suffix need none"
+        "", "directory of the draft; empty: the draft shipped for the default policy; ngram and suffix need none"
     )
 
 
 @dataclass
 class RLConfig:
-    group_size: int = knob(8, "rollouts per prompt; at least 2, since advantages compare them", least=2)
-    groups_per_step: int = knob(16, "prompts per optimizer step", least=1)
-    advantage: str = knob("group", "group: (r - mean) / std; mean: r - mean (Dr. GRPO)", choices=("group", "mean"))
-    clip_low: float = knob(0.2, "PPO clip range below 1", above=0, below=1)
-    clip_high: float = knob(0.28, "PPO clip range above 1 (DAPO's clip-higher)", above=0)
-    correction: str = knob("truncated", "importance weights for the policy lag", choices=("truncated", "none"))
-    correction_cap: float = knob(2.0, "C in min(pi_prox / pi_behavior, C)", least=1)
-    kl_coef: float = knob(0.0, "weight of KL(policy || reference); 0 skips the reference pass", least=0)
+    group_size: int = knob(8, "rollouts per prompt; their rewards are compared to get advantages", least=2)
+    groups_per_step: int = knob(16, "prompts per optimizer step, with rl.group_size rollouts each", least=1)
+    advantage: str = knob(
+        "group",
+        "advantage of a rollout with reward r in its group: group is (r - mean) / std, mean is r - mean (Dr. GRPO)",
+        choices=("group", "mean"),
+    )
+    clip_low: float = knob(0.2, "PPO clipping: the ratio's lower bound is 1 - clip_low", above=0, below=1)
+    clip_high: float = knob(
+        0.28, "PPO clipping: the ratio's upper bound is 1 + clip_high (DAPO's clip-higher)", above=0
+    )
+    correction: str = knob(
+        "truncated",
+        "off-policy correction; truncated: weight each token by min(pi_prox / pi_behavior, rl.correction_cap)",
+        choices=("truncated", "none"),
+    )
+    correction_cap: float = knob(2.0, "largest weight of a token under rl.correction=truncated", least=1)
+    kl_coef: float = knob(
+        0.0, "weight of KL(policy || reference) in the loss; 0: no KL term and no reference pass", least=0
+    )
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = knob(2e-4, "AdamW's learning rate after warm-up", above=0, most=1)
-    beta1: float = knob(0.9, "decay of AdamW's mean of gradients", least=0, below=1)
-    beta2: float = knob(0.95, "decay of AdamW's mean of squared gradients", least=0, below=1)
-    eps: float = knob(1e-8, "added to the root in AdamW's denominator", above=0)
-    weight_decay: float = knob(0.0, "decoupled weight decay, on matrices", least=0)
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0)
-    warmup_steps: int = knob(3, "steps of linear warm-up; 0: none", least=0)
+    lr: float = knob(2e-4, "learning rate of AdamW after warm-up", above=0, most=1)
+    beta1: float = knob(0.9, "AdamW's decay of the mean of gradients", least=0, below=1)
+    beta2: float = knob(0.95, "AdamW's decay of the mean of squared gradients", least=0, below=1)
+    eps: float = knob(1e-8, "AdamW's epsilon, added to the root in the denominator", above=0)
+    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay, on all parameters; 0: none", least=0)
+    max_grad_norm: float = knob(1.0, "norm to which a larger gradient is clipped", above=0)
+    warmup_steps: int = knob(3, "optimizer steps of linear learning-rate warm-up; 0: none", least=0)
 
 
 @dataclass
 class TrainerConfig:
     kind: str = knob(
-        "torch", "mock: trainer and logprob wait instead of computing, see mock", choices=("torch", "mock")
+        "torch",
+        "torch: train; mock: trainer and logprob actors wait instead of computing, see the mock fields",
+        choices=("torch", "mock"),
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    ranks: int = knob(1, "processes that hold and train one policy together, by FSDP", least=1)
-    tensor_parallel: int = knob(1, "ranks that divide each matrix and read the same groups", least=1)
+    ranks: int = knob(1, "processes of the trainer, which shard one policy with FSDP", least=1)
+    tensor_parallel: int = knob(
+        1, "trainer ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
+    )
     tokens_per_pass: int = knob(
         32768,
-        "tokens of one forward and backward pass, padding included; logprob's passes too; larger groups are divided",
+        "maximum number of tokens of a pass in trainer and logprob, with padding; a larger group takes several passes",
         least=1,
         most=10**9,
     )
-    recompute: bool = knob(False, "recompute activations in the backward pass: less memory, a third more work")
-    threads: int = knob(1, "CPU threads of each rank", least=1)
+    recompute: bool = knob(
+        False, "recompute activations in the backward pass: saves memory, costs about a third more compute"
+    )
+    threads: int = knob(1, "CPU threads of each trainer rank", least=1)
 
 
 @dataclass
 class LogprobConfig:
-    ranks: int = knob(1, "processes that hold the policy of one logprob actor together, by FSDP", least=1)
-    tensor_parallel: int = knob(1, "ranks that divide each matrix and read the same groups", least=1)
-    threads: int = knob(1, "CPU threads of each rank", least=1)
+    ranks: int = knob(1, "processes of each logprob actor, which shard one policy with FSDP", least=1)
+    tensor_parallel: int = knob(
+        1, "logprob ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
+    )
+    threads: int = knob(1, "CPU threads of each logprob rank", least=1)
 
 
 @dataclass
 class DraftConfig:
     adapt: bool = knob(
-        True, "train the draft on the policy's rollouts during the run: mtp in the trainer, others in the draft adapter"
+        True, "train the draft on the rollouts: mtp in the trainer, eagle3 and draft_model in the draft adapter"
     )
-    lr: float = knob(3e-4, "learning rate of the draft's AdamW", above=0, most=1)
+    lr: float = knob(3e-4, "learning rate of AdamW for the draft", above=0, most=1)
     groups_per_step: int = knob(
-        4, "groups of a step that the draft adapter gets, and that may wait for it; then the oldest is dropped", least=1
+        4,
+        "groups per optimizer step that train the draft; also how many may wait for the draft adapter (then the oldest "
+        "is dropped)",
+        least=1,
     )
     bytes_per_step: int = knob(
-        64_000_000, "bytes of groups of a step that the draft adapter gets", least=1, most=10**12
+        64_000_000,
+        "bytes per optimizer step after which the draft adapter is sent no more groups; also how many may wait for it",
+        least=1,
+        most=10**12,
     )
     top_tokens: int = knob(
         512,
-        "tokens kept of each target distribution, the rest of its mass as one; smaller vocabularies stay whole",
+        "most probable tokens kept of each target distribution, the rest merged into one outcome; 0: all tokens",
         least=0,
     )
     window: int = knob(
-        0, "positions sent of each rollout, a random stretch, for long contexts; 0: all", least=0, most=10**9
+        0,
+        "positions of each rollout sent to the draft adapter, one random stretch (for long contexts); 0: all",
+        least=0,
+        most=10**9,
     )
     publish_every: int = knob(4, "optimizer steps of the draft between two published draft versions", least=1)
-    unroll: int = knob(3, "positions the draft is unrolled over in training (training-time test)", least=1)
+    unroll: int = knob(
+        3, "draft positions over which eagle3 and mtp are unrolled in training (training-time test)", least=1
+    )
 
 
 @dataclass
 class EvalConfig:
-    every: int = knob(20, "steps between two evaluations; 0: only the first and the last", least=0)
-    samples: int = knob(1, "rollouts per held-out prompt, at the sampling settings of training", least=1)
+    every: int = knob(
+        20,
+        "optimizer steps between evaluations; 0: only of the first and the last version, which are always evaluated",
+        least=0,
+    )
+    samples: int = knob(1, "rollouts per held-out prompt, sampled as in training", least=1)
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = knob(20, "steps between two checkpoints, written in the background; 0: one at the end", least=0)
-    keep: int = knob(2, "newest checkpoints that are kept", least=1)
+    every: int = knob(
+        20, "optimizer steps between checkpoints, written in the background; 0: only one, at the end", least=0
+    )
+    keep: int = knob(2, "newest checkpoints to keep", least=1)
 
 
 @dataclass
 class MockConfig:
     time_scale: float = knob(
-        0.05, "seconds here for one on the mocked machines; all fields below are in theirs", above=0
+        0.05, "real seconds per simulated second; all other mock times are in simulated seconds", above=0
     )
-    gpus: int = knob(8, "GPUs that one generator stands for", least=1)
-    token_s: float = knob(0.003, "seconds of a GPU's decoding step: reading the weights", above=0)
-    row_s: float = knob(0.0001, "seconds that each live sequence of the GPU adds", least=0)
-    acceptance: float = knob(2.77, "tokens that a verification emits", above=0)
-    draft_length: int = knob(3, "k", least=0)
-    draft_share: float = knob(0.266, "share of a decoding step that each proposed token adds", least=0)
-    tokens_median: float = knob(6000.0, "median tokens of a response, log-normal", above=0)
+    gpus: int = knob(8, "GPUs that one generator simulates", least=1)
+    token_s: float = knob(
+        0.003, "seconds a GPU needs to read the weights in one decoding step; each sequence adds mock.row_s", above=0
+    )
+    row_s: float = knob(0.0001, "seconds that each sequence adds to a decoding step of its GPU", least=0)
+    acceptance: float = knob(2.77, "tokens that a verification emits on average (acceptance length)", above=0)
+    draft_length: int = knob(3, "k, tokens proposed per verification; 0: no speculation", least=0)
+    draft_share: float = knob(
+        0.266, "time that each proposed token adds to a decoding step, as a share of the step", least=0
+    )
+    tokens_median: float = knob(6000.0, "median tokens of a response; lengths are log-normal", above=0)
     tokens_sigma: float = knob(0.6, "standard deviation of the logarithm of a response's tokens", above=0)
-    tokens_max: int = knob(20480, "tokens after which a response is cut off", least=1)
-    token_unit: int = knob(64, "tokens for which one is really sent", least=1)
-    logprob_s: float = knob(17.9, "seconds of all groups of a step in logprob", least=0)
-    train_s: float = knob(31.4, "seconds of all groups of a step in the trainer", least=0)
+    tokens_max: int = knob(20480, "tokens after which a response is truncated", least=1)
+    token_unit: int = knob(64, "one real token is sent for this many simulated ones", least=1)
+    logprob_s: float = knob(17.9, "seconds that logprob takes for all groups of a step", least=0)
+    train_s: float = knob(31.4, "seconds that the trainer takes for all groups of a step", least=0)
     prepare_s: float = knob(2.1, "seconds from a version's publication to its arrival in the generators", least=0)
-    weights: int = knob(100_000, "elements really broadcast", least=1, most=10**9)
+    weights: int = knob(100_000, "elements of the weights that are really broadcast", least=1, most=10**9)
 
 
 @dataclass
 class DeploymentConfig:
-    generators: int = knob(1, "generator actors", least=1)
+    generators: int = knob(1, "number of generator actors", least=1)
     logprobs: int = knob(
-        1, "logprob actors, of logprob.ranks processes each; groups are dealt to them round-robin", least=1
+        1, "number of logprob actors, each of logprob.ranks processes; groups are dealt to them round-robin", least=1
     )
     nodes: str = knob(
-        "", "what each node plays, for example 4*trainer:4+logprob:4,12*generator:8; it also sets the counts of actors"
+        "",
+        "actors of each node, for example 4*trainer:4+logprob:4,12*generator:8 (16 nodes); sets the numbers of actors "
+        "and trainer ranks; empty: the launcher places the actors",
     )
     device: str = knob(
         "auto",
-        "auto: GPUs if there are any; cpu (the default job); cuda. GPUs are dealt out to the actors in turn",
+        "where actors compute; auto: on GPUs if there are any, else on the CPU; GPUs are dealt to the actors in turn",
         choices=("auto", "cpu", "cuda"),
     )
     host: str = knob(
@@ -221,65 +274,68 @@ class DeploymentConfig:
     )
     replacements: int = knob(
         8,
-        "generators, one-rank logprob actors and draft adapters started in place of dead ones, at most, between two "
-        "starts of all actors",
+        "how many generators, draft adapters and one-rank logprob actors may be replaced before all actors restart",
         least=0,
     )
     restarts: int = knob(
         3,
-        "times that all actors may start again from the last checkpoint because the trainer, the controller or one of "
-        "several ranks died",
+        "times that all actors may restart from the last checkpoint, after the death of one that cannot be replaced",
         least=0,
     )
     standby: int = knob(
-        1,
-        "with Ray: spare processes on each node with all libraries loaded, for replacements; other launchers fork",
-        least=0,
+        1, "Ray only: spare processes per node with all libraries loaded, ready to replace a dead actor", least=0
     )
     encrypt: bool = knob(
-        True, "encrypt the actors' sockets with keys made for the run; peers without them cannot connect"
+        True, "encrypt the actors' sockets with keys made for the run; peers without the keys cannot connect"
     )
     start_timeout_s: float = knob(
         120.0,
-        "seconds for an actor to come up, and again to join the broadcasts; its first heartbeat is due within it",
+        "seconds an actor may take to start (first heartbeat included), and again to join the broadcast groups",
         above=0,
     )
     stall_timeout_s: float = knob(
-        300.0, "seconds without any progress after which the run stops and says what it waited for", above=0
+        300.0, "seconds without any progress after which the run stops and reports what it waited for", above=0
     )
     silent_timeout_s: float = knob(
         5.0, "seconds without a heartbeat after which a process counts as frozen, is killed and is replaced", least=1
     )
     turn_timeout_s: float = knob(
         180.0,
-        "seconds that one turn of an actor's main loop may take; after that it counts as stuck and is killed",
+        "seconds one turn of an actor's main loop may take; an actor that takes longer counts as stuck and is killed",
         above=0,
     )
-    stop_timeout_s: float = knob(4.0, "seconds from an interrupt to the end of every process", above=0)
-    record: bool = knob(True, "record what the actors do and when, for trace.json")
+    stop_timeout_s: float = knob(
+        4.0, "seconds that an interrupted run may take to stop; then its processes are killed", above=0
+    )
+    record: bool = knob(True, "record the actors' activities over time in trace.json")
     faults: str = knob(
-        "", "for tests of recovery: actor:place:times:kill or freeze,...; asyncspec/faults.py lists the places"
+        "",
+        "faults to inject, for tests of recovery: actor:place:count:kill or actor:place:count:freeze, separated by "
+        "commas; asyncspec/faults.py lists the places; empty: none",
     )
     delays: str = knob(
         "",
-        "for tests of the measurement: place=seconds,...; places: generate, reward, queue, logprob, broadcast, train",
+        "delays to inject, for tests of the time measurement: place=seconds, separated by commas; places: generate, "
+        "reward, queue, logprob, broadcast, train; empty: none",
     )
 
 
 @dataclass
 class Config:
-    steps: int = knob(120, "optimizer steps", least=1)
+    steps: int = knob(120, "optimizer steps of the run", least=1)
     policy_lag: int = knob(
-        1, "versions that a rollout may be behind the policy that is trained on it; 0: synchronous", least=0
+        1,
+        "maximum number of versions by which a rollout may be older than the policy trained on it; 0: synchronous",
+        least=0,
     )
     seed: int = knob(
         0,
-        "random seed for the data, its order and every sample; speculation.draft_length=auto reads the clock, so runs "
-        "with it are not bitwise repeatable",
+        "random seed for the data, its order and every sample; runs with speculation.draft_length=auto are still not "
+        "bitwise repeatable, since auto reads the clock",
         least=0,
         most=2**32 - 1,
     )
-    run_dir: str = knob("", "where results go; empty: runs/<date>-<time>")
+    run_dir: str = knob("", "directory for the results; empty: runs/<date>-<time>")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -300,24 +356,24 @@ class Config:
 
     @property
     def fixed_draft_length(self) -> int | None:
-        """The draft length k that every verification has: 0 without speculation, None where it is chosen (auto)."""
+        """The draft length k of every verification: 0 without speculation, None if the engine chooses it (auto)."""
         if not self.drafting:
             return 0
         return None if self.speculation.draft_length == "auto" else int(self.speculation.draft_length)
 
     @property
     def longest_draft(self) -> int:
-        """The most tokens that a verification may propose."""
+        """The largest number of tokens that a verification may propose."""
         return LONGEST_DRAFT if self.fixed_draft_length is None else self.fixed_draft_length
 
     @property
     def adapting(self) -> bool:
-        """Whether there is a draft adapter."""
+        """Whether the run has a draft adapter."""
         return self.draft_trainer == "draft_adapter"
 
     @property
     def draft_trainer(self) -> str:
-        """Who trains the draft during the run: "draft_adapter", "trainer" (mtp, the policy's own module) or ""."""
+        """The role that trains the draft during the run: "draft_adapter", "trainer" (for mtp) or "" for none."""
         if not self.draft.adapt or self.trainer.kind == "mock":
             return ""
         trainers = {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}
@@ -325,17 +381,17 @@ class Config:
 
     @property
     def server_urls(self) -> list[str]:
-        """Addresses of the SGLang servers, one for each generator."""
+        """The addresses of the SGLang servers, one for each generator."""
         return [url.strip() for url in self.engine.url.split(",") if url.strip()]
 
     @property
     def draft_directory(self) -> str:
-        """Where the draft's files are, as `resolve_path` reads it; "" for a method without files."""
+        """The directory of the draft's files, to be given to `resolve_path`; "" for a method without files."""
         method = self.speculation.method
         with_files = ("eagle3", "mtp", "draft_model")
         return (self.speculation.draft_path or f"asset:tiny/{method}") if method in with_files else ""
 
 
 def default_of(key: str) -> Any:
-    """A configuration field's default."""
+    """Return the default of a configuration field, given its dotted name."""
     return value_of(Config(), key)

@@ -1,10 +1,11 @@
-"""Who plays where: `deployment.nodes`, the one description of a topology that every launcher reads.
+"""Which node runs which actors: `deployment.nodes`, the one description of a topology that every launcher reads.
 
     4*trainer:4+logprob:4,12*generator:8
 
-are 16 nodes: the first four with four ranks of the trainer and four of logprob actors each (an actor is one rank,
-unless logprob.ranks says otherwise), the others with eight generators. What a node plays is dealt out to its GPUs in
-turn (`deal`). The controller is on the first node; the draft adapter too, unless a node names it.
+describes 16 nodes. Each of the first four has four ranks of the trainer and four ranks of logprob actors (a logprob
+actor has one rank unless logprob.ranks says otherwise); each of the other twelve has eight generators. The actors of a
+node are dealt to its GPUs in turn (`deal`). The controller runs on the first node, and so does the draft adapter unless
+another node names it.
 """
 
 from __future__ import annotations
@@ -20,51 +21,55 @@ _COUNT = "[1-9][0-9]{0,4}"
 
 
 def parse(text: str) -> list[dict[str, int]]:
-    """What each node plays: role -> how many.
+    """Return the number of actors (or ranks) of each role on each node, one dict role -> number for each node.
 
     Raises:
-        ValueError: the text has another form; says what is wrong and the nearest that would be right.
+        ValueError: the text has another form; the message says what is wrong and names the nearest valid choice.
     """
     nodes = []
     for item in text.replace(" ", "").split(","):
         times, star, plays = item.rpartition("*")
         if star and not re.fullmatch(_COUNT, times):
-            raise ValueError(f"{times!r} in {item!r} is no number of nodes; nearest valid choice: 1*{plays}")
+            raise ValueError(f"{times!r} in {item!r}: expected a number of nodes; nearest valid choice: 1*{plays}")
         node: dict[str, int] = {}
         for part in plays.split("+"):
             role, colon, count = part.partition(":")
             if role not in ROLES:
                 raise ValueError(
-                    f"{role!r} in {item!r} is none of {', '.join(ROLES)}; nearest: "
+                    f"{role!r} in {item!r}: expected one of {', '.join(ROLES)}; nearest: "
                     f"{difflib.get_close_matches(role, ROLES, 1, 0.0)[0]}"
                 )
             if colon and not re.fullmatch(_COUNT, count):
-                raise ValueError(f"{count!r} in {item!r} is no number of actors; nearest valid choice: {role}:1")
+                raise ValueError(f"{count!r} in {item!r}: expected a number of actors; nearest valid choice: {role}:1")
             if role in node:
-                raise ValueError(f"{role} is named twice in {item!r}")
+                raise ValueError(f"{role} is named twice, expected once, in {item!r}")
             node[role] = int(count or 1)
         nodes += [dict(node) for _ in range(int(times or 1))]
     totals = total(nodes)
     for role in ROLES[:3]:
         if not totals[role]:
-            raise ValueError(f"no node plays {role}")
+            raise ValueError(f"expected at least one node with role {role}")
     if totals["draft_adapter"] > 1:
         raise ValueError(f"{totals['draft_adapter']} draft adapters: expected at most one")
     return nodes
 
 
 def total(nodes: list[dict[str, int]]) -> dict[str, int]:
-    """Role -> how many in all."""
+    """Return role -> number over all nodes."""
     return {role: sum(node.get(role, 0) for node in nodes) for role in ROLES}
 
 
 def name_actors(ranks: int, logprobs: int, logprob_ranks: int, generators: int, adapting: bool) -> dict[str, str]:
-    """name -> role of every actor but the controller, in order.
+    """Return name -> role of every actor except the controller, in order.
+
+    The role of a rank other than the leading one is trainer_rank or logprob_rank.
 
     Args:
-        ranks: of the trainer.
-        logprob_ranks: of each logprob actor. What a trainer's or a logprob actor's further ranks play is called
-            trainer_rank or logprob_rank.
+        ranks: number of ranks of the trainer.
+        logprobs: number of logprob actors.
+        logprob_ranks: number of ranks of each logprob actor.
+        generators: number of generators.
+        adapting: whether there is a draft adapter.
     """
     names = {name: TRAINER_RANK if rank else "trainer" for rank, name in enumerate(rank_names("trainer", ranks))}
     for leader in (f"logprob{i or ''}" for i in range(logprobs)):
@@ -76,18 +81,23 @@ def name_actors(ranks: int, logprobs: int, logprob_ranks: int, generators: int, 
 
 
 def rank_names(leader: str, ranks: int) -> list[str]:
-    """Of the ranks that hold one model together, the leading one first: logprob1, logprob1_rank1, ..."""
+    """Return the names of the ranks that hold one model together, the leader first: logprob1, logprob1_rank1, ..."""
     return [leader, *(f"{leader}{_RANK}{rank}" for rank in range(1, ranks))]
 
 
 def rank_of(name: str) -> tuple[str, int]:
-    """An actor's leader and its rank; of one that leads, or has no ranks, itself and 0."""
+    """Return the name of an actor's leader, and its rank. A leader, or an actor without ranks, gives itself and 0."""
     leader, _, rank = name.partition(_RANK)
     return leader, int(rank or 0)
 
 
 def assign(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[str]]:
-    """The names of the actors on each node, the controller among them."""
+    """Return the names of the actors on each node, the controller included.
+
+    Args:
+        nodes: what `parse` returns.
+        names: what `name_actors` returns.
+    """
     waiting = {role: [name for name, plays in names.items() if plays.removesuffix(_RANK) == role] for role in ROLES}
     placed = []
     for node in nodes:
@@ -101,12 +111,14 @@ def assign(nodes: list[dict[str, int]], names: Mapping[str, str]) -> list[list[s
 
 
 def deal(played: Sequence[str], gpus: int) -> list[int]:
-    """The GPU of each actor of a node: in turn, so that actors of one role share a GPU only where they outnumber the
-    GPUs. The draft adapter comes last, and beside a generator only if it must: these two are members of one broadcast
-    group.
+    """Return the index of each actor's GPU on one node.
+
+    The GPUs are dealt in turn, so actors of one role share a GPU only if they outnumber the GPUs. The draft adapter is
+    placed last, and shares a GPU with a generator only if it has to: both are members of one broadcast group.
 
     Args:
-        played: the roles of the actors that compute, those of one role together.
+        played: the roles of the node's actors that compute; equal roles are adjacent.
+        gpus: number of the node's GPUs.
     """
     on: list[list[str]] = [[] for _ in range(gpus)]
     dealt = [0] * len(played)

@@ -1,5 +1,6 @@
-"""A separate small policy as the draft, with its own KV cache. It reads tokens only, so it fits any target of the same
-vocabulary.
+"""A separate small policy as the draft, with its own KV cache.
+
+Its only input is tokens, so it fits any target with the same vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ class DraftModelDrafter(Drafter):
     def __init__(self, model, shape: PolicyShape, target: Target) -> None:
         """
         Args:
-            model: a policy of the target's dtype, with a RoPE table for all positions of its slots.
+            model: a policy in the target's dtype, with a RoPE table for all positions of its slots.
+            shape: the shape of that policy.
         """
         self.slots, self.sampling, backend = target.slots, target.sampling, target.backend
         self.draft = model.to(backend.device)
         self.decode = DecodeModel(model, shape, *self.slots.token_SP.shape, backend)
-        # positions below are in the KV cache, if still the row's own
+        # positions below this are in the KV cache; `observe` lowers it after a rejection
         self.cached_S = np.zeros(len(self.slots.length), dtype=np.int64)
         self.reload()
 
@@ -40,12 +42,12 @@ class DraftModelDrafter(Drafter):
         self.cached_S[first_row : first_row + count] = 0
 
     def observe(self, first_row: int, features_BLD, position_BL, packed=None) -> None:
-        # Of proposals that were read, those stay that were accepted; the token after them is the target's own.
+        # Only accepted proposals stay in the cache. The token after them is the target's own and not in it yet.
         rows = slice(first_row, first_row + len(position_BL))
         self.cached_S[rows] = np.minimum(self.cached_S[rows], self.slots.length[rows] - 1)
 
     def behind(self, count: int) -> int:
-        # At least the last token: the one the target chose itself.
+        # At least the last token: the target chose it itself, so the draft has not processed it.
         return max(1, int((self.slots.length[:count] - self.cached_S[:count]).max()))
 
     def prefill(self, first_row: int, count: int) -> None:
@@ -54,7 +56,7 @@ class DraftModelDrafter(Drafter):
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         width = self.behind(count)
         if self.decode.graphs is not None and width <= draft_length + 1:
-            width = draft_length + 1  # one graph, whatever was accepted
+            width = draft_length + 1  # one graph serves any number of accepted proposals
         logits_BV = self._read(0, count, width)
         length_B1 = self.slots.length_S[:count].unsqueeze(1)
         tokens, distributions = [], []
@@ -66,7 +68,7 @@ class DraftModelDrafter(Drafter):
                 logits_BV = self.decode.logits(hidden_B1D.squeeze(1))
             distributions.append(sampling_distribution(logits_BV, self.sampling))
             tokens.append(sample(distributions[-1], uniform_BK[:, step]))
-        # The proposals but the last have been read; `observe` takes back those that are rejected.
+        # All proposals but the last are in the cache now; `observe` takes out those that are rejected.
         self.cached_S[:count] += draft_length - 1
         return Proposal(torch.stack(tokens, 1), torch.stack(distributions, 1))
 
@@ -75,7 +77,7 @@ class DraftModelDrafter(Drafter):
         self.cached_S[rows] = self.cached_S[sources]
 
     def _read(self, first_row: int, count: int, width: int) -> torch.Tensor:
-        """Read the last `width` tokens of each row; logits for the next one."""
+        """Process the last `width` tokens of each row; return logits for the next token, [count, V]."""
         rows, slots = slice(first_row, first_row + count), self.slots
         position_BW = (slots.length_S[rows].unsqueeze(1) - width + slots.index_P[:width]).clamp_(min=0)
         hidden_BWD, _ = self.decode.hidden_states(

@@ -1,4 +1,7 @@
-"""EAGLE-3 in the engine: `models.eagle3.Eagle3` over a KV cache, in few operations; see engine/layers.py."""
+"""EAGLE-3 in the engine: the forward pass of `models.eagle3.Eagle3` over a KV cache, in few operations.
+
+See engine/layers.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from asyncspec.models.eagle3 import Eagle3
 
 
 class Eagle3Layer(DecodeLayer):
-    """Its heads come from both inputs, each normalized; what it adds to is x alone."""
+    """A decoder layer whose heads come from both inputs, each normalized. Its residual stream is x alone."""
 
     def project(self, space: Workspace) -> None:
         self.wqkv.write(space.units, space.heads)

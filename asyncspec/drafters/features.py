@@ -1,12 +1,12 @@
-"""Drafters that read the target's hidden states: EAGLE-3, and the policy's own multi-token-prediction module.
+"""Drafters over the target's hidden states: EAGLE-3, and the policy's own multi-token-prediction (MTP) module.
 
-Position t of such a draft reads the target's features of position t and token t+1, and predicts token t+2; drafting on,
-it reads its own hidden state in place of the target's. Features are kept until the drafter is asked for
-proposals; then keys and values of all it has missed but the last position are made in one pass, right-aligned over the
-rows, and it drafts on from there, that position first. A draft replaced in between costs acceptance, never exactness:
-proposals are verified against the very distribution they were drawn from.
+At position t such a draft takes the target's features of position t and the token t+1, and predicts token t+2. To draft
+further it takes its own hidden state in place of the target's. Features are kept until the drafter is asked for
+proposals. Then one pass, right-aligned over the rows, makes the keys and values of all positions it has missed but the
+last. Drafting starts at that last position. If the draft's weights are replaced in between, acceptance suffers but
+exactness does not: proposals are verified against the very distribution they were drawn from.
 
-`FeatureDrafter` launches its passes one by one, or as a graph. `NumbaDrafter` does the same in one function.
+`FeatureDrafter` launches its passes one by one, or as a graph. `NumbaDrafter` does the same work in one function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncspec.speculation.verify import sample, sampling_distribution
 
 
 class DecodeFeatures(ABC):
-    """A draft's forward pass over a KV cache of one layer, in a workspace of two inputs: an embedding, and x."""
+    """A draft's forward pass over a one-layer KV cache, in a workspace with two inputs: an embedding, and x."""
 
     layer: DecodeLayer
     fc: Matrix
@@ -45,36 +45,36 @@ class DecodeFeatures(ABC):
 
     @abstractmethod
     def reload(self) -> None:
-        """Derive from the parameters anew what is derived from them."""
+        """Derive the layer's matrices again from the parameters."""
 
     @abstractmethod
     def fuse(self, features_TE: torch.Tensor, space: Workspace) -> None:
-        """x = what the target has computed."""
+        """Compute x from the target's features, [T, E]."""
 
     @abstractmethod
     def logits(self, space: Workspace) -> torch.Tensor:
-        """Logits for the token after, [T, V]."""
+        """Return the logits of the next token, [T, V]."""
 
     def join(self, space: Workspace) -> None:
-        """Make of both inputs what comes into the layer."""
+        """Turn both inputs into the input of the layer."""
         space.normalize_inputs()
 
     def write(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
-        """Write keys and values of both inputs to the cache."""
+        """Write the keys and values of these inputs to the cache."""
         self.join(space)
         self.layer.write(space, access, rotation)
 
     def __call__(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
-        """Besides, x becomes what is fed back."""
+        """Do a whole pass: write keys and values, and turn x into the hidden state that the next pass takes."""
         self.join(space)
         self.layer(space, access, rotation)
 
     @abstractmethod
     def own_weights(self) -> dict:
-        """Fields of `numba_draft.Weights` that not every draft has."""
+        """Return the fields of `numba_draft.Weights` that not every draft has."""
 
     def to_numba(self, embedding_VD: torch.Tensor) -> numba_draft.Weights:
-        """The weights of a dense draft, as numba takes them."""
+        """Return the weights of a dense draft in numba's layout."""
         layer = self.layer
         matrices = (layer.wqkv, layer.wo, layer.mlp.inward, layer.mlp.outward, self.lm_head)
         arrays = [embedding_VD.detach().numpy(), *(matrix.to_numpy() for matrix in matrices), self.rope.to_numpy()]
@@ -87,7 +87,7 @@ class FeatureDrafter(Drafter):
     def __init__(self, draft, decode: DecodeFeatures, target: Target) -> None:
         """
         Args:
-            draft: the module whose weights a new draft version replaces: `Eagle3` or `MTP`, of the target's dtype.
+            draft: `Eagle3` or `MTP`, in the target's dtype. A new draft version replaces its weights.
             decode: its forward pass.
         """
         self.draft, self.decode, self.slots, self.sampling = draft, decode, target.slots, target.sampling
@@ -97,7 +97,7 @@ class FeatureDrafter(Drafter):
         self.feature_SPE = memory.zeros(*size, dtype=target.backend.dtype, device=self.slots.device)
         self._feature_TE = self.feature_SPE.view(S * P, -1)
         self._start_S1 = torch.arange(S, device=self.slots.device).unsqueeze(1) * P
-        self.cached_S = np.zeros(S, dtype=np.int64)  # positions below are in the KV cache
+        self.cached_S = np.zeros(S, dtype=np.int64)  # positions below this are in the KV cache
         self.graphs: Graphs | None = None
         self.reload()
 
@@ -118,7 +118,7 @@ class FeatureDrafter(Drafter):
         self._feature_TE.index_copy_(0, index_N, features_BLE.flatten(0, -2))
 
     def behind(self, count: int) -> int:
-        # The last token's features come with the next verification.
+        # The features of the last token arrive with the next verification.
         return max(1, int((self.slots.length[:count] - 1 - self.cached_S[:count]).max()))
 
     def prefill(self, first_row: int, count: int) -> None:
@@ -134,22 +134,22 @@ class FeatureDrafter(Drafter):
         return Proposal(draft_BK, q_BKV)
 
     def _read(self, rows: slice, width: int) -> None:
-        """Read the `width` positions before each row's last token."""
+        """Process the `width` positions before each row's last token."""
         self._read_before(rows.start, self.slots.length_S[rows] - 1, width)
 
     def _draft(self, count: int, draft_length: int, uniform_BK) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and distributions, by passes that are launched one by one, or by a graph of them."""
+        """Return proposed tokens and their distributions, from passes launched one by one or from a graph of them."""
         inputs, width = (self.slots.length_S[:count], uniform_BK), self.behind(count)
         spans = self.slots.spans(0, count, draft_length - 2)
-        if self.graphs is None or width > draft_length + 1:  # which a draft has to read after it has rested
+        if self.graphs is None or width > draft_length + 1:  # a wider pass follows steps without proposals
             q_BKV, draft_BK = self._proposal(*inputs, spans, width)
         else:
-            # one graph, whatever was accepted
+            # one graph serves any number of accepted proposals
             q_BKV, draft_BK = self.graphs(self._proposal, inputs, spans, draft_length + 1)
         return draft_BK, q_BKV
 
     def _proposal(self, length_B, uniform_BK, spans: Spans, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distributions and tokens, once the `width` positions before each row's last token are read."""
+        """Process the `width` positions before each row's last token, then draft; return distributions and tokens."""
         (B, K), slots, decode = uniform_BK.shape, self.slots, self.decode
         if width > 1:
             self._read_before(0, length_B - 2, width - 1)
@@ -174,7 +174,7 @@ class FeatureDrafter(Drafter):
             self.cached_S[copies] = self.cached_S[source]
 
     def _read_before(self, first_row: int, end_B, width: int) -> None:
-        """Read the `width` positions before each row's end; what was read before is read again alike."""
+        """Process the `width` positions before each row's end. Repeating a position gives the same keys and values."""
         position_BW = (end_B.unsqueeze(1) + (self.slots.index_P[:width] - width)).clamp_(min=0)
         space = self.decode.spaces(len(end_B), width)
         token_BW = self._fuse(first_row, position_BW, space)
@@ -182,18 +182,21 @@ class FeatureDrafter(Drafter):
         self.decode.write(space, self.decode.cache.at(first_row, position_BW, []), self.decode.rope.at(position_BW))
 
     def _fuse(self, first_row: int, position_BW, space: Workspace) -> torch.Tensor:
-        """Put the features of these positions in the workspace; returns the tokens after them."""
+        """Put the features of these positions into the workspace; return the tokens that follow them."""
         rows = slice(first_row, first_row + len(position_BW))
         self.decode.fuse(self._feature_TE[(self._start_S1[rows] + position_BW).flatten()], space)
         return self.slots.token_SP[rows].gather(1, position_BW + 1)
 
 
 class NumbaDrafter(FeatureDrafter):
-    """The same on one thread of a CPU, in functions that numba compiles. With top-k or top-p it drafts as others do."""
+    """A `FeatureDrafter` on one CPU thread, in functions that numba compiles.
+
+    With top-k or top-p it launches passes one by one, as its base class does.
+    """
 
     def __init__(self, draft, decode: DecodeFeatures, target: Target) -> None:
         numba_draft.prepare()
-        use_threads(1)  # of numba's BLAS, too
+        use_threads(1)  # for numba's BLAS, too
         super().__init__(draft, decode, target)
         self._whole = self.sampling.whole(len(self._embedding_VD))
         self._eps, self._temperature = np.float32(draft.shape.norm_eps), np.float32(self.sampling.temperature)
@@ -231,7 +234,7 @@ class NumbaDrafter(FeatureDrafter):
 
 
 def feature_drafter(decode: type[DecodeFeatures], draft, target: Target) -> FeatureDrafter:
-    """Make the drafter for a module, which becomes the engine's own."""
+    """Make the drafter for a draft module. The module then belongs to the engine."""
     backend = target.backend
     draft = cast(draft.to(backend.device), backend.dtype).requires_grad_(False)
     passes = decode(draft, target)

@@ -1,12 +1,12 @@
-"""Drafters that look proposals up in tokens already seen: n-gram (the sequence's own), suffix (those of earlier
-rollouts).
+"""Drafters that look proposals up in tokens already seen.
 
-Both find where the last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a
-point mass, and is verified as one. Where nothing matches a row has no proposal. Some of the finished rollouts are
-looked back at, to tell what would have been proposed in them.
+The n-gram drafter searches the sequence's own tokens; the suffix drafter searches earlier rollouts. Both find where the
+last tokens of a row occurred before and propose what followed there. Such a proposal is certain, a point mass, and is
+verified as one. A row without a match has no proposal. The drafters look back at some of the finished rollouts and
+report what they would have proposed in them (hindsight).
 
 Shape suffixes: B live rows, P positions, K draft length, N orders (match lengths), T tokens of finished rollouts, R
-those of responses.
+response tokens among them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from asyncspec.engine.backend import Target
 from asyncspec.engine.kv_cache import runs
 from asyncspec.speculation.drafter import Drafter, Proposal, Slots
 
-_BASE = 6364136223846793005  # of hashes
+_BASE = 6364136223846793005  # base of the rolling hashes
 
 
 class _Lookup(Drafter):
     looks_up = True
-    HINDSIGHT = 32  # one finished rollout in so many is looked back at
-    STRETCH = 512  # tokens of it, at most
+    HINDSIGHT = 32  # look back at one finished rollout in this many
+    STRETCH = 512  # look back at no more than this many of its tokens
 
     def __init__(self, slots: Slots) -> None:
         self.slots, self._left = slots, 0
@@ -38,20 +38,28 @@ class _Lookup(Drafter):
         return cls(target.slots)
 
     def _due(self) -> bool:
-        """Whether to look back at the next of the finished rollouts."""
+        """Whether to look back at the next finished rollout."""
         self._left += 1
         return self.learn is not None and self._left % self.HINDSIGHT == 1
 
     def _stretch(self, start: int, end: int) -> slice:
-        """The part of a response that is looked back at: all of it, or a stretch somewhere in a long one, lest it
-        outweigh many others.
+        """Return the part of a response to look back at.
+
+        It is all of the response, or a stretch somewhere in a long one, so that one response cannot outweigh many
+        others.
         """
         more = max(0, end - start - self.STRETCH)
         start += self._left * 7919 % (more + 1)
         return slice(start, min(end, start + self.STRETCH))
 
     def _tell(self, token_T, at_R, draft_RK, count_R) -> None:
-        """Tell what would have been proposed at these places of a rollout."""
+        """Report what would have been proposed at these positions of a rollout to `learn`.
+
+        Args:
+            token_T: the rollout's tokens.
+            at_R: positions in it.
+            draft_RK, count_R: the proposals for each position, and how many of the K count.
+        """
         index_K = self.slots.index_P[:LONGEST]
         token_RK = pad(token_T, (0, LONGEST), value=-1)[at_R.unsqueeze(1) + index_K]
         kept_R = ((draft_RK == token_RK) & (index_K < count_R.unsqueeze(1))).cumprod(1).sum(1)
@@ -59,10 +67,13 @@ class _Lookup(Drafter):
 
 
 class NGramDrafter(_Lookup):
-    """Prompt lookup (Saxena 2023): the most recent place in the row's own tokens that matches its last ones longest."""
+    """Prompt lookup (Saxena 2023): proposes what followed the longest earlier match of the row's last tokens.
 
-    MATCHES = (2, 3, 4)  # tokens, least to most
-    AT_ONCE = 64  # places of a rollout that are looked back at together
+    Among matches of equal length, the most recent one counts.
+    """
+
+    MATCHES = (2, 3, 4)  # match lengths in tokens: the first is the least, the last the most
+    AT_ONCE = 64  # hindsight handles this many positions of a rollout at once
 
     def propose(self, count: int, draft_length: int, uniform_BK) -> Proposal:
         slots, span = self.slots, int(self.slots.length[:count].max())
@@ -70,7 +81,7 @@ class NGramDrafter(_Lookup):
         return Proposal(draft_BK, None, count_B)
 
     def _found(self, token_BP, length_B, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A proposal for rows of tokens, so many of each."""
+        """Return proposals for rows of tokens, and how many of each row's count. length_B: tokens of each row."""
         length_B1, index_P, span = length_B.unsqueeze(1), self.slots.index_P, token_BP.shape[1]
         # match_BP: how many tokens that end at each position equal the row's last ones.
         equal_BP = token_BP == token_BP.gather(1, length_B1 - 1)
@@ -79,7 +90,7 @@ class NGramDrafter(_Lookup):
             last_B1 = token_BP.gather(1, (length_B1 - 1 - back).clamp(min=0))
             equal_BP = equal_BP[:, 1:] & (token_BP[:, : span - back] == last_B1)
             match_BP[:, back:] += equal_BP
-        # Longest match first, then the most recent; not the end itself.
+        # The key ranks matches by length, then by recency. The end of the row itself is no match.
         key_BP = (match_BP * span + index_P[:span]).masked_fill_(index_P[:span] >= length_B1 - 1, 0)
         best_B = key_BP.amax(1)
         found_B, at_B = best_B // span >= self.MATCHES[0], best_B % span
@@ -101,30 +112,29 @@ class NGramDrafter(_Lookup):
 
 
 class SuffixDrafter(_Lookup):
-    """Suffix decoding (after Oliaro et al. 2024, arXiv 2411.04975) over finished rollouts, of this step and of earlier
-    ones.
+    """Suffix decoding (after Oliaro et al. 2024, arXiv 2411.04975) over the rollouts of this step and earlier ones.
 
-    In place of a suffix tree, whose nodes would be Python objects, hash tables over contexts of several lengths: each
-    context of a finished rollout, with its prompt and without, points to the place in a ring of past tokens where it
-    was seen last. Old rollouts are overwritten as the ring turns, so proposals follow the policy as it moves. A context
-    that collides proposes wrong tokens, which costs acceptance, not exactness.
+    A suffix tree would have Python objects as nodes. In its place there is a hash table of contexts of several lengths.
+    Each context of a finished rollout, once with its prompt and once without, points to where it was last seen in a
+    ring of past tokens. The ring overwrites old rollouts, so proposals follow the policy as it changes. A hash
+    collision proposes wrong tokens, which costs acceptance, not exactness.
     """
 
     ORDERS = (16, 12, 8, 6, 4, 3, 2)  # tokens of context, longest first
-    RING = 1 << 20
-    UNREMEMBERED = 64  # finished rollouts that wait at most
-    TABLE = 1 << 20
+    RING = 1 << 20  # tokens
+    UNREMEMBERED = 64  # at most this many finished rollouts wait to be entered
+    TABLE = 1 << 20  # contexts
     _SALT, _MIX = 1442695040888963407, -7046029254386353131
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
         device, longest = slots.device, self.ORDERS[0]
-        # A margin behind the ring, so that reading on never leaves it.
+        # A margin after the ring, so that reading a proposal never runs past its end.
         self.ring = torch.zeros(self.RING + slots.positions, dtype=torch.int64, device=device)
-        # the context's hash, the place after it
+        # the context's hash, and the index in the ring of the token after it
         self.seen_T2 = torch.zeros(self.TABLE, 2, dtype=torch.int64, device=device)
-        self.end = 1  # where the next rollout goes; place 0 means nothing
-        self._entered = 0  # sequences, whose number salts their seeds
+        self.end = 1  # index in the ring for the next rollout; index 0 means "not seen"
+        self._entered = 0  # number of sequences so far; a sequence's number salts its seed
         power = [1]
         for _ in range(longest - 1):
             power.append((power[-1] * _BASE) % (1 << 64))
@@ -133,16 +143,16 @@ class SuffixDrafter(_Lookup):
         self._salt_N = self._order_N * self._SALT
         self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
         self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
-        # tokens, the prompt's hash, and how many are its; not remembered yet
+        # rollouts not entered yet: tokens, the prompt's hash, and the prompt's length
         self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def state_dict(self) -> dict[str, torch.Tensor | int]:
-        """A copy of all it remembers."""
+        """Return a copy of everything the drafter remembers."""
         self.catch_up()
         return {"ring": self.ring.clone(), "seen": self.seen_T2.clone(), "end": self.end, "entered": self._entered}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int]) -> None:
-        """Remember that, and nothing else."""
+        """Replace everything the drafter remembers by what `state_dict` returned."""
         self.ring.copy_(state["ring"])
         self.seen_T2.copy_(state["seen"])
         self.end, self._entered = state["end"], state["entered"]
@@ -168,7 +178,7 @@ class SuffixDrafter(_Lookup):
     def leave(self, row: int) -> None:
         slots = self.slots
         length = int(slots.length[row])
-        # What follows the last token is nothing, -1.
+        # -1 after the last token marks the end of the rollout.
         self._finished.append(
             (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row]))
         )
@@ -176,8 +186,9 @@ class SuffixDrafter(_Lookup):
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Enter what has finished into ring and tables, many at once: one by one each would cost as much as a tenth of
-        an engine step.
+        """Enter finished rollouts into ring and table, many at once.
+
+        Entered one by one, each would cost up to a tenth of an engine step.
         """
         finished, self._finished = self._finished, []
         for start in range(0, len(finished), self.HINDSIGHT):
@@ -185,17 +196,17 @@ class SuffixDrafter(_Lookup):
             self._enter_past(part, any([self._due() for _ in part]))
 
     def _enter_past(self, rollouts: list, look_back: bool) -> None:
-        """Enter rollouts, after looking back at the first of them, if so."""
+        """Enter rollouts into ring and table. If `look_back`, first look back at the first of them."""
         tokens, hashes, prompts = zip(*rollouts)
         lengths, token_T = np.array([len(t) for t in tokens]), torch.cat(tokens)
         position_T = np.arange(len(token_T)) - np.repeat(lengths.cumsum() - lengths, lengths)
         response_T = (position_T >= np.repeat(prompts, lengths)) & (position_T < np.repeat(lengths - 1, lengths))
-        at_R = torch.from_numpy(response_T.nonzero()[0]).to(token_T.device)  # each response token, and its contexts
+        at_R = torch.from_numpy(response_T.nonzero()[0]).to(token_T.device)  # the index of each response token
         window_RN = pad(token_T, (self.ORDERS[0], 0)).unfold(0, self.ORDERS[0], 1)[at_R].flip(1)
         hash_R = torch.stack(hashes).repeat_interleave(torch.from_numpy(lengths).to(token_T.device))[at_R]
         key_RN, valid_RN = self._keys(window_RN, hash_R, torch.from_numpy(position_T[response_T]).to(token_T.device))
         if look_back:
-            # The response without its first token, which is never proposed, and without the end mark.
+            # Leave out the response's first token, which is never proposed, and the end mark.
             here = self._stretch(1, int(lengths[0]) - prompts[0] - 1)
             self._tell(token_T, at_R[here], *self._found(key_RN[here], valid_RN[here], LONGEST))
         if self.end + len(token_T) > self.RING:
@@ -214,7 +225,7 @@ class SuffixDrafter(_Lookup):
         return Proposal(draft_BK.clamp_(min=0), None, count_B)
 
     def _found(self, key_BN, valid_BN, draft_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """draft_BK, with -1 where a rollout ended, and count_B."""
+        """Return draft_BK, with -1 where a rollout ended, and count_B, how many of each row's K count."""
         seen_BN2 = self.seen_T2[self._bucket(key_BN)]
         rank_B, best_B = (((seen_BN2[..., 0] == key_BN) & valid_BN) * self._rank_N).max(1)
         place_B = seen_BN2[..., 1].gather(1, best_B.unsqueeze(1)).squeeze(1) * (rank_B > 0)
@@ -223,15 +234,19 @@ class SuffixDrafter(_Lookup):
         return draft_BK, follows_BK.sum(1)
 
     def _keys(self, window_BN, prompt_B, length_B) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hashes of the contexts of each order, with the prompt and then without; and which are long enough to exist.
+        """Return the hashes of the contexts of each order, [B, 2N], and which of these contexts exist.
+
+        Each order has two hashes: first with the prompt, then without. A context exists if the row is long enough.
 
         Args:
-            window_BN: the last tokens, newest first.
+            window_BN: the last tokens of each row, newest first.
+            prompt_B: the hash of each row's prompt.
+            length_B: the length of each row.
         """
         rolling_BN = ((window_BN + 1) * self._power_N).cumsum(1)[:, self._order_N - 1] + self._salt_N
         rolling_BN = (rolling_BN ^ (rolling_BN >> 31)) * self._MIX
         exists_BN = self._order_N <= length_B.unsqueeze(1)
-        # With the prompt first at each order: the past of the same prompt is the better guide.
+        # At each order the hash with the prompt ranks first: rollouts of the same prompt predict better.
         keys = torch.stack([rolling_BN + prompt_B.unsqueeze(1), rolling_BN], -1).flatten(1)
         return keys, torch.stack([exists_BN, exists_BN], -1).flatten(1)
 

@@ -1,4 +1,4 @@
-"""From a configured method to a drafter."""
+"""Make the drafter that the configuration names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ DrafterMaker = Callable[[Target], Drafter]
 
 
 def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> DrafterMaker | None:
-    """What `TorchEngine` makes its drafter with; None for "none".
+    """Return the function with which `TorchEngine` makes its drafter; None for "none".
+
+    Args:
+        method: `speculation.method` of the configuration.
+        directory: where the draft's files are.
+        policy: the shape of the engine's policy.
 
     Raises:
-        CheckpointError: the draft's files are missing or broken, or it was made for another policy.
+        CheckpointError: the draft's files are missing or broken, or the draft was made for another policy.
     """
     if method == "none":
         return None
@@ -27,13 +32,13 @@ def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> DrafterM
         from asyncspec.drafters.lookup import NGramDrafter, SuffixDrafter
 
         return {"ngram": NGramDrafter, "suffix": SuffixDrafter}[method].of
-    if method == "mtp":  # its head is that of the engine's own policy
+    if method == "mtp":  # it shares the head of the engine's policy
         return lambda target: drafter_for(load(method, directory, policy, target.model))(target)
     return drafter_for(load(method, directory, policy))
 
 
 def drafter_for(draft: Draft) -> DrafterMaker:
-    """The same for a draft at hand."""
+    """Return the function with which `TorchEngine` makes its drafter from a loaded draft."""
     if draft.method == "draft_model":
         from asyncspec.drafters.draft_model import DraftModelDrafter
 

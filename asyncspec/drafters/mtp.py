@@ -1,4 +1,7 @@
-"""Multi-token prediction in the engine: `models.mtp.MTP` over a KV cache, in few operations; see engine/layers.py."""
+"""Multi-token prediction in the engine: the forward pass of `models.mtp.MTP` over a KV cache, in few operations.
+
+See engine/layers.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from asyncspec.models.mtp import MTP
 
 
 class DecodeMTP(DecodeFeatures):
-    """Both inputs are joined in one product, which a block like the policy's goes on from. The head is the policy's."""
+    """Joins both inputs in one product and feeds it to a block like the policy's. The head is the policy's own."""
 
     def __init__(self, draft: MTP, target: Target) -> None:
         shape = layer_shape(draft.shape, head_norms=draft.block.attention.q_norm is not None)

@@ -1,14 +1,15 @@
-"""Drafting on a CPU as one function that numba compiles: all passes of a proposal of EAGLE-3 or MTP, and what each row
-has to read before them.
+"""Drafting on a CPU in one function that numba compiles.
 
-A draft is a single layer, and each of its passes waits for the one before. Launched one by one, a pass over few rows is
-thirty operations that cost what launching them costs. So the whole proposal is one function, compiled by numba when it
-is first called and kept on disk; its products are BLAS's. On GPUs graphs do the same (engine/graphs.py). Whatever
-computes a proposal, it is verified against the very distributions it was drawn from, which come with it.
+The function makes a whole proposal of EAGLE-3 or MTP: it processes the positions that each row has missed, then does
+all passes of the draft. A draft is a single layer, and each of its passes waits for the one before. Launched one by
+one, a pass over few rows is thirty operations that cost what launching them costs. Hence one function: numba compiles
+it when it is first called and keeps the result on disk. Its matrix products are BLAS calls. On GPUs, graphs serve the
+same purpose (engine/graphs.py). A proposal comes with the distributions it was drawn from and is verified against those
+very distributions, whatever computed them.
 
-Shape suffixes: B rows, K draft length, N positions read, D model dimension, E fused features, I = 2D inputs, V
-vocabulary, U the draft's own; G key-value groups, R = queries of a group, then its key, then its value; H head size, W
-= G * R * H, A attended, F hidden dimension, S slots, P positions.
+Shape suffixes: B rows, K draft length, N positions to process, D model dimension, E fused features, I = 2D inputs, V
+vocabulary, U the draft's own vocabulary; G key-value groups, R = queries of a group, then its key, then its value; H
+head size, W = G * R * H, A attended, F hidden dimension, S slots, P positions.
 """
 
 from __future__ import annotations
@@ -19,45 +20,46 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import scipy.linalg.cython_blas  # noqa: F401  its BLAS is numba's; loaded here, so that `use_threads` finds it
+import scipy.linalg.cython_blas  # noqa: F401  numba uses its BLAS; imported here so that `use_threads` finds it
 from numba import njit
 
-_FUNCTIONS: list[Callable] = []  # all that numba compiles here
-ALL = np.empty(0, np.int64)
+_FUNCTIONS: list[Callable] = []  # every function that numba compiles here
+ALL = np.empty(0, np.int64)  # the `at_T` of `store` when no position is left out
 _1, _0 = np.float32(1.0), np.float32(0.0)
 # exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, n = round(x / ln 2); ln 2 in two parts (Cody and Waite, 1980), exp(r) by its
 # Taylor series to r^7.
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: what it is added to is rounded to an integer
+_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
 _LEAST = np.float32(-87.0)
 _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 
 class Weights(NamedTuple):
-    """float32, as (inputs, outputs); what a draft does not have is empty. engine/layers.py says what has gone into
-    them.
+    """A draft's weights: float32 matrices as (inputs, outputs).
+
+    A matrix that the draft does not have is empty. engine/layers.py says which factors the matrices include.
     """
 
     embedding_VD: np.ndarray
-    wqkv: np.ndarray  # [I, W], or of MTP [D, W]
+    wqkv: np.ndarray  # EAGLE-3: [I, W]; MTP: [D, W]
     wo_AD: np.ndarray
     inward_DF: np.ndarray  # [D, 2F]
     outward_FD: np.ndarray
     head_DU: np.ndarray
-    turn_PH2: np.ndarray  # cosine and sine of each position and pair of a head, [P, H / 2, 2]
-    token_U: np.ndarray  # int64, which tokens it can propose
-    fuse_ED: np.ndarray = np.empty((0, 0), np.float32)  # EAGLE-3: the target's layers into one
-    join_ID: np.ndarray = np.empty((0, 0), np.float32)  # MTP: both inputs into one
-    inverse_RH: np.ndarray = np.empty((0, 0), np.float32)  # of norms of heads, as `HeadNorm` has it, [R - 1, H]
-    norm_D: np.ndarray = np.empty(0, np.float32)  # MTP: of what is fed back
+    turn_PH2: np.ndarray  # RoPE: cosine and sine for each position and each pair in a head, [P, H / 2, 2]
+    token_U: np.ndarray  # int64, the tokens that the draft can propose
+    fuse_ED: np.ndarray = np.empty((0, 0), np.float32)  # EAGLE-3: fuses the features of the target's layers into x
+    join_ID: np.ndarray = np.empty((0, 0), np.float32)  # MTP: joins both inputs
+    inverse_RH: np.ndarray = np.empty((0, 0), np.float32)  # head norms: `HeadNorm.inverse_RH`, [R - 1, H]
+    norm_D: np.ndarray = np.empty(0, np.float32)  # MTP: norm of the hidden state that the next pass takes
 
 
 class State(NamedTuple):
-    """What rows hold. Only the cache is written to."""
+    """The state of the rows. `propose` and `read` write only to the cache, `key_SGHP` and `value_SGPH`."""
 
     token_SP: np.ndarray  # int64
     length_S: np.ndarray  # int64
-    cached_S: np.ndarray  # int64, positions below are in the cache
+    cached_S: np.ndarray  # int64, positions below this are in the cache
     feature_SPE: np.ndarray
     key_SGHP: np.ndarray
     value_SGPH: np.ndarray
@@ -65,17 +67,17 @@ class State(NamedTuple):
 
 @cache
 def prepare() -> None:
-    """Compile all that a proposal takes, for some ten seconds, or load it where that was done before."""
+    """Compile everything that a proposal needs, in about ten seconds, or load it from disk if that was done before."""
     try:
         _rehearse()
-    except Exception:  # what was kept is damaged
+    except Exception:  # the result on disk is damaged
         for function in _FUNCTIONS:
-            function.recompile()  # forgets it
+            function.recompile()  # discards it
         _rehearse()
 
 
 def _rehearse() -> None:
-    """Call everything once, on rows of nothing."""
+    """Call every function once, on rows of zeros."""
 
     def zeros(*size: int) -> np.ndarray:
         return np.zeros(size, np.float32)
@@ -87,17 +89,17 @@ def _rehearse() -> None:
     propose(weights, state, zeros(1, 1), one, one)
     read(weights, state, 0, none, one)
     copy(state, none, none)
-    for parts in (1, 3):  # of MTP and of EAGLE-3
+    for parts in (1, 3):  # MTP has one layer of features, EAGLE-3 three
         store(zeros(1, 9, 8 * parts), (zeros(1, 8),) * parts, 0, np.zeros((1, 1), np.int64), ALL)
 
 
 def _numba(**options) -> Callable:
-    """As numba's njit; kept on disk, where there is a place for it."""
+    """Decorate with numba's njit, and keep the compiled function on disk if some directory is writable."""
 
     def decorate(function: Callable) -> Callable:
         try:
             made = njit(cache=True, **options)(function)
-        except RuntimeError:  # neither beside the source nor in the user's own cache can anything be written
+        except RuntimeError:  # neither the source's directory nor the user's cache directory is writable
             made = njit(**options)(function)
         _FUNCTIONS.append(made)
         return made
@@ -105,12 +107,12 @@ def _numba(**options) -> Callable:
     return decorate
 
 
-_FAST = {"reassoc", "contract", "arcp"}  # sums in any order; infinities and NaN mean what they mean
+_FAST = {"reassoc", "contract", "arcp"}  # sums in any order; infinities and NaN keep their meaning
 
 
 @_numba()
 def _exp(x, bits, n):
-    """x[:n] = exp(x[:n]), for x up to 0 or a little above; `bits` is scratch, int32."""
+    """x[:n] = exp(x[:n]), for x at most 0 or slightly above; `bits` is int32 scratch memory."""
     for i in range(n):
         v = max(x[i], _LEAST)
         t = (v * _LOG2E + _ROUND) - _ROUND
@@ -135,7 +137,7 @@ def _unit(x, start, out, eps):
 
 @_numba()
 def _units(x_ND, eps):
-    """The same of each row."""
+    """Apply `_unit` to each row."""
     unit_ND = np.empty_like(x_ND)
     for n in range(len(x_ND)):
         _unit(x_ND[n], 0, unit_ND[n], eps)
@@ -144,8 +146,9 @@ def _units(x_ND, eps):
 
 @_numba(fastmath=_FAST)
 def _heads(w, x_ND, token_N, eps):
-    """Of N tokens and the hidden states before them: heads [N, G, R, H] not yet turned; x becomes what comes into the
-    layer.
+    """Return the heads [N, W], not yet rotated, of N tokens and the hidden states x before them.
+
+    For MTP, x becomes the input of the block: both inputs, joined.
     """
     N, D = x_ND.shape
     units_NI = np.empty((N, 2 * D), np.float32)
@@ -162,7 +165,7 @@ def _heads(w, x_ND, token_N, eps):
 
 @_numba(fastmath=_FAST)
 def _write_kv(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
-    """Norm and turn the heads of one position, and write its keys and values."""
+    """Normalize and rotate the heads of one position, and write its keys and values to the cache."""
     (G, H, _), inverse_RH, turn_H2 = key_GHP.shape, w.inverse_RH, w.turn_PH2[position]
     R = len(heads_W) // (G * H)
     length = _0
@@ -195,7 +198,7 @@ def _write_kv(w, heads_W, x_D, position, key_GHP, value_GPH, eps):
 
 @_numba(fastmath=_FAST)
 def _attend(heads_W, span, key_GHP, value_GPH, out_A, score_P, bits_P):
-    """out = what the queries of one position attend to, over the first `span` positions."""
+    """out = attention of one position's queries over the first `span` positions."""
     G, H, _ = key_GHP.shape
     R = len(heads_W) // (G * H)
     for g in range(G):
@@ -243,8 +246,9 @@ def _mlp(w, x_ND, eps):
 
 @_numba(fastmath=_FAST)
 def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
-    """out = the distribution that is sampled from, zero before; returns the token drawn by inverting its cumulative
-    sum.
+    """Draw a token by inverting the cumulative sum of its distribution, and return it.
+
+    The distribution is written to out_V, which must be zero before.
     """
     U = len(logits_U)
     by, most, total = _1 / temperature, logits_U[0], _0
@@ -259,7 +263,7 @@ def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
     for u in range(U):
         logits_U[u] *= by
         whole += logits_U[u]
-    for u in range(U):  # in float64, in which a number below one times the whole stays below the whole
+    for u in range(U):  # in float64, so that a number below 1 times the sum stays below the sum
         below += logits_U[u]
         if below > uniform * whole:
             drawn = u
@@ -271,7 +275,12 @@ def _draw(logits_U, temperature, uniform, token_U, out_V, bits_U):
 
 @_numba()
 def store(feature_SPE, parts, first_row, position_BL, at_T):
-    """Of each part, [T, D], in turn, the features of these positions; `at_T` tells which they are if not all."""
+    """Write the features of these positions, part by part.
+
+    Args:
+        parts: features of each layer, [T, D].
+        at_T: which of the B * L positions are given; empty for all.
+    """
     L, D = position_BL.shape[1], parts[0].shape[1]
     for t in range(len(parts[0])):
         n = at_T[t] if at_T.size else t
@@ -282,18 +291,18 @@ def store(feature_SPE, parts, first_row, position_BL, at_T):
 
 @_numba()
 def copy(s, source_N, row_N):
-    """Of each source what it has read, and its features."""
+    """Copy the cached keys and values and the features of each source to its row."""
     for n in range(len(row_N)):
         source, row = source_N[n], row_N[n]
         cached, length = s.cached_S[source], s.length_S[source]
         s.key_SGHP[row, :, :, :cached] = s.key_SGHP[source, :, :, :cached]
         s.value_SGPH[row, :, :cached] = s.value_SGPH[source, :, :cached]
-        s.feature_SPE[row, :length] = s.feature_SPE[source, :length]  # all: passes launched one by one read some again
+        s.feature_SPE[row, :length] = s.feature_SPE[source, :length]  # all: passes launched one by one use some again
 
 
 @_numba()
 def read(w, s, first_row, end_B, eps):
-    """Keys and values of the positions that rows from `first_row` have not read before `end_B`."""
+    """Write keys and values of the positions before `end_B` that rows from `first_row` have not cached yet."""
     B = len(end_B)
     N = 0
     for b in range(B):
@@ -317,7 +326,7 @@ def read(w, s, first_row, end_B, eps):
 
 @_numba()
 def propose(w, s, uniform_BK, temperature, eps):
-    """Proposals for rows from 0, and the distributions they were drawn from."""
+    """Return proposals for rows 0..B-1, int64 [B, K], and the distributions they were drawn from, float32 [B, K, V]."""
     B, K = uniform_BK.shape
     V, D = w.embedding_VD.shape
     P = s.key_SGHP.shape[3]

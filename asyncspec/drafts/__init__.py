@@ -1,1 +1,1 @@
-"""Drafts with weights: what they learn from, how they are trained, offline and while the policy moves."""
+"""Drafts with weights: their supervision and their training, offline and while the policy changes."""

@@ -1,4 +1,4 @@
-"""Makes, reads, writes and trains a draft with weights, of any kind. The one place that knows all kinds."""
+"""Make, load, save and train a draft with weights, of any method. Only this module knows all methods."""
 
 from __future__ import annotations
 
@@ -17,36 +17,41 @@ from asyncspec.models import CheckpointError, eagle3, mtp, policy
 from asyncspec.models.policy import PolicyShape
 
 METHODS = ("eagle3", "mtp", "draft_model")
-DRAFT_MODEL_LAYERS = 2  # of a new separate draft model, in other respects shaped as the policy
+DRAFT_MODEL_LAYERS = 2  # layers of a new separate draft model; its shape is otherwise the policy's
 
 
 @dataclass(frozen=True)
 class Draft:
     method: str  # one of METHODS
     module: Any  # Eagle3, MTP, or a policy
-    shape: Any  # its own
+    shape: Any  # the module's own shape
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the policy whose inputs it reads; () for a draft model, which reads tokens only."""
+        """The policy's layers whose inputs the draft takes; () for a draft model, which takes tokens only."""
         return getattr(self.module, "aux_layers", ())
 
     def loss(self, unroll: int, temperature: float) -> Callable:
-        """What `training.DraftTrainer` takes."""
+        """Return the loss function for `training.DraftTrainer`.
+
+        Args:
+            unroll: see `training.unrolled_loss`; a draft model ignores it.
+            temperature: temperature of the sampling.
+        """
         if self.method == "draft_model":
             return partial(distillation_loss, temperature=temperature)
         return partial(unrolled_loss, unroll=unroll, temperature=temperature)
 
     def to_hf(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Its `named_parameters` under the names of its file, which differ for a draft model only."""
+        """Rename its `named_parameters` to the names in its file. They differ for a draft model only."""
         return policy.to_hf(self.module, tensors) if self.method == "draft_model" else dict(tensors)
 
     def save(self, directory: Path, tokenizer_from: Path | None = None, policy_version: int | None = None) -> None:
-        """Write the files the engine reads, and vLLM.
+        """Write the files that the engine and vLLM load.
 
         Args:
-            tokenizer_from: where a draft model takes its tokenizer's files from.
-            policy_version: the version of the run's policy that it was last trained for, noted in config.json.
+            tokenizer_from: directory from which a draft model copies the tokenizer's files.
+            policy_version: the version of the run's policy that the draft was last trained for; config.json notes it.
         """
         if self.method == "draft_model":
             policy.save(self.module, self.shape, directory, tokenizer_from)
@@ -58,11 +63,12 @@ class Draft:
 
 
 def new(method: str, shape: PolicyShape, model, tokens: torch.Tensor | None = None) -> Draft:
-    """An untrained draft for a policy.
+    """Make an untrained draft for a policy.
 
     Args:
+        shape: the policy's shape.
         model: the policy.
-        tokens: for eagle3, int64, the only tokens it is to propose, ascending; None: all.
+        tokens: int64, ascending: the only tokens that an eagle3 draft may propose; None: all.
     """
     if method == "eagle3":
         draft_shape = eagle3.DraftShape.for_policy(shape, 0 if tokens is None else len(tokens))
@@ -76,13 +82,14 @@ def new(method: str, shape: PolicyShape, model, tokens: torch.Tensor | None = No
 
 
 def load(method: str, directory: Path, shape: PolicyShape, model=None) -> Draft:
-    """Read a draft and check that it fits the policy.
+    """Load a draft and check that it fits the policy.
 
     Args:
+        shape: the policy's shape.
         model: the policy; mtp uses its head.
 
     Raises:
-        CheckpointError: the files are missing or broken, or were made for another policy.
+        CheckpointError: the files are missing or broken, or the draft was made for another policy.
     """
     if method == "eagle3":
         module = eagle3.load(directory, shape)
@@ -92,13 +99,13 @@ def load(method: str, directory: Path, shape: PolicyShape, model=None) -> Draft:
     module, own = policy.load(directory)
     if own.vocab_size != shape.vocab_size:
         raise CheckpointError(
-            f"{directory}/config.json: vocab_size={own.vocab_size}: the policy has {shape.vocab_size}"
+            f"{directory}/config.json: vocab_size={own.vocab_size}: expected the policy's {shape.vocab_size}"
         )
     return Draft(method, module, own)
 
 
 def skeleton(method: str, directory: Path, shape: PolicyShape) -> Draft:
-    """As `load` of an eagle3 or draft_model draft, with its module on the meta device: names and shapes, no values.
+    """Load an eagle3 or draft_model draft with its module on the meta device: names and shapes, no values.
 
     Raises:
         CheckpointError: config.json is missing or broken, or the draft was made for another policy.
@@ -112,7 +119,7 @@ def skeleton(method: str, directory: Path, shape: PolicyShape) -> Draft:
 
 
 def aux_layers(method: str, directory: Path, shape: PolicyShape) -> tuple[int, ...]:
-    """As `Draft.aux_layers`, without reading the weights."""
+    """Return `Draft.aux_layers` without loading the weights."""
     if method == "eagle3":
         return eagle3.read_shape(directory, shape).aux_layers
     return (shape.n_layers,) if method == "mtp" else ()

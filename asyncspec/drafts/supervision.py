@@ -1,7 +1,7 @@
-"""What a draft learns from, made by one pass of the policy: its hidden states, and the distributions it samples from.
+"""The supervision of a draft, from one pass of the policy: hidden states, and the distributions that are sampled from.
 
-Nothing here can reach the policy: all tensors are detached where they are made. `pack` and `unpack` turn supervision
-into the arrays that travel to the draft adapter and back; `size` says how much that is.
+No gradient can reach the policy: all tensors are detached where they are made. `pack` turns supervision into the arrays
+that travel to the draft adapter, `unpack` turns them back, and `size` returns their size in bytes.
 
 Shape suffixes: B rows, L positions, E auxiliary features, D model dimension, V vocabulary, M tokens kept of a
 distribution, N positions of all rows, T positions of all rows that predict a response token, U distinct tokens.
@@ -17,16 +17,15 @@ import torch
 from asyncspec.models.policy import forward
 from asyncspec.wire.messages import Arrays
 
-LEAST_REST = 1e-6  # mass that a draft is taken to leave outside the tokens kept, so that its logarithm is finite
+LEAST_REST = 1e-6  # least mass that a draft is taken to give the tokens not kept, so that its logarithm is finite
 
 
 class Target(NamedTuple):
-    """Distributions of the next token at each position: over the whole vocabulary, or of the most probable tokens
-    alone.
+    """The distribution of the next token at each position, over the whole vocabulary or the most probable tokens only.
 
-    logprob_BLM: float, log-probabilities of the tokens kept.
-    token_BLM: int64, which they are; None: all, in order.
-    rest_BL: float, the mass they leave, which counts as one further outcome; None: what is missing to one.
+    logprob_BLM: float, log-probabilities of the kept tokens.
+    token_BLM: int64, the kept tokens; None: the whole vocabulary, in order.
+    rest_BL: float, the mass of the tokens not kept, which count as one further outcome; None: 1 minus the kept mass.
     """
 
     logprob_BLM: torch.Tensor
@@ -37,11 +36,11 @@ class Target(NamedTuple):
         return Target(*(None if t is None else t[:, start:end] for t in self))
 
     def within(self, t2d_V: torch.Tensor | None, d2t_U: torch.Tensor | None) -> Target:
-        """Over a draft's smaller vocabulary: tokens become the draft's, those it has not got lose their mass.
+        """Translate to a draft's smaller vocabulary. Tokens that it lacks lose their mass.
 
         Args:
-            t2d_V: int64, the draft's number of each token, -1 for none; None: the draft knows all.
-            d2t_U: int64, the token of each of the draft's.
+            t2d_V: int64, the draft's number for each token, -1 for tokens it lacks; None: it has the whole vocabulary.
+            d2t_U: int64, the token for each number of the draft.
         """
         if t2d_V is None:
             return self
@@ -51,17 +50,17 @@ class Target(NamedTuple):
         return Target(self.logprob_BLM.masked_fill(token_BLM < 0, float("-inf")), token_BLM.clamp(min=0), rest_BL)
 
     def compared(self, logq_BLV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy against a draft's log-distributions, and the share of its proposals that would be accepted,
-        both [B, L].
+        """Compare with a draft's log-distributions: return the cross-entropy and the share of proposals that would be
+        accepted, both float [B, L].
 
-        The latter is sum over outcomes of min(p, q), a bound from above if not all tokens were kept. Both have
-        gradients.
+        That share is the sum over outcomes of min(p, q). It is an upper bound if not all tokens were kept. Both results
+        have gradients.
         """
         p_BLM = self.logprob_BLM.exp()
         if self.token_BLM is None:
             return -(p_BLM * logq_BLV).sum(-1), torch.minimum(p_BLM, logq_BLV.exp()).sum(-1)
         logq_BLM = logq_BLV.gather(-1, self.token_BLM)
-        # a token the draft has not got has none of its mass
+        # the draft gives no mass to a token that it lacks
         q_BLM = logq_BLM.exp() * (self.logprob_BLM > float("-inf"))
         rest_BL = (1 - p_BLM.sum(-1)).clamp(min=0) if self.rest_BL is None else self.rest_BL
         q_rest_BL = (1 - q_BLM.sum(-1)).clamp(min=LEAST_REST)
@@ -70,11 +69,14 @@ class Target(NamedTuple):
 
 
 class Supervision(NamedTuple):
-    """What drafts of every kind learn from; each takes what it reads.
+    """The training input of a draft of any method. Each method uses the fields that it needs.
 
-    tokens_BL: int64. mask_BL: bool, True at response tokens. target: of the token after each position. features_BLE,
-    embeds_BLD: the policy's auxiliary hidden states and its embeddings of the tokens; None for a draft that reads
-    tokens only. start_B: int64, the position of each row's first token; None: all start at 0.
+    tokens_BL: int64.
+    mask_BL: bool, True at response tokens.
+    target: the distribution of the token after each position.
+    features_BLE, embeds_BLD: the policy's auxiliary hidden states and its embeddings of the tokens; None for a draft
+        that takes tokens only.
+    start_B: int64, the position of each row's first token; None: all start at 0.
     """
 
     tokens_BL: torch.Tensor
@@ -87,18 +89,19 @@ class Supervision(NamedTuple):
 
 @torch.no_grad()
 def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supervision:
-    """One pass of the policy over rollouts.
+    """Make supervision by one pass of the policy over rollouts.
 
     Args:
-        aux_layers: whose inputs the draft reads; () for a draft that reads tokens only.
-        temperature: of the sampling; the draft learns the distribution that is sampled from.
+        model: the policy.
+        aux_layers: the policy's layers whose inputs the draft takes; () for a draft that takes tokens only.
+        temperature: temperature of the sampling; the draft learns the distribution that is sampled from.
     """
     return from_pass(tokens_BL, mask_BL, *forward(model, tokens_BL, aux_layers), temperature)
 
 
 @torch.no_grad()
 def from_pass(tokens_BL, mask_BL, logits_BLV, features_BLE, embeds_BLD, temperature: float) -> Supervision:
-    """The same from a pass that was made anyhow; of what `models.policy.forward` returns."""
+    """Make supervision from the results of a pass that was made for another reason, by `models.policy.forward`."""
     target = Target((logits_BLV.detach() / temperature).log_softmax(-1))
     features_BLE, embeds_BLD = (
         None if tensor is None else tensor.detach().float() for tensor in (features_BLE, embeds_BLD)
@@ -107,17 +110,19 @@ def from_pass(tokens_BL, mask_BL, logits_BLV, features_BLE, embeds_BLD, temperat
 
 
 def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random.Generator | None = None) -> Arrays:
-    """Arrays to send, without padding.
+    """Turn supervision into arrays to send, without padding.
 
     Args:
-        top: tokens kept of each distribution, the most probable; 0, or no fewer than there are: all.
-        window: positions kept of each row, a stretch chosen at random among those that hold response tokens; 0: all.
+        top: keep this many tokens of each distribution, the most probable ones; 0, or the vocabulary's size: all.
+        window: keep this many positions of each row, a stretch chosen at random among those that hold response tokens;
+            0: all.
+        rng: chooses the stretches; None: a new generator.
 
     Returns:
-        tokens int32 [N]; start, length, response int32 [B]: each row's first position, its positions, and which of them
-        holds the first response token; target_logprobs float16 [T, M]; target_tokens int32 [T, M] unless all are kept;
-        and for drafts that read them features float16 [N, E], embeds float16 [U, D] and embedded int32 [U], the tokens
-        they belong to.
+        Arrays by name. tokens: int32 [N]. start, length, response: int32 [B], each row's first position, the number of
+        its positions, and the index among them of the first response token. target_logprobs: float16 [T, M].
+        target_tokens: int32 [T, M], absent if all are kept. For drafts that need them also features: float16 [N, E],
+        embeds: float16 [U, D], and embedded: int32 [U], the tokens that embeds belong to.
     """
     tokens_BL, mask_BL, target, features_BLE, embeds_BLD, _ = supervision
     B, L = tokens_BL.shape
@@ -126,7 +131,7 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
     first_B = torch.where(mask_BL, index_L, L).amin(1).minimum(end_B)
     start_B = torch.zeros_like(end_B)
     if window:
-        # The first position kept lies before the last response token, the last one behind the first.
+        # The window begins before the last response token and ends after the first.
         low_B, high_B = (first_B - 2).clamp(min=0), (end_B - window).clamp(min=0)
         low_B = low_B.minimum(high_B)
         uniform_B = torch.from_numpy((rng or np.random.default_rng()).random(B)).to(tokens_BL.device)
@@ -149,7 +154,7 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
         embedded, inverse = tokens_BL[kept_BL].unique(return_inverse=True)
         embeds_ND = embeds_BLD[kept_BL]
         embeds_UD = embeds_ND.new_zeros(len(embedded), embeds_ND.shape[-1])
-        embeds_UD[inverse] = embeds_ND  # equal where tokens are
+        embeds_UD[inverse] = embeds_ND  # equal tokens have equal embeddings
         arrays |= {
             "features": _half(features_BLE[kept_BL]),
             "embedded": embedded.to(torch.int32),
@@ -159,7 +164,7 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
 
 
 def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
-    """Supervision from `pack`'s arrays, padded again.
+    """Turn the arrays that `pack` made back into supervision, padded again.
 
     Raises:
         KeyError, ValueError, RuntimeError, IndexError: the arrays do not fit together.
@@ -174,7 +179,7 @@ def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
     index_L = torch.arange(L, device=device)
     kept_BL = index_L < length_B.unsqueeze(1)
     mask_BL = kept_BL & (index_L >= response_B.unsqueeze(1))
-    # The first token kept of a window has nothing before it that could predict it.
+    # No kept position comes before the first one of a window, so nothing can predict its token.
     predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:], (0, 1))
 
     def spread(values: torch.Tensor, where_BL: torch.Tensor) -> torch.Tensor:
@@ -195,7 +200,7 @@ def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
 
 
 def size(arrays: Arrays) -> int:
-    """Bytes."""
+    """Return the size of the arrays in bytes."""
     return sum(array.nbytes for array in arrays.values())
 
 

@@ -1,7 +1,7 @@
-"""Training a draft: the losses of each kind of draft, and the steps on them.
+"""Training of a draft: the loss of each method, and the optimizer steps.
 
-Shape suffixes: B batch, L positions, T = L - 2 positions a draft over hidden states learns at, D model dimension, V
-vocabulary, N heads, H head size.
+Shape suffixes: B batch, L positions, T = L - 2 positions that a draft over hidden states learns at, D model dimension,
+V vocabulary, N heads, H head size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ LEAST_OVERLAP = 1e-6  # so that its logarithm is finite
 
 
 def imitation(entropy_BL: torch.Tensor, overlap_BL: torch.Tensor) -> torch.Tensor:
-    """What a draft minimises at each position: cross-entropy while its proposals are seldom accepted there, minus the
-    logarithm of how often they are accepted once they mostly are.
+    """Return a draft's loss at each position.
 
-    A draft too small to be the policy gets more accepted by the latter, but learns it slowly from far away. After LK
-    losses (arXiv 2602.23881), which have the logarithm, and a mixture (of KL and total variation) that moves with
-    acceptance; this one moves with each position's own, squared.
+    The loss moves from the cross-entropy, where proposals are seldom accepted, to minus the logarithm of the acceptance
+    rate, where they mostly are. The latter gets more proposals accepted if the draft is too small to match the policy,
+    but it teaches slowly while acceptance is low.
+
+    It follows LK losses (arXiv 2602.23881), which use the logarithm, and a mixture of KL and total variation whose
+    weights depend on acceptance. Here the weight is the position's own acceptance rate, squared.
 
     Args:
-        entropy_BL, overlap_BL: float, of `Target.compared`.
+        entropy_BL, overlap_BL: float, both from `Target.compared`.
 
     Returns:
         float [B, L], with a gradient.
@@ -38,14 +40,14 @@ def imitation(entropy_BL: torch.Tensor, overlap_BL: torch.Tensor) -> torch.Tenso
 
 
 def distillation_loss(draft, supervision: Supervision, temperature: float) -> tuple[torch.Tensor, list[float]]:
-    """`imitation` of a separate draft model, at the positions whose next token the policy sampled.
+    """Return the mean `imitation` loss of a separate draft model over positions whose next token the policy sampled.
 
     Args:
         draft: a small policy.
-        temperature: of the sampling, which the target's distributions are at.
+        temperature: temperature of the sampling and of the target's distributions.
 
     Returns:
-        The mean loss, and the expected acceptance rate in a list of one.
+        The mean loss, and a list with one expected acceptance rate.
     """
     tokens_BL, mask_BL, target, _, _, start_B = supervision
     position_BL = (
@@ -64,20 +66,20 @@ def distillation_loss(draft, supervision: Supervision, temperature: float) -> tu
 def unrolled_loss(
     draft, supervision: Supervision, unroll: int, temperature: float = 1.0
 ) -> tuple[torch.Tensor, list[float]]:
-    """`imitation` of a draft over hidden states (`Eagle3`, `MTP`), unrolled over the positions it will really draft.
+    """Return the `imitation` loss of a draft over hidden states (`Eagle3`, `MTP`), unrolled as in real drafting.
 
-    This is EAGLE-3's training-time test (arXiv 2503.01840). Pass 0 reads the target's features everywhere; pass j reads
-    at position t the output of pass j-1 at t-1, as it does when drafting its (j+1)-th token. In pass j, position t
-    attends to pass-0 keys up to t-j and to the key of pass i at t-(j-i), for i = 1..j: just what the KV cache holds
+    This is EAGLE-3's training-time test (arXiv 2503.01840). Pass 0 takes the target's features at every position. Pass
+    j takes at position t the output of pass j-1 at t-1, as the draft does for its (j+1)-th token. In pass j, position t
+    attends to pass-0 keys up to t-j and to the key of pass i at t-(j-i), for i = 1..j: exactly what the KV cache holds
     then.
 
     Args:
         unroll: number of passes.
-        temperature: of the sampling, which the target's distributions are at and the draft's will be.
+        temperature: temperature of the sampling. The target's distributions have it, and the draft's will have it.
 
     Returns:
-        The mean loss, and for each pass the expected acceptance rate, sum over the vocabulary of min(p, q). Of
-        sequences shorter than three tokens there is nothing to learn: the loss is a constant.
+        The mean loss, and the expected acceptance rate of each pass: the sum over the vocabulary of min(p, q).
+        Sequences shorter than three tokens teach nothing: for them the loss is a constant.
     """
     features_BLE, embeds_BLD, start_B = supervision.features_BLE, supervision.embeds_BLD, supervision.start_B
     B, L, _ = features_BLE.shape
@@ -93,7 +95,7 @@ def unrolled_loss(
     hidden_BTD = draft.fuse(features_BLE[:, :T])
     loss, rates = features_BLE.new_zeros(()), []
     for step in range(unroll):
-        # The first `step` positions have no pass before them to read from.
+        # The first `step` positions have no output of an earlier pass to take.
         live_BT = mask_BT.clone()
         live_BT[:, :step] = 0
         count = live_BT.sum().clamp(min=1)
@@ -106,7 +108,7 @@ def unrolled_loss(
 
 
 class _UnrolledAttention:
-    """Keys and values of the passes of `unrolled_loss`, attended to as the KV cache would hold them."""
+    """Attention over the keys and values of the passes of `unrolled_loss`, as the KV cache would hold them."""
 
     def __init__(self, length: int, device) -> None:
         index = torch.arange(length, device=device)
@@ -119,7 +121,7 @@ class _UnrolledAttention:
         self.passes.append((k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)))
         step, scale = len(self.passes) - 1, q.shape[-1] ** -0.5
         first_k, first_v = self.passes[0]
-        hidden = self.distance_TT < step  # pass-0 keys are seen up to t - step
+        hidden = self.distance_TT < step  # position t sees pass-0 keys up to t - step
         scores = [(q @ first_k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))]
         values = []
         for i in range(1, step + 1):
@@ -140,30 +142,31 @@ class DraftTrainer:
         """
         Args:
             draft: `Eagle3`, `MTP` or a small policy.
-            loss: callable(draft, supervision) -> (loss, expected acceptance rate of each position).
+            loss: callable(draft, supervision) -> (loss, expected acceptance rate of each proposal's position).
+            lr: learning rate of AdamW.
         """
         self.draft, self.loss, self.lr = draft, loss, lr
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.steps = self.skipped = 0
 
     def state(self) -> dict:
-        """All that the next step depends on; `restore` takes it back."""
+        """Return everything that the next step depends on, for `restore`."""
         return {**checkpoint.learned(self.draft, self.optimizer), "steps": [self.steps, self.skipped]}
 
     def restore(self, state: dict) -> None:
-        """Take back what `checkpoint.load` has read into `state`."""
+        """Restore the counters from `state`, which `checkpoint.load` has filled."""
         self.steps, self.skipped = state["steps"]
 
     def anneal(self, progress: float) -> None:
-        """Set the learning rate for this share of the training, half a cosine from `lr` to zero."""
+        """Set the learning rate on half a cosine from `lr` to 0. progress: share of the training that is done."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def step(self, supervision: Supervision) -> tuple[float, list[float]]:
-        """One optimizer step; returns the loss and the expected acceptance rate of each position.
+        """Do one optimizer step; return the loss and the expected acceptance rate of each proposal's position.
 
-        A batch that nothing can be learned from is passed over, and so is one whose gradient is not finite (`skipped`
-        counts them): a draft must never become worse than useless.
+        A batch with nothing to learn is skipped, and so is one whose gradient is not finite: a draft must never become
+        worse than useless. `skipped` counts these batches.
         """
         loss, rates = self.loss(self.draft, supervision)
         self.optimizer.zero_grad()

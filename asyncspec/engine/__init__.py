@@ -1,1 +1,1 @@
-"""Engines: what turns prompts into rollouts. `protocol` is what all share; `torch_engine` runs anywhere torch does."""
+"""Engines turn prompts into rollouts. All implement `protocol`; `torch_engine` runs wherever torch does."""

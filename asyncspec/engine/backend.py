@@ -1,9 +1,9 @@
-"""What computes the engine's passes: chosen once, when an engine is made, and passed down.
+"""Back ends of the embedded engine: the libraries that compute its passes, chosen once when the engine is made.
 
-`CpuBackend` is for float32 on one thread of a CPU, where a call of numpy's costs a third of one of torch's: numpy
-attends, a pass may leave out tokens, and numba drafts. `TorchBackend` is for everything else: GPUs, bfloat16, and
-several threads, on which torch attends to many rows faster. Which library multiplies a matrix is the matrix's own
-choice, see matrix.py.
+`CpuBackend` serves float32 on one CPU thread, where a numpy call costs a third of a torch call: numpy computes
+attention, a pass may leave out tokens, and numba drafts. `TorchBackend` serves everything else: GPUs, bfloat16, and
+several threads, where torch is faster at attention over many rows. The library that multiplies a matrix is chosen
+per matrix, see matrix.py.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ Access = CacheAccess | NumpyCacheAccess
 
 class Backend(ABC):
     workspace: type[Workspace]
-    # A pass may be over some of the tokens of a rectangle (`Packed`), and what it costs by attended positions is known.
+    # Whether a pass may compute only some tokens of a rectangle (`Packed`). The calibrator then also measures what
+    # attended positions cost.
     packs: bool
-    numba: bool  # EAGLE-3 and MTP draft in one function, see drafters/numba_draft.py
+    numba: bool  # whether EAGLE-3 and MTP draft in one compiled function, see drafters/numba_draft.py
 
     def __init__(self, device, dtype: torch.dtype) -> None:
         self.device, self.dtype = torch.device(device), dtype
         on_cpu = self.device.type == "cpu"
-        # On processors a step costs their own time, which others that share them (the trainer, say) do not lengthen.
+        # A CPU step is timed in processor time, which other processes on the same cores (the trainer, say) do not
+        # lengthen.
         self.clock = time.thread_time if on_cpu else time.perf_counter
-        self.pass_tokens = 48 if on_cpu else 2048  # a further pass over prompts costs what so many tokens cost
+        self.pass_tokens = 48 if on_cpu else 2048  # one more prefill pass costs as much as these
 
     @abstractmethod
     def cache(self, layers: int, slots: int, positions: int, shape: LayerShape) -> Cache:
-        """A KV cache."""
+        """Return a new KV cache."""
 
     def workspaces(self, shape: LayerShape, inputs: int = 1) -> Workspaces:
-        """The memory of passes; `inputs` as for `Workspace`."""
+        """Return the workspaces that passes compute in; `inputs` as for `Workspace`."""
         return Workspaces(self.workspace, shape, self.dtype, self.device, inputs)
 
 
@@ -61,15 +63,17 @@ class TorchBackend(Backend):
 
 
 def backend_for(device, dtype: torch.dtype) -> Backend:
-    """The back end for an engine of this process; numpy has as many threads as torch, see `loading.use_threads`."""
+    """Return the back end for an engine in this process. numpy has as many threads as torch, see
+    `loading.use_threads`.
+    """
     alone = torch.device(device).type == "cpu" and dtype is torch.float32 and torch.get_num_threads() == 1
     return (CpuBackend if alone else TorchBackend)(device, dtype)
 
 
 class Target(NamedTuple):
-    """What a drafter is made for: a policy, and the engine that runs it."""
+    """The policy that a drafter proposes for, and the parts of the engine that runs it."""
 
-    model: Any  # torchtitan's
+    model: Any  # the policy, a torchtitan model
     slots: Slots
-    sampling: Sampling  # which a draft follows, to be accepted more
+    sampling: Sampling  # drafts sample in the same way, so that more proposals are accepted
     backend: Backend

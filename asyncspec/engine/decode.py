@@ -1,6 +1,6 @@
 """The policy's forward pass as the engine runs it: torchtitan's parameters, the layers of layers.py, a slot KV cache.
 
-tests/test_engine.py holds both forward passes to the same logits.
+tests/test_engine.py checks that it gives the same logits as torchtitan's own forward pass.
 
 Shape suffixes: those of workspace.py, and V vocabulary.
 """
@@ -21,16 +21,16 @@ from asyncspec.speculation.drafter import Packed
 
 
 class DecodeModel:
-    """A policy over its own KV cache."""
+    """A policy with its own KV cache."""
 
     lm_head: Matrix
 
     def __init__(self, model, shape: PolicyShape, slots: int, positions: int, backend: Backend) -> None:
         """
         Args:
-            model: torchtitan's, see `models.policy.build`, of the back end's dtype. After its parameters change call
-                `reload`, and before the first pass.
-            slots, positions: rows and length of the cache.
+            model: a torchtitan model from `models.policy.build`, in the back end's dtype. Call `reload` before the
+                first pass, and whenever its parameters have changed.
+            slots, positions: rows of the cache, and positions in each.
         """
         blocks = model.layers.values()
         layers = layer_shape(shape, head_norms=next(iter(blocks)).attention.q_norm is not None)
@@ -42,11 +42,11 @@ class DecodeModel:
             PolicyLayer(block, layers, index, self.cache, self.derived) for index, block in enumerate(blocks)
         ]
         self.graphs: Graphs | None = None
-        # torch's grouped products wait for the host in float32.
+        # In float32 torch's grouped products synchronize with the host, so a pass with experts cannot be captured.
         self._captures, self._rows = shape.experts is None or backend.dtype is torch.bfloat16, slots
 
     def reload(self) -> None:
-        """Derive from the parameters anew what is derived from them."""
+        """Derive all matrices and norms from the parameters again."""
         self.derived.clear()
         self.norm.reload()
         self.lm_head = self.derived.matrix(self._head.weight)
@@ -54,25 +54,25 @@ class DecodeModel:
             layer.reload()
 
     def launch_by(self, graphs: Graphs | None) -> None:
-        """Launch passes over few tokens by these from now on, if they can be captured; None: kernel by kernel."""
+        """From now on launch small passes as these graphs, if they can be captured; None: kernel by kernel."""
         self.graphs = graphs if self._captures else None
 
     def attends_at_once(self, tokens: int) -> bool:
-        """Whether a pass over so many tokens attends over all rows as one group, however they are parted."""
+        """Whether a pass over this many tokens attends over all rows as one group, however they are grouped."""
         return self.graphs is not None and tokens <= TOKENS
 
     def hidden_states(
         self, first_row: int, token_BL, position_BL, spans: Spans, aux_layers=(), packed: Packed | None = None
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Read tokens into the cache at rows from `first_row`.
+        """Run the layers over tokens of rows `first_row`, ..., and write their keys and values to the cache.
 
         Args:
-            position_BL: int64, where each token stands in its row.
-            spans: host-side bounds of the positions, see `KVCache.at`.
-            packed: only those tokens, T of them, if the back end packs.
+            position_BL: int64, position of each token in its row.
+            spans: bounds of the positions, known on the host, see `KVCache.at`.
+            packed: compute only these T tokens; None: all. Only for back ends that pack.
 
         Returns:
-            hidden_BLD after the final norm, and the inputs of `aux_layers`, each [B, L, D]; or [T, 1, D].
+            hidden_BLD after the final norm, and the inputs of `aux_layers`, each [B, L, D]; with `packed`, [T, 1, D].
         """
         if self.graphs is None:
             hidden_BLD, *kept_BLD = self._pass(token_BL, position_BL, spans, aux_layers, first_row, packed)
@@ -84,7 +84,7 @@ class DecodeModel:
         return hidden_BLD, kept_BLD
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., V] of [..., D], as `hidden_states` gives them."""
+        """Return the logits, [..., V], of hidden states from `hidden_states`, [..., D]."""
         return self.lm_head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
 
     def _pass(

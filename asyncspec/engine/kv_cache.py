@@ -1,8 +1,8 @@
 """The slot KV cache.
 
-A slot is a row; live sequences occupy rows 0..n-1, so that a batch is a view, never a gather. A step writes keys and
-values at its own positions and attends to all positions up to each query's own. What lies beyond (rejected proposals,
-padding) is overwritten before any query can see it.
+A slot is a row. Live sequences occupy rows 0..n-1, so a batch is a view, never a gather. A step writes keys and values
+at its own positions, and each query attends to all positions up to its own. Later positions (rejected proposals,
+padding) are overwritten before any query can see them.
 
 Shape suffixes: S slots, P positions, B batch rows, L query positions, G key-value groups, H head size.
 """
@@ -21,34 +21,34 @@ import torch.nn.functional as F
 from asyncspec.engine import memory
 from asyncspec.engine.workspace import LayerShape, Workspace
 
-# consecutive groups of rows: the row after the group's last, and a bound above its positions
+# Consecutive groups of rows, each as the row after its last, and a bound that is greater than all its positions.
 Spans = list[tuple[int, int]]
 
-# Attention over rows of very different length reads mostly padding, so rows may be attended to in groups. What one more
-# group costs is repaid by about so many row positions less to read.
+# Attention over rows of very different lengths reads mostly padding, so attention may run group by group. One more
+# group pays off if it saves about GROUP_GAIN row positions.
 GROUP_GAIN = 512
-GROUP_ROWS = 8  # fewer are not parted
-SPAN_STEP = 16
+GROUP_ROWS = 8  # fewer rows are not split into groups
+SPAN_STEP = 16  # spans are rounded up to multiples of it
 
 
 class RowGroup(NamedTuple):
-    """Rows that are attended to together, over the same positions."""
+    """Rows whose attention is computed together, over the same positions."""
 
-    rows: slice  # of rows times key-value groups
-    keys: tuple[torch.Tensor, ...]  # of each layer, [rows, H, span]
-    values: tuple[torch.Tensor, ...]  # of each layer, [rows, span, H]
-    mask: torch.Tensor  # of the cache's dtype [rows, L * queries, span], 0 or -inf
+    rows: slice  # among rows times key-value groups
+    keys: tuple[torch.Tensor, ...]  # per layer, [rows, H, span]
+    values: tuple[torch.Tensor, ...]  # per layer, [rows, span, H]
+    mask: torch.Tensor  # [rows, L * queries, span] in the cache's dtype, 0 or -inf
 
 
 class CacheAccess(NamedTuple):
-    """Where a forward pass reads and writes."""
+    """Where in the cache a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    index: torch.Tensor  # int64 [B * L * G], where each key and value lies in the flattened cache of a layer
+    index: torch.Tensor  # int64 [B * L * G], index of each key and value in a layer's flattened cache
     groups: tuple[RowGroup, ...]
 
     def each(self) -> Iterator[CacheAccess]:
-        """The L positions one by one, for L passes of one position each."""
+        """Yield the access of each of the L positions, for L passes of one position each."""
         B, L = self.shape
         masks = [g.mask.view(g.mask.shape[0], L, -1, g.mask.shape[-1]).unbind(1) for g in self.groups]
         for step, index in enumerate(self.index.view(B, L, -1).unbind(1)):
@@ -57,15 +57,15 @@ class CacheAccess(NamedTuple):
 
 
 def whole_span(span: int, positions: int) -> int:
-    """Whole vectors: a softmax over 57 takes longer than one over 64. And the same views serve many steps."""
+    """Round a span up to whole vectors: a softmax over 57 takes longer than one over 64, and views serve more steps."""
     return min(-(-span // SPAN_STEP) * SPAN_STEP, positions)
 
 
 def split(length_B: np.ndarray) -> tuple[list[int], int]:
-    """Where to part rows in groups so that little padding is read: in two where that saves most, and these again.
+    """Split rows into groups that read little padding: in two where that saves most, then each of the two again.
 
     Returns:
-        The row after each group's last, and the row positions then read.
+        The row after each group's last, and the number of row positions that the groups read.
     """
     B, whole = len(length_B), len(length_B) * int(length_B.max())
     if B < GROUP_ROWS or whole - int(length_B.sum()) <= GROUP_GAIN:
@@ -81,7 +81,7 @@ def split(length_B: np.ndarray) -> tuple[list[int], int]:
 
 
 class KVCache:
-    """Keys and values of all layers in one tensor, [layers, S, G, P, 2H]: a step writes both at once."""
+    """Keys and values of all layers in one tensor, [layers, S, G, P, 2H], so that a step writes both at once."""
 
     def __init__(self, layers: int, slots: int, positions: int, shape: LayerShape, device, dtype: torch.dtype) -> None:
         kv_heads, head_dim = shape.groups, shape.head_dim
@@ -95,12 +95,12 @@ class KVCache:
         self._mask = torch.tensor([float("-inf"), 0.0], dtype=dtype, device=device)
 
     def at(self, first_row: int, position_BL: torch.Tensor, spans: Spans, packed: None = None) -> CacheAccess:
-        """Rows from `first_row`, `position_BL` within them.
+        """Return the access to `position_BL` of rows `first_row`, ...
 
         Args:
-            spans: groups of these rows, counted from `first_row`, each with a bound known on the host that is greater
-                than every position in it; empty for who only writes.
-            packed: None; `NumpyKVCache` takes some of the tokens.
+            spans: groups of these rows, counted from `first_row`, each with a bound that is known on the host and
+                greater than every position in the group; empty if the pass only writes.
+            packed: always None; only `NumpyKVCache` can leave out tokens.
         """
         (B, L), G = position_BL.shape, self.groups
         index = (self._start_SG[first_row : first_row + B] + position_BL.unsqueeze(-1)).flatten()
@@ -117,12 +117,12 @@ class KVCache:
         return CacheAccess((B, L), index, tuple(groups))
 
     def _make_views(self, start: int, end: int, span: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keys and values of all layers at once: made one by one, views would cost as much as the attention itself."""
+        """Make views of all layers' keys and values at once: one by one they would cost as much as attention itself."""
         kv = self.kv[:, start:end].flatten(1, 2)[:, :, :span]
         return kv[..., : self.head_dim].transpose(2, 3).unbind(), kv[..., self.head_dim :].unbind()
 
     def write(self, layer: int, access: CacheAccess, space: Workspace) -> None:
-        """Keys and values of this pass."""
+        """Write this pass's keys and values."""
         self.flat[layer].index_copy_(0, access.index, space.kv)
 
     def attend(self, layer: int, access: CacheAccess, space: Workspace) -> None:
@@ -134,20 +134,20 @@ class KVCache:
     def _attended(self, layer: int, q: torch.Tensor, group: RowGroup) -> torch.Tensor:
         keys, values = group.keys[layer], group.values[layer]
         if q.dtype is not torch.float32:
-            # As a single head each, which torch's fast kernels want; its scores are in float32.
+            # One head per entry of the batch, as torch's fast kernels expect; they compute scores in float32.
             q, keys, values, mask = (t.unsqueeze(1) for t in (q, keys.transpose(1, 2), values, group.mask))
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0).squeeze(1)
         weight = torch.baddbmm(group.mask, q, keys).softmax(-1)
         return torch.bmm(weight, values)
 
     def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
-        """Fill each of these rows with the first `length` positions of its source."""
+        """Copy the first `length` positions of each source to its row."""
         for source, copies in runs(sources, rows):
             self.kv[:, copies, :, :length] = self.kv[:, source, None, :, :length]
 
 
 def runs(sources: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Each source with the rows that are to become its copies: neighbours of one source are copied at once."""
+    """Yield each source with the rows that become its copies; consecutive rows of one source come as one slice."""
     of_run = groupby(zip(sources, rows, range(len(rows))), key=lambda one: (one[0], one[1] - one[2]))
     for (source, _), run in of_run:
         copies = [row for _, row, _ in run]

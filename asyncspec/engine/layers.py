@@ -1,13 +1,13 @@
-"""The layers of a decoder as the engine computes them: few operations, in memory of which all views are made once.
+"""The layers of a decoder as the engine computes them: few operations, in memory whose views are made once.
 
-An engine step over few tokens costs what launching its operations costs. So these layers read the parameters of a
-model's modules and do in 20 operations what the modules do in 70. Norms' weights and the scale of attention go into
-matrices. Matrices that read the same input are joined. The norms of a token and of all its heads are one product
-(`HeadNorm`). The halves of each query and key that Qwen3's RoPE rotates are interleaved, as Llama 3's are already, so
-that rotating is one complex multiplication. `reload` derives all that anew when parameters change.
+An engine step over few tokens takes as long as launching its operations. So these layers take the parameters of a
+model's modules and do in 20 operations what the modules do in 70. Norm weights and the scale of attention are
+multiplied into matrices. Matrices with the same input are joined. The norms of a token and of all its heads are one
+product (`HeadNorm`). Qwen3's RoPE rotates two halves of each query and key; these halves are interleaved here, as in
+Llama 3, so that rotating is one complex multiplication. `reload` derives all of this again when parameters change.
 
-Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K of a
-token, N = T * K sorted by expert.
+Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K experts
+of a token, N = T * K tokens sorted by expert.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from asyncspec.engine.workspace import PAD, LayerShape, Workspace
 from asyncspec.models.eagle3 import DraftShape
 from asyncspec.models.policy import PolicyShape
 
-LEAST_SCALE = 1e-9  # of a norm of heads, that goes into the weight before it
+LEAST_SCALE = 1e-9  # smallest weight of a head norm that is multiplied into a matrix
 
 
 def scale(norm) -> torch.Tensor:
-    """What `Workspace.normalize` leaves out of an RMSNorm module; float32."""
+    """Return the factor of an RMSNorm module that `Workspace.normalize` leaves out, float32."""
     return norm.weight.float() * norm.weight.shape[-1] ** 0.5
 
 
 def scaled(weight: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """A matrix with what `scale` gives in it, rounded once to the matrix's dtype."""
+    """Return a matrix times a factor from `scale`, rounded once to the matrix's dtype."""
     return (weight.float() * by).to(weight.dtype)
 
 
 class RMSNorm:
-    """A whole RMSNorm."""
+    """An RMSNorm whose weight is not multiplied into a matrix."""
 
     def __init__(self, norm, derived: Derived) -> None:
         self.norm, self.derived = norm, derived
@@ -45,14 +45,14 @@ class RMSNorm:
         self.weight = self.derived.keep(scale(self.norm))
 
     def __call__(self, space: Workspace) -> torch.Tensor:
-        """Of x, [T, D]."""
+        """Return the RMSNorm of the workspace's x, [T, D]."""
         space.normalize()
         unit_TD = space.unit.tensor
         return (unit_TD * self.weight).to(unit_TD.dtype)
 
 
 def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """The two halves of a head along `dim`, interleaved: neighbours are then real and imaginary part of what RoPE
+    """Interleave the two halves of a head along `dim`: neighbors become the real and imaginary parts that RoPE
     rotates.
     """
     first, second = weight.chunk(2, dim)
@@ -65,11 +65,11 @@ class RoPE:
     def __init__(self, angles_PH: torch.Tensor, queries: int) -> None:
         """
         Args:
-            angles_PH: radians, for half of a head's dimensions.
-            queries: heads that share a key-value head.
+            angles_PH: radians, one for each pair of a head's dimensions.
+            queries: query heads that share a key-value head.
         """
         turned_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
-        # Values are turned by nothing: a product over whole rows takes a third of the time of one that leaves them out.
+        # Values are multiplied by one: a product over whole rows takes a third of the time of one that leaves them out.
         self._rotation_PR, self.half = (
             torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1),
             angles_PH.shape[1],
@@ -77,7 +77,7 @@ class RoPE:
 
     @classmethod
     def of(cls, model) -> RoPE:
-        """Read a policy's table: rotations (Llama 3), or cosines, then sines, both halves alike (Qwen3)."""
+        """Convert a policy's table: rotations (Llama 3), or cosines, then sines, each with two equal halves (Qwen3)."""
         attention = next(iter(model.layers.values())).attention
         table, queries = attention.rope.cache, attention.n_heads // attention.n_kv_heads
         if table.is_complex():
@@ -87,35 +87,39 @@ class RoPE:
         return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), queries)
 
     def to_numpy(self) -> np.ndarray:
-        """Cosine and sine of each position and pair of a head, float32 [P, H / 2, 2]."""
+        """Return cosine and sine for each position and pair of a head, float32 [P, H / 2, 2]."""
         return torch.view_as_real(self._rotation_PR[:, : self.half]).numpy()
 
     def at(self, position_BL: torch.Tensor) -> torch.Tensor:
-        """[T, 1, R * H / 2], complex: those of a group's heads."""
+        """Return the rotations of a group's heads at these positions, complex [T, 1, R * H / 2]."""
         return self._rotation_PR.index_select(0, position_BL.flatten()).unsqueeze(1)
 
 
 class HeadNorm:
-    """The RMSNorm of a token and, behind it, those of its queries and keys, all on their products: with x the token's
-    residual stream, q = x @ weight.T of a query or key, v of a value, and s the norms' own scales, which that weight
-    has in it already,
+    """The RMSNorm of a token and those of its queries and keys, all applied to the products with `wqkv`.
+
+    Let x be the token's residual stream, q = x @ weight.T a query or key, v a value, and s the scales of the head
+    norms, which are already multiplied into the weight. The normalized heads are
 
         q / sqrt(sum(q^2 / s^2) + H * eps * (sum(x^2) + D * eps))      v / sqrt(sum(x^2) + D * eps)
 
-    The sums under all roots are one product of the squares of x, its constant and the heads with a matrix.
+    One matrix product of the squares of x, of its constant and of the heads gives the sums under all roots.
     """
 
     def __init__(self, q_norm, k_norm, shape: LayerShape, derived: Derived) -> None:
-        """Takes modules."""
+        """
+        Args:
+            q_norm, k_norm: RMSNorm modules.
+        """
         self.modules, self.shape, self.derived = (q_norm, k_norm), shape, derived
 
     def reload(self) -> torch.Tensor:
-        """Returns the scales that are to go into the weight, float32 [R, H]."""
+        """Return the scales to multiply into the weight, float32 [R, H]."""
         D, G, Q, H, *_ = self.shape
         queries_H, key_H = (interleaved(scale(norm), 0) for norm in self.modules)
-        queries_H = queries_H * H**-0.5  # of attention
+        queries_H = queries_H * H**-0.5  # the scale of attention
         scale_RH = torch.stack([*[queries_H] * Q, key_H, torch.ones_like(key_H)])
-        # What a weight of nothing has scaled cannot be scaled back; so little cannot be told from nothing.
+        # The norm divides by the scales, so none may be zero. One as small as LEAST_SCALE has the same effect as zero.
         scale_RH = torch.where(scale_RH.abs() < LEAST_SCALE, LEAST_SCALE, scale_RH)
         self.inverse_RH = self.derived.keep(scale_RH[:-1] ** -2)
         sums_NI = scale_RH.new_zeros(G * (Q + 2), D + PAD + G * (Q + 2) * H)
@@ -135,10 +139,14 @@ class HeadNorm:
 
 
 class MLP:
-    """SwiGLU behind a norm: x += down(silu(gate(norm(x))) * up(norm(x)))."""
+    """SwiGLU after a norm: x += down(silu(gate(norm(x))) * up(norm(x)))."""
 
     def __init__(self, norm, gate, up, down, derived: Derived) -> None:
-        """Takes modules: an RMSNorm and three Linears."""
+        """
+        Args:
+            norm: an RMSNorm module.
+            gate, up, down: Linear modules.
+        """
         self.modules, self.derived = (norm, gate, up, down), derived
 
     def reload(self) -> None:
@@ -154,17 +162,21 @@ class MLP:
 
 
 class Mixture:
-    """A mixture of SwiGLU experts behind a norm: x += sum over the token's experts of weight * expert(norm(x))."""
+    """A mixture of SwiGLU experts after a norm: x += sum over the token's experts of weight * expert(norm(x))."""
 
     def __init__(self, norm, moe, derived: Derived) -> None:
-        """Takes modules: an RMSNorm and torchtitan's MoE."""
+        """
+        Args:
+            norm: an RMSNorm module.
+            moe: torchtitan's MoE module.
+        """
         self.modules, self.derived = (norm, moe), derived
         self.per_token, self.normed = moe.router.top_k, moe.router.route_norm
         self._expert_E = torch.arange(moe.router.num_experts, device=norm.weight.device)
 
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
-        # in float32, as torchtitan's on a GPU
+        # in float32, like torchtitan's router on a GPU
         self.router = self.derived.matrix(moe.router.gate.weight.float() * scale(norm))
         self.inward_EDF = self.derived.keep(
             scaled(torch.cat([experts.w1_EFD, experts.w3_EFD], 1), scale(norm))
@@ -179,13 +191,13 @@ class Mixture:
             score_TK = score_TK / score_TK.sum(-1, keepdim=True)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)
         end_E = torch.searchsorted(expert_N, self._expert_E, right=True, out_int32=True)
-        # One grouped product was faster than a loop over experts, and than gathering the matrices of each token's.
+        # One grouped product was faster than a loop over experts or gathering the matrices of each token's experts.
         gate_NF, up_NF = torch._grouped_mm(normed_TD[order_N // self.per_token], self.inward_EDF, offs=end_E).chunk(
             2, -1
         )
         out_ND = torch._grouped_mm(F.silu(gate_NF).mul_(up_NF), self.outward_EFD, offs=end_E)
         out_TKD = torch.empty_like(out_ND).index_copy_(0, order_N, out_ND).view(*expert_TK.shape, -1)
-        # in place it is slower: x is strided
+        # slower in place, because x is strided
         x_TD.copy_(torch.baddbmm(x_TD.unsqueeze(1), score_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1))
 
 
@@ -205,26 +217,26 @@ class DecodeLayer:
     ) -> None:
         """
         Args:
-            index: the layer's number in the cache.
-            derived: where its matrices go.
+            index: the layer's index in the cache.
+            derived: keeps its matrices.
         """
         self.index, self.cache, self.derived = index, cache, derived
         self.mlp, self.head_norm = mlp, head_norm
 
     def load(self, weight_GRHI: torch.Tensor, scale_I: torch.Tensor, wo: torch.Tensor, halves: bool) -> None:
-        """Derive its matrices from parameters.
+        """Derive the layer's matrices from parameters.
 
         Args:
-            weight_GRHI: of each group's queries, key and value.
-            scale_I: of the norm before them, see `scale`.
-            halves: whether RoPE rotates the halves of a head, not neighbours.
+            weight_GRHI: weights of each group's queries, key and value.
+            scale_I: `scale` of the norm before them.
+            halves: whether RoPE pairs the two halves of a head; otherwise it pairs neighbors.
         """
         Q, H = weight_GRHI.shape[1] - 2, weight_GRHI.shape[2]
         if halves:
             weight_GRHI = torch.cat([interleaved(weight_GRHI[:, : Q + 1], 2), weight_GRHI[:, Q + 1 :]], 1)
         scale_GRHI = scale_I.repeat(*weight_GRHI.shape[:3], 1)
         if self.head_norm is None:
-            scale_GRHI[:, :Q] *= H**-0.5  # of attention
+            scale_GRHI[:, :Q] *= H**-0.5  # the scale of attention
         else:
             scale_GRHI *= self.head_norm.reload().unsqueeze(-1)
         self.wqkv = self.derived.matrix(scaled(weight_GRHI, scale_GRHI).flatten(0, 2))
@@ -232,7 +244,7 @@ class DecodeLayer:
         self.mlp.reload()
 
     def project(self, space: Workspace) -> None:
-        """Compute the heads, from what comes into the layer; widened."""
+        """Compute the heads from the layer's input, and widen them to float32."""
         if self.head_norm is None:
             space.normalize()
             self.wqkv.write(space.unit, space.heads)
@@ -243,14 +255,14 @@ class DecodeLayer:
             self.head_norm(space)
 
     def write(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
-        """Write keys and values to the cache: all that later positions need of a draft's only layer."""
+        """Write keys and values to the cache. In a draft's only layer, later positions need nothing more."""
         self.project(space)
         space.rotate(rotation)
         space.narrow()
         self.cache.write(self.index, access, space)
 
     def __call__(self, space: Workspace, access: Access, rotation: torch.Tensor) -> None:
-        """Besides, x becomes what comes out of the layer."""
+        """Write keys and values to the cache, then replace x by the layer's output."""
         self.write(space, access, rotation)
         self.cache.attend(self.index, access, space)
         self.wo.add(space.attended, space)
@@ -266,7 +278,7 @@ class PolicyLayer(DecodeLayer):
             block: torchtitan's TransformerBlock.
         """
         self.block, self.shape, attention = block, shape, block.attention
-        # Llama 3 has none
+        # Llama 3 has no head norms
         head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, shape, derived)
         if getattr(block, "moe_enabled", False):
             mlp = Mixture(block.ffn_norm, block.moe, derived)
@@ -276,7 +288,7 @@ class PolicyLayer(DecodeLayer):
         super().__init__(index, cache, derived, mlp, head_norm)
 
     def reload(self) -> None:
-        """Derive from the parameters anew what is derived from them."""
+        """Derive all matrices from the parameters again."""
         attention, (D, G, Q, *_) = self.block.attention, self.shape
         weight_GRHD = attention.qkv_linear.wqkv.weight.view(G, Q + 2, -1, D)
         halves = not attention.rope.cache.is_complex()
@@ -284,7 +296,7 @@ class PolicyLayer(DecodeLayer):
 
 
 def layer_shape(shape: PolicyShape | DraftShape, head_norms: bool) -> LayerShape:
-    """Of a policy's layers, or of a draft's."""
+    """Return the layer shape of a policy or of a draft."""
     hidden_dim = 0 if getattr(shape, "experts", None) is not None else shape.hidden_dim
     return LayerShape(
         shape.dim,

@@ -1,7 +1,7 @@
-"""A matrix of the engine's, multiplied by whichever library does that fastest where it lies.
+"""The engine's matrices, each multiplied by the library that is fastest on its device.
 
-torch's own products use half of an AMD processor with AVX-512: there small matrices go to numpy's BLAS and large ones
-to oneDNN.
+torch's own products use only half of an AMD processor with AVX-512. There numpy's BLAS multiplies small matrices, and
+oneDNN multiplies large ones.
 
 Shape suffixes: T tokens, I inputs, O outputs.
 """
@@ -17,41 +17,43 @@ import torch
 from asyncspec.engine.memory import Arena
 from asyncspec.engine.workspace import Buffer, Workspace
 
-LARGE = 2**18  # weights of a matrix, from which on oneDNN is faster than numpy
-# multiply-adds of a product, up to which OpenBLAS reads its operands where they lie; larger ones take 5 to 9 us more to
-# pack them
+LARGE = 2**18  # weights; in a matrix with at least as many, oneDNN is faster than numpy
+# Multiply-adds of a product. Up to this many, OpenBLAS uses the operands in place; for larger products it spends 5 to
+# 9 us more on packing them.
 UNPACKED = 1_000_000
-LEAST_PIECE = 32  # tokens, from which on a product in such pieces is faster: each is a call more
+LEAST_PIECE = 32  # tokens; a product is not split into smaller pieces than that, because each piece is one more call
 
 
 class Matrix:
-    """x @ weight.T, by torch."""
+    """x @ weight.T, computed by torch."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
-        # A transposed view: mm on it is half the price of linear where the matrix is small.
+        # mm with this transposed view takes half as long as linear if the matrix is small.
         self.weight = weight_OI.t()
 
     def to_numpy(self) -> np.ndarray:
-        """[I, O]"""
+        """Return the transposed weight, [I, O]."""
         return self.weight.numpy()
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         return torch.mm(x_TI, self.weight)
 
     def write(self, x: Buffer, out: Buffer) -> None:
-        """out = x @ weight.T."""
+        """Set out = x @ weight.T."""
         torch.mm(x.tensor, self.weight, out=out.tensor)
 
     def add(self, x: Buffer, space: Workspace) -> None:
-        """The workspace's x += x @ weight.T."""
+        """Add x @ weight.T to the workspace's x."""
         space.x.tensor.addmm_(x.tensor, self.weight)
 
 
 class NumpyMatrix(Matrix):
+    """x @ weight.T, computed by numpy."""
+
     def __init__(self, weight_OI: torch.Tensor, arena: Arena) -> None:
         """
         Args:
-            arena: where the transposed copy goes: of a view numpy makes a copy each time.
+            arena: keeps the transposed copy; numpy would copy a transposed view in every product.
         """
         super().__init__(weight_OI)
         self._array = arena.keep(self.weight).numpy()
@@ -69,7 +71,7 @@ class NumpyMatrix(Matrix):
         space.x.tensor.add_(space.change.tensor)
 
     def _product(self, x_TI: np.ndarray, out_TO: np.ndarray) -> None:
-        """out = x @ weight.T, in equal pieces that OpenBLAS need not pack."""
+        """Set out = x @ weight.T, in about equal pieces that OpenBLAS does not pack."""
         T, most = len(x_TI), self._most
         if T <= most or not self._divisible:
             np.matmul(x_TI, self._array, out=out_TO)
@@ -80,7 +82,7 @@ class NumpyMatrix(Matrix):
 
 
 class OneDnnMatrix(Matrix):
-    """x @ weight.T, by oneDNN."""
+    """x @ weight.T, computed by oneDNN."""
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         super().__init__(weight_OI)
@@ -97,10 +99,10 @@ class OneDnnMatrix(Matrix):
 
 
 class Derived(Arena):
-    """What an engine derives from a model's parameters, again each time when these change."""
+    """Keeps what an engine derives from a model's parameters, and derives again whenever these change."""
 
     def matrix(self, weight_OI: torch.Tensor) -> Matrix:
-        """Returns the matrix of whichever library multiplies it fastest."""
+        """Return the matrix for the library that multiplies it fastest."""
         weight_OI = self.keep(weight_OI.detach())
         if weight_OI.dtype is not torch.float32 or not slowed_by_mkl(weight_OI.device.type):
             return Matrix(weight_OI)
@@ -111,8 +113,8 @@ class Derived(Arena):
 
 @lru_cache
 def slowed_by_mkl(device: str) -> bool:
-    """Whether torch's own products use half of the processor: on AMD's with AVX-512. oneDNN and numpy then have better
-    ones.
+    """Whether torch's own products use only half of the processor, which is so on AMD processors with AVX-512. oneDNN
+    and numpy are faster there.
     """
     if (
         device != "cpu"

@@ -1,8 +1,7 @@
-"""Memory in huge pages, for what each engine step reads: weights and KV cache.
+"""Memory in huge pages for the weights and the KV cache, which each engine step reads.
 
-A step over a few tokens reads all weights and a piece of each row of the cache, in every layer. In pages of 4 KiB these
-are more than a processor keeps the addresses of (its TLB), and where such pages lie makes one engine slower than the
-next.
+A step over a few tokens reads all weights and a part of each row of the cache, in every layer. In pages of 4 KiB these
+are more pages than a processor's TLB holds, and their placement makes one engine slower than another.
 """
 
 from __future__ import annotations
@@ -19,38 +18,41 @@ ALIGNED = 64  # bytes, a cache line
 
 
 def zeros(*size: int, dtype: torch.dtype, device) -> torch.Tensor:
-    """As torch.zeros; on a CPU in huge pages, if it fills one and the system has any."""
+    """Like torch.zeros, but on a CPU in huge pages, if the tensor fills one and the system has them."""
     count = math.prod(size) * dtype.itemsize
     if torch.device(device).type != "cpu" or count < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*size, dtype=dtype, device=device)
     try:
         block = mmap.mmap(-1, count + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # torch will say how much is wanted
+    except OSError:  # torch's error says how much memory was asked for
         return torch.zeros(*size, dtype=dtype, device=device)
     with suppress(OSError):  # a kernel without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(block, dtype=torch.uint8)  # holds the block
+    memory = torch.frombuffer(block, dtype=torch.uint8)  # keeps the block alive
     start = -memory.data_ptr() % HUGE
-    return memory[start : start + count].view(dtype).view(size).zero_()  # touched now: what does not fit fails here
+    return memory[start : start + count].view(dtype).view(size).zero_()  # touched now, so a lack of memory fails here
 
 
 class Arena:
-    """Tensors one after the other, on a CPU in such memory: what is derived from new weights goes where that from the
-    old ones was.
+    """Tensors laid out one after the other, on a CPU in huge pages. Tensors derived from new weights overwrite those
+    derived from the old weights.
     """
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
-        self._elsewhere: list[torch.Tensor] = []  # not on a CPU
+        self._elsewhere: list[torch.Tensor] = []  # tensors on other devices
         self.clear()
 
     def clear(self) -> None:
-        """What is kept from now on overwrites what was kept before, in the same order."""
+        """Start over: tensors kept from now on overwrite those kept before, in the same order."""
         self._chunk = self._used = self._next = 0
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On a CPU a contiguous copy in here; elsewhere the tensor itself, made contiguous, or one that was kept in its
-        place before and is now like it.
+        """Keep a tensor.
+
+        Returns:
+            On a CPU a contiguous copy in this memory. Elsewhere the tensor itself, made contiguous; after `clear` the
+            tensor that was kept in its place, with the new values.
         """
         if tensor.device.type != "cpu":
             return self._keep_elsewhere(tensor.contiguous())

@@ -1,10 +1,10 @@
-"""The slot KV cache where numpy attends: in float32 on one thread of a CPU.
+"""The slot KV cache for attention by numpy: float32 on one CPU thread.
 
-A call of numpy's costs a third of one of torch's, and its products of small matrices are faster on processors that MKL
-slows. Keys lie position by position, as a product with queries reads them.
+A numpy call costs a third of a torch call, and numpy's products of small matrices are faster on processors that MKL
+slows down. Keys are stored with positions innermost, as a product with queries reads them.
 
-Shape suffixes: those of kv_cache.py; Q queries of a group, C = Q * L that attend to the same keys; T tokens of a pass,
-N = B * L.
+Shape suffixes: those of kv_cache.py; Q query heads of a group, C = Q * L queries that attend to the same keys; T tokens
+of a pass, N = B * L.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from asyncspec.engine.kv_cache import Spans, runs, whole_span
 from asyncspec.engine.workspace import LayerShape, Workspace
 from asyncspec.speculation.drafter import Packed
 
-PACKED = 4  # tokens: workspaces are kept for their multiples
-LEFT_OUT = 8  # tokens, from which on it pays to leave them out
-LINE = 16  # numbers of a cache line: of what begins elsewhere every vector that is read lies in two
-ALIASING = 512  # numbers: what lies so far apart competes for the same places of a processor's cache
+PACKED = 4  # packed passes are padded to multiples of this many tokens, so that few workspaces are needed
+LEFT_OUT = 8  # tokens; leaving out fewer does not pay
+LINE = 16  # floats in a cache line; an unaligned row makes every vector load touch two lines
+ALIASING = 512  # floats; rows this far apart compete for the same sets of a processor's cache
 
 
 class NumpyRowGroup(NamedTuple):
-    """Rows that are attended to together, over the same positions."""
+    """Rows whose attention is computed together, over the same positions."""
 
-    rows: slice  # of rows times key-value groups
-    keys: tuple[np.ndarray, ...]  # of each layer, [rows, H, span]
-    values: tuple[np.ndarray, ...]  # of each layer, [rows, span, H]
+    rows: slice  # among rows times key-value groups
+    keys: tuple[np.ndarray, ...]  # per layer, [rows, H, span]
+    values: tuple[np.ndarray, ...]  # per layer, [rows, span, H]
     mask_BLP: np.ndarray  # float32, 0 or -inf
-    weight: torch.Tensor  # scores and weights of whichever layer, [rows, C, span]
+    weight: torch.Tensor  # scores, then attention weights, of the current layer, [rows, C, span]
     array: np.ndarray  # the same memory
-    by_query: np.ndarray  # the same as [B, G * Q, L, span]
+    by_query: np.ndarray  # the same memory, as [B, G * Q, L, span]
 
 
 def packing(count_B: np.ndarray, J: int) -> tuple[int, Packed | None, np.ndarray | None]:
-    """How to compute the first so many of J tokens of each row.
+    """Plan a pass over the first count_B of each row's J tokens.
 
     Args:
         count_B: int64, 1 to J.
 
     Returns:
-        L, the width of a rectangle that holds them; those of B * L to compute, None: all; and for each of B * J tokens
-        which of those that are computed it is, int64 [B, J], one behind its row's count the row's last. None: all are
-        computed.
+        L, the width of a rectangle that holds these tokens.
+        Which of the B * L tokens to compute; None: all.
+        For each of the B * J tokens its index among the computed ones, int64 [B, J]; a token past its row's count gets
+        the index of the row's last token. None: all B * J tokens are computed.
     """
     L, total, index_J = int(count_B.max()), int(count_B.sum()), np.arange(J)
     if len(count_B) * L - total < LEFT_OUT:
@@ -56,22 +57,22 @@ def packing(count_B: np.ndarray, J: int) -> tuple[int, Packed | None, np.ndarray
         return L, None, None if L == J else of_BJ
     of_BJ = (count_B.cumsum() - count_B)[:, None] + np.minimum(index_J, count_B[:, None] - 1)
     at_T = (index_J[:L] < count_B[:, None]).reshape(-1).nonzero()[0]
-    at_T = np.append(at_T, at_T[-1:].repeat(-total % PACKED))  # the last again
+    at_T = np.append(at_T, at_T[-1:].repeat(-total % PACKED))  # repeat the last one
     return L, Packed(at_T, of_BJ[:, :L].reshape(-1)), of_BJ
 
 
 class NumpyCacheAccess(NamedTuple):
-    """Where a forward pass reads and writes."""
+    """Where in the cache a forward pass reads and writes."""
 
     shape: tuple[int, int]  # B, L
-    # int64 [T * G], where each value lies in the flattened cache of a layer; T = B * L, or what is packed of it
+    # int64 [T * G], index of each value in a layer's flattened cache; T = B * L, or the number of packed tokens
     index: np.ndarray
-    key_index: np.ndarray  # int64 [T * G * H], the same of each number of a key
+    key_index: np.ndarray  # int64 [T * G * H], index of each number of each key
     groups: tuple[NumpyRowGroup, ...]
-    layout: _Layout | None = None  # None: L is 1, where a row's queries lie together as they are
+    layout: _Layout | None = None  # None if L is 1: a row's queries lie together already
 
     def each(self) -> Iterator[NumpyCacheAccess]:
-        """The L positions one by one, for L passes of one position each."""
+        """Yield the access of each of the L positions, for L passes of one position each."""
         own = [
             _weights(*g.by_query.shape[:2], 1, len(g.array) // len(g.by_query), g.array.shape[-1]) for g in self.groups
         ]
@@ -87,7 +88,7 @@ class NumpyCacheAccess(NamedTuple):
 
 
 class NumpyWorkspace(Workspace):
-    """A workspace whose heads numpy sees as `NumpyKVCache` takes them. A head is one item, see `items`."""
+    """A workspace with numpy views of its heads, as `NumpyKVCache` takes them. A head is one item, see `items`."""
 
     def __init__(self, shape: LayerShape, B: int, L: int, dtype: torch.dtype, device, inputs: int = 1) -> None:
         super().__init__(shape, B, L, dtype, device, inputs)
@@ -101,7 +102,7 @@ class NumpyWorkspace(Workspace):
 
 
 class NumpyKVCache:
-    """Keys of all layers, and values: as `KVCache`."""
+    """Keys of all layers, and values of all layers. The methods are those of `KVCache`."""
 
     def __init__(self, layers: int, slots: int, positions: int, shape: LayerShape) -> None:
         self.shape, self.positions, (_, G, _, H, *_) = shape, positions, shape
@@ -110,11 +111,11 @@ class NumpyKVCache:
         self.keys = memory.zeros(layers, slots, G, H, stride, dtype=torch.float32, device="cpu")
         self.values = memory.zeros(layers, slots, G, positions, H, dtype=torch.float32, device="cpu")
         self._flat_keys = list(self.keys.numpy().reshape(layers, -1))
-        # written in half the time of rows of numbers
+        # Items are written in half the time of rows of numbers.
         self._flat_values = [items(values, H) for values in self.values.numpy()]
         self._start_SG = np.arange(slots * G).reshape(slots, 1, G) * positions
         self._start_SGH = np.arange(slots * G * H).reshape(slots, 1, G, H) * stride
-        # A window of it is the mask of a position.
+        # The mask of a position is a window of this.
         self._seen = np.repeat(np.float32([0.0, -np.inf]), positions)
         self._views = lru_cache(maxsize=256)(self._make_views)
 
@@ -124,7 +125,7 @@ class NumpyKVCache:
         """See `KVCache.at`.
 
         Args:
-            packed: the tokens that are computed, if not all.
+            packed: the tokens to compute; None: all.
         """
         (B, L), (_, G, Q, *_) = position_BL.shape, self.shape
         position_BL, rows, groups, start = position_BL.numpy(), slice(first_row, first_row + B), [], 0
@@ -150,7 +151,7 @@ class NumpyKVCache:
     def _make_views(
         self, start: int, end: int, span: int
     ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], np.ndarray]:
-        """Keys and values of all layers, and all masks there are."""
+        """Return views of the keys and values of all layers, and of the masks of all positions."""
         keys, values = (tensor[:, start:end].flatten(1, 2).numpy() for tensor in (self.keys, self.values))
         return (
             tuple(keys[..., :span]),
@@ -186,9 +187,9 @@ class NumpyKVCache:
 
 
 class _Layout:
-    """Memory where a pass's queries lie row by row, those that attend to the same keys as one matrix, in the order B,
-    G, Q, L; and what they attend to in their place. A head is one item: a copy of them takes a third of the time of one
-    of their numbers.
+    """Memory for a pass's queries, row by row, in the order B, G, Q, L: queries that attend to the same keys form one
+    matrix. Attention may write its output in their place. A head is one item: copying items takes a third of the time
+    of copying their numbers.
     """
 
     def __init__(self, B: int, L: int, shape: LayerShape, packed: Packed | None) -> None:
@@ -202,12 +203,12 @@ class _Layout:
         self._items = items(self._matrices, H)
 
     def gather(self, heads: np.ndarray) -> np.ndarray:
-        """Queries of the heads of T tokens, [B * G, Q * L, H]; what attends to them may be put in their access."""
+        """Return the queries among the heads of T tokens, [B * G, Q * L, H]; attention may overwrite them."""
         heads.take(self._of_BGQL, 0, self._items, "clip")
         return self._matrices
 
     def scatter(self, attended: np.ndarray) -> None:
-        """What was put there goes to T tokens."""
+        """Copy attention's output from this memory to the T tokens."""
         self._items.take(self._at_TGQ, 0, attended, "clip")
 
 
@@ -218,5 +219,5 @@ def _weights(B: int, heads: int, L: int, groups: int, span: int) -> tuple[torch.
 
 
 def items(array: np.ndarray, H: int) -> np.ndarray:
-    """A view in which H numbers are one item."""
+    """Return a view in which H numbers are one item."""
     return array.view(f"V{4 * H}").reshape(-1)

@@ -1,6 +1,6 @@
-"""Reading prompts: each once, for all its samples, ahead of the slots they will get.
+"""Prefill: each prompt once for all its samples, before these get their slots.
 
-Prompts are read into rows of the cache of their own; a sample that gets a slot copies from there.
+Prompts are prefilled into cache rows of their own. A sample that gets a slot copies from there.
 
 Shape suffixes: U distinct prompts, L positions of a pass, V vocabulary, D model dimension, E draft features.
 """
@@ -19,18 +19,18 @@ from asyncspec.engine.protocol import Request
 from asyncspec.speculation.drafter import Drafter
 from asyncspec.speculation.verify import sampling_distribution
 
-PREFILL_CHUNK = 512  # positions read in one pass
-PROMPT_ROWS = 16  # rows of the cache for prompts whose samples wait for slots
-READ_AHEAD_TOKENS = 512  # prompts are read ahead up to here
-GRAPH_STEP = 16  # to multiples of so many positions prompts are padded where passes are graphs
-ATTENDED_TOKEN = 512  # positions that padding attends to cost what a token costs
+PREFILL_CHUNK = 512  # positions prefilled in one pass
+PROMPT_ROWS = 16  # cache rows for prompts whose samples wait for slots
+READ_AHEAD_TOKENS = 512  # most prompt tokens that are prefilled together; a single prompt may have more
+GRAPH_STEP = 16  # with CUDA graphs, prompts are padded to multiples of this many positions
+ATTENDED_TOKEN = 512  # attending to this many positions costs as much as computing one token
 
 
 class PromptReader:
     def __init__(self, decode: DecodeModel, target: Target, drafter: Drafter, first_row: int) -> None:
         """
         Args:
-            first_row: of the `PROMPT_ROWS` rows for prompts.
+            first_row: the first of the `PROMPT_ROWS` cache rows for prompts.
         """
         self.decode, self.drafter = decode, drafter
         _, self.tokens, self.sampling, self.backend = target
@@ -38,31 +38,31 @@ class PromptReader:
         self.forget()
 
     def forget(self) -> None:
-        """What was read is of no use any more."""
-        self._index: dict[int, int] = {}  # id of a request -> its U
-        self._requests: tuple[Request, ...] = ()  # kept alive, so that their ids stay theirs
-        self._p_UV = None  # the distribution of the first token
+        """Discard all prefilled prompts."""
+        self._index: dict[int, int] = {}  # id of a request -> index of its prompt
+        self._requests: tuple[Request, ...] = ()  # kept alive, so that no other request gets one of their ids
+        self._p_UV = None  # distribution of each prompt's first response token
 
     def has(self, request: Request) -> bool:
         return id(request) in self._index
 
     def row(self, request: Request) -> int:
-        """Where a prompt that was read lies."""
+        """Return the cache row of a prefilled prompt."""
         return self.first_row + self._index[id(request)]
 
     def first_token_distribution(self, row_B: torch.Tensor) -> torch.Tensor:
-        """[B, V], for prompts in these rows."""
+        """Return the distributions of the first response token, [B, V], of the prompts in these rows."""
         return self._p_UV[row_B - self.first_row]
 
     def read(self, waiting: Iterable[Request], drafting: bool) -> int:
-        """Read the prompts that are next, those of like length together.
+        """Prefill the next prompts, those of similar length together.
 
         Args:
-            waiting: a prompt for each of its samples.
-            drafting: whether the drafter is to read them, too, in a pass of its own.
+            waiting: the requests of the waiting samples, in order, one entry per sample.
+            drafting: whether the drafter prefills the prompts too, in a pass of its own.
 
         Returns:
-            How many tokens were read.
+            The number of tokens in these prompts, plus those of the next prompt if it did not fit.
         """
         ahead: dict[int, Request] = {}
         total = 0
@@ -84,7 +84,7 @@ class PromptReader:
         return total
 
     def _read_alike(self, first_row: int, prompts: list, drafting: bool) -> torch.Tensor:
-        """Read prompts in one pass, the longest first; returns the logits after each, [U, V]."""
+        """Prefill prompts in one pass, the longest first; return the logits after each, [U, V]."""
         tokens, rows, longest = self.tokens, slice(first_row, first_row + len(prompts)), len(prompts[0])
         if self.decode.graphs is not None:
             longest = min(-(-longest // GRAPH_STEP) * GRAPH_STEP, tokens.positions)
@@ -100,8 +100,10 @@ class PromptReader:
         return logits_UV
 
     def fill(self, first_row: int, token_UL, length_U, wanted: bool = False) -> torch.Tensor | None:
-        """Fill the cache from position 0, in chunks; if wanted, the logits after the last of so many tokens of each
-        row.
+        """Fill the cache with the first length_U tokens of each row, in chunks.
+
+        Returns:
+            The logits after the last of these tokens in each row, [U, V], if `wanted`.
         """
         hidden_UD = None
         for start in range(0, token_UL.shape[1], PREFILL_CHUNK):
@@ -125,11 +127,11 @@ class PromptReader:
 
 
 def rows_of_passes(lengths: Sequence[int], packs: bool, pass_tokens: int) -> list[int]:
-    """How many rows to read in each pass, given their lengths, longest first: as many until their padding costs more
-    than another pass.
+    """Return how many rows to prefill in each pass. A pass takes rows until their padding costs more than another pass.
 
     Args:
-        packs: whether padding is only attended to.
+        lengths: the rows' lengths, the longest first.
+        packs: whether padding is only attended to, not computed.
         pass_tokens: what another pass costs, in tokens.
     """
     counts, longest, padding = [], 0, 0

@@ -1,8 +1,8 @@
 """The Engine protocol: submit prompts, poll for finished samples, swap weights between two steps.
 
-An engine is asynchronous by construction: `submit` never waits, `poll` does one bounded piece of work and returns what
-finished. Weights change only inside `load_policy` and `load_draft`, which the caller invokes between two polls; every
-token is stamped with the version that sampled it, in the step that sampled it.
+An engine is asynchronous by construction: `submit` never waits, and `poll` does one bounded piece of work and returns
+the samples that finished. Weights change only inside `load_policy` and `load_draft`, which the caller invokes between
+two polls. Every token is stamped with the version that sampled it, in the step that sampled it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Request:
 class Completion:
     """One finished sample.
 
-    tokens: int32 [T], the response, the stop token included unless truncated.
-    logprobs: float32 [T], behaviour logprobs under the sampling distribution.
+    tokens: int32 [T], the response, with the stop token unless it is truncated.
+    logprobs: float32 [T], behavior logprobs under the sampling distribution.
     versions: int32 [T], the weight version that sampled each token.
     """
 
@@ -46,12 +46,12 @@ class Completion:
     verifications: int  # engine steps after the prefill; each emits at least one token
     proposed: int
     accepted: int
-    started_at: float  # timing.clock.now() when the sample got its slot
-    # By position, the first proposal's first; of engines that do not say, empty. What lies past the response's end does
-    # not count.
-    # verifications that came to this proposal: there was one, and all before it were accepted
+    started_at: float  # clock.now() when the sample got its slot
+    # Counts by a proposal's position, from the first; empty if the engine does not report them. Proposals past the
+    # response's end do not count.
+    # verifications that reached this proposal: it existed, and all proposals before it were accepted
     reached_at: Sequence[int] = ()
-    accepted_at: Sequence[int] = ()  # and those that accepted it
+    accepted_at: Sequence[int] = ()  # verifications that accepted this proposal
 
 
 class Engine(Protocol):
@@ -67,8 +67,8 @@ class Engine(Protocol):
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None: ...
 
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
-        """Names and shapes of what `load_policy` (kind "policy") or `load_draft` ("draft") takes; the values may be on
-        the meta device.
+        """Return the names and shapes of the tensors for `load_policy` (kind "policy") or `load_draft` ("draft"). The
+        values may be on the meta device.
         """
         ...
 
@@ -84,19 +84,21 @@ class Engine(Protocol):
 
 @dataclass
 class Sample:
+    """One sample of a request, numbered from 0."""
+
     request: Request
     number: int
     started_at: float = 0.0  # when it got its slot
 
 
 class QueueingEngine:
-    """What engines share: samples wait here until there is a slot."""
+    """Base class of engines: a queue where samples wait for slots."""
 
     def __init__(self, shape: PolicyShape, slots: int, max_prompt_tokens: int, max_response_tokens: int) -> None:
         self.shape, self.slots = shape, slots
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self._queue: deque[Sample] = deque()
-        self._live: dict = {}  # of an engine that computes elsewhere, samples that have a slot, by their names there
+        self._live: dict = {}  # in engines over another library: samples that have a slot, by their names there
 
     @property
     def live(self) -> int:
@@ -117,19 +119,24 @@ class QueueingEngine:
 
 
 def at_least(counts_J: np.ndarray) -> list[int]:
-    """From how many verifications had j of something, j from 0, int [J], to how many had at least j of it, j from 1,
-    without zeros at the end.
+    """Turn counts of exactly j into counts of at least j.
+
+    Args:
+        counts_J: int [J], how many verifications had exactly j of something, j from 0.
+
+    Returns:
+        How many had at least j of it, j from 1, without zeros at the end.
     """
     counts = counts_J[::-1].cumsum()[::-1][1:]
     return counts[: np.count_nonzero(counts)].tolist()
 
 
 def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max_response_tokens: int) -> None:
-    """Refuse what would break a step.
+    """Refuse a request that would break a step.
 
     Raises:
-        ValueError: the prompt is empty, longer than max_prompt_tokens or holds what is no token; the response may be
-            empty or longer than the engine was made for; a seed takes more than 64 bits.
+        ValueError: the prompt is empty, longer than max_prompt_tokens, or holds a number that is not a token; the
+            request's limit of response tokens is below 1 or above the engine's; a seed takes more than 64 bits.
     """
 
     def need(held: bool, what: str) -> None:
@@ -148,4 +155,4 @@ def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max
         0 < request.max_response_tokens <= max_response_tokens,
         f"max_response_tokens={request.max_response_tokens}: expected 1 to {max_response_tokens}",
     )
-    need(all(-(2**63) <= seed < 2**63 for seed in request.seeds), "seeds: expected integers of 64 bits")
+    need(all(-(2**63) <= seed < 2**63 for seed in request.seeds), "seeds: expected 64-bit integers")

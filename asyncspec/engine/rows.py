@@ -1,8 +1,7 @@
-"""The rows of an engine's batch: what belongs to a sequence while it generates, and how sequences come, grow, move and
-go.
+"""The rows of an engine's batch: the state of each live sequence, and how sequences enter, grow, move and leave.
 
-In a step live sequences occupy rows 0..live-1: a row that has become free goes to a sequence that waits, or else to the
-last one. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves.
+In a step live sequences occupy rows 0..live-1: a row that becomes free goes to a waiting sequence, or else to the last
+live one. All per-token state lies in tensors; Python touches a sequence only when it enters and when it leaves.
 
 Shape suffixes: S rows, P positions, B live rows, J positions of a verification, R streams of random numbers.
 """
@@ -32,16 +31,16 @@ class Rows:
     ) -> None:
         """
         Args:
-            tokens: of more rows than slots: one for exchanging two, behind it those for prompts.
-            longest: draft length.
-            copy: copies what others keep of rows: sources, rows, how many positions.
+            tokens: tokens of all rows: the slots, then one for exchanging two rows, then those for prompts.
+            longest: the longest draft length.
+            copy: callable(sources, rows, positions) that copies what others keep for rows.
         """
         self.slots, self.tokens, self._copy, device = slots, tokens, copy, tokens.device
 
         self.eos_token_ids = shape.eos_token_ids
         self.stops_V = torch.zeros(shape.vocab_size, dtype=torch.bool, device=device)
         self.stops_V[list(shape.eos_token_ids)] = True
-        # All that belongs to a row, and goes where it goes.
+        # All tensors and arrays that belong to rows, and move with them.
         self._by_row = [tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length]
 
         def on_device(*size: int, dtype=torch.int64) -> torch.Tensor:
@@ -53,15 +52,15 @@ class Rows:
             return self._by_row[-1]
 
         self.limit_S = on_device()
-        # Random numbers of every position of a row, made when its sequence enters.
+        # Uniform random numbers for every position of a row, made when its sequence enters.
         self.uniform_SPR = on_device(tokens.positions, counter_rng.STREAMS, dtype=torch.float32)
         self.logprob_SP = on_device(tokens.positions, dtype=torch.float32)
         self.version_SP = on_device(tokens.positions, dtype=torch.int32)
-        self.missed_S = on_host(dtype=bool)  # rows of which some features were not kept for the draft
+        self.missed_S = on_host(dtype=bool)  # rows for which not all features were kept for the draft
         self.counter_S3 = on_host(3)  # verifications, proposed, accepted
-        # Verifications that came to j proposals, and that accepted j.
+        # How many verifications reached j proposals, and how many accepted j.
         self.reached_SJ, self.accepted_SJ = on_host(longest + 1), on_host(longest + 1)
-        self.samples: list[Sample | None] = []  # of rows from 0; None for those that are free
+        self.samples: list[Sample | None] = []  # by row; None: the row is free
         self._free: list[int] = []  # rows whose sequences finished in the last step
 
     @property
@@ -70,7 +69,7 @@ class Rows:
 
     @property
     def begun_tokens(self) -> int:
-        """How many tokens the live sequences have emitted."""
+        """The number of tokens that the live sequences have emitted."""
         rows = [row for row, sample in enumerate(self.samples) if sample is not None]
         return int((self.tokens.length_S[rows] - self.tokens.prompt_S[rows]).sum())
 
@@ -79,7 +78,7 @@ class Rows:
         self._free.clear()
 
     def assign(self, new: Sequence[Sample]) -> list[int]:
-        """Rows for them, those that are free first."""
+        """Assign rows to new samples, free rows first; return the rows."""
         rows, self._free = sorted(self._free)[: len(new)], sorted(self._free)[len(new) :]
         rows += range(len(self.samples), len(self.samples) + len(new) - len(rows))
         self.samples += [None] * (rows[-1] + 1 - len(self.samples))
@@ -88,7 +87,11 @@ class Rows:
         return rows
 
     def commit(self, token_BJ, p_BJV, count_B, version: int) -> torch.Tensor:
-        """Append the first count_B tokens of each row (None: its only one), cut at the stop token and the length limit.
+        """Append the first count_B tokens of each row, cut at the stop token and the length limit.
+
+        Args:
+            p_BJV: the distributions they were sampled from.
+            count_B: int64; None: each row has one token.
 
         Returns:
             finished_B, bool.
@@ -97,7 +100,7 @@ class Rows:
         rows, tokens = slice(0, B), self.tokens
         length_B, limit_B = tokens.length_S[rows], self.limit_S[rows]
         position_BJ = length_B.unsqueeze(1) + tokens.index_P[:J]
-        # Entries past the count are rubbish; they lie past the length and are overwritten by what comes next.
+        # Entries past the count mean nothing. They lie past the row's length, and the next tokens overwrite them.
         tokens.token_SP[rows].scatter_(1, position_BJ, token_BJ)
         self.logprob_SP[rows].scatter_(1, position_BJ, p_BJV.gather(-1, token_BJ.unsqueeze(-1)).squeeze(-1).log_())
         self.version_SP[rows].scatter_(1, position_BJ, version)
@@ -113,7 +116,13 @@ class Rows:
         return stopped_B | (length_B >= limit_B)
 
     def count(self, before_B: np.ndarray, kept_B: np.ndarray, offered: int | np.ndarray) -> None:
-        """Count a verification of rows that were so long before it: proposals offered, and kept."""
+        """Count one verification of each row.
+
+        Args:
+            before_B: int64, lengths before it.
+            kept_B: int64, accepted proposals.
+            offered: proposals that were verified.
+        """
         B = len(before_B)
         counter_B3, emitted_B, row_B = self.counter_S3[:B], self.tokens.length[:B] - before_B, np.arange(B)
         accepted_B = np.minimum(kept_B, emitted_B)
@@ -123,10 +132,10 @@ class Rows:
         self.accepted_SJ[row_B, accepted_B] += 1
 
     def retire(self, rows: Sequence[int]) -> list[Completion]:
-        """Hand out what finished in these rows; they are free."""
+        """Return the completions of these rows, and free the rows."""
         held, at = (self.tokens.token_SP, self.logprob_SP, self.version_SP), rows
         if rows and self.tokens.device.type != "cpu":
-            # the host waits once, not once for each
+            # fetch the rows together, so that the host does not wait for each one
             held, at = [tensor[rows].cpu() for tensor in held], range(len(rows))
         return [self._completion(row, *(tensor[i] for tensor in held)) for row, i in zip(rows, at)]
 
@@ -155,7 +164,7 @@ class Rows:
         )
 
     def close(self) -> None:
-        """Move the last sequences into rows that nobody waits for."""
+        """Move the last sequences into the rows that are still free."""
         for row in sorted(self._free, reverse=True):
             last = self.samples.pop()
             if row < len(self.samples):
@@ -164,16 +173,14 @@ class Rows:
         self._free.clear()
 
     def move(self, source: int, target: int) -> None:
-        """Copy a row, with all that belongs to it but its name in `samples`."""
+        """Copy a row with everything that belongs to it, except its entry in `samples`."""
         tokens = self.tokens
         self._copy([source], [target], int(tokens.length[source]))
         for tensor in self._by_row:
             tensor[target] = tensor[source]
 
     def part(self, B: int) -> None:
-        """Part the first rows into groups of like length, to be attended to together; where that would save much,
-        exchange rows for it first.
-        """
+        """Split rows 0..B-1 into groups of similar length for attention. Exchange rows first where that saves much."""
         tokens, spare = self.tokens, self.slots
         length_B = tokens.length[:B].copy()
         tokens.ends, now = kv_cache.split(length_B)
@@ -183,7 +190,7 @@ class Rows:
         ends, least = kv_cache.split(length_B[order_B])
         if now - least < kv_cache.GROUP_GAIN * max(1, 1 + len(ends) - len(tokens.ends)):
             return
-        group_B = np.empty(B, dtype=np.int64)  # that each row belongs to, by its length
+        group_B = np.empty(B, dtype=np.int64)  # the group to which each row belongs by its length
         group_B[order_B] = np.searchsorted(ends, np.arange(B), side="right")
         for group, (start, end) in enumerate(zip([0, *ends], ends)):
             wrong = start + (group_B[start:end] != group).nonzero()[0]

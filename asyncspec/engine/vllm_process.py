@@ -1,4 +1,4 @@
-"""What vLLM needs to run inside one of our processes, on a CPU above all. Imports vLLM only when called."""
+"""Setup and repairs for vLLM inside one of our processes, mostly on CPUs. Imports vLLM only when called."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import os
 
 
 def prepare(threads: int) -> None:
-    """Call before vLLM is imported for the first time: it runs in this process, on so many threads, and reports to
-    nobody.
-    """
+    """Have vLLM run in this process, on this many threads, without usage reports. Call it before vLLM is imported."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        # The n-gram proposer's Numba sets the OpenMP threads of all.
+        # The n-gram proposer's Numba sets the number of OpenMP threads for the whole process.
         "NUMBA_NUM_THREADS": str(threads),
     }
 
 
 def head_factor(head_dim: int) -> int:
-    """How many times as wide heads must be for vLLM's attention on CPUs (see models/widen.py)."""
+    """Return the factor by which heads must be widened for vLLM's CPU attention (see models/widen.py)."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -29,8 +27,8 @@ def head_factor(head_dim: int) -> int:
 def repair_rejection_sampler() -> None:
     """Replace two functions of vLLM 0.32 that its rejection sampler calls on CPUs.
 
-    The kernel that spreads each request's temperature, top-p and top-k over its proposals writes into a copy where its
-    input is not int64: temperatures come out as whatever memory held. And top-k fails in a step in which no request has
+    The kernel that repeats each request's temperature, top-p and top-k for its proposals writes into a copy unless its
+    input is int64, so temperatures come out as uninitialized memory. And top-k fails in a step in which no request has
     a proposal left.
     """
     from vllm.v1.sample import rejection_sampler
@@ -47,8 +45,8 @@ def repair_rejection_sampler() -> None:
 
 
 def keep_kernels() -> None:
-    """Let vLLM register no kernels a second time: it has them, and its search for their users fails once Numba is
-    loaded (vLLM 0.32, CPUs).
+    """Keep vLLM from registering its kernels a second time: they are registered, and its search for their users fails
+    once Numba is loaded (vLLM 0.32, CPUs).
     """
     from vllm.platforms import current_platform
 

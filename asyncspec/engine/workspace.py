@@ -1,9 +1,9 @@
 """The memory that the layers of a pass compute in, one after the other, with every view of it made once.
 
-With few tokens a pass costs what launching its operations and making their views costs. So a layer allocates little and
-views nothing anew. What is never in use at once shares memory, so that it stays in a processor's caches. Behind each
-token's x stands a constant, sqrt(D * eps): the length of both together is what RMSNorm divides x by, but for sqrt(D),
-which goes into the matrices behind it (`layers.scale`).
+A pass over few tokens takes as long as launching its operations and making their views. So a layer allocates little
+and makes no views. Tensors that are never in use at the same time share memory, so that it stays in a processor's
+caches. After each token's x stands a constant, sqrt(D * eps). RMSNorm divides x by the length of x and this constant
+together, except for a factor sqrt(D), which is multiplied into the matrices after it (`layers.scale`).
 
 Shape suffixes: B batch rows, L query positions, T = B * L tokens, I inputs, D model dimension, E = D + PAD, G key-value
 groups, R = queries of a group, then its key, then its value; N = G * R heads, H head size, W = N * H; Q = the queries
@@ -18,25 +18,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-PAD = 16  # numbers behind x: the constant, then zeros, so that what follows begins at a whole vector
-KEPT, KEPT_BYTES = 64, 1 << 20  # workspaces that are kept, and how large each may be, about
+PAD = 16  # numbers after x: the constant, then zeros, so that the next numbers begin at a whole vector
+KEPT, KEPT_BYTES = 64, 1 << 20  # how many workspaces are kept, and about how large each may be
 
 
 class LayerShape(NamedTuple):
     dim: int
     groups: int  # key-value heads
-    queries: int  # query heads that share one
+    queries: int  # query heads that share a key-value head
     head_dim: int
-    hidden_dim: int  # 0: a mixture, which has memory of its own
+    hidden_dim: int  # 0: a mixture of experts, which allocates its own memory
     eps: float  # of RMSNorm
     head_norms: bool  # whether queries and keys are normalized
 
 
 class Buffer(NamedTuple):
-    """A tensor, and the same memory as numpy sees it: making that view costs half of what a small product costs."""
+    """A tensor and a numpy view of it, kept because making the view takes half as long as a small product."""
 
     tensor: torch.Tensor
-    array: np.ndarray | None  # None: not in float32 on a CPU
+    array: np.ndarray | None  # None unless the tensor is float32 on a CPU
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Buffer:
@@ -44,13 +44,13 @@ class Buffer(NamedTuple):
 
 
 class Workspace:
-    """Of a pass over L tokens in each of B rows. `x` is the residual stream."""
+    """Buffers for a pass over L tokens in each of B rows. `x` is the residual stream."""
 
     def __init__(self, shape: LayerShape, B: int, L: int, dtype: torch.dtype, device, inputs: int = 1) -> None:
         """
         Args:
-            dtype: of matrices and x; what is squared and turned is in float32.
-            inputs: 2 for drafts, which read an embedding (the first) beside x (the last).
+            dtype: dtype of matrices and x; squares and rotations are in float32.
+            inputs: 2 for drafts, whose inputs are an embedding (the first) and x (the last).
         """
         (D, G, Q, H, F, eps, head_norms), T = shape, B * L
         R, W = Q + 2, G * (Q + 2) * H
@@ -60,7 +60,7 @@ class Workspace:
             return torch.empty(*size, dtype=dtype, device=device)
 
         def shared(*tensors: tuple[int, torch.dtype]) -> list[torch.Tensor]:
-            """Several [T, size], each of a dtype, in the same memory."""
+            """Return a tensor [T, size] for each size and dtype, all in the same memory."""
             counts = [T * size * of.itemsize for size, of in tensors]
             memory = space(max(counts), dtype=torch.uint8)
             return [memory[:count].view(of).view(T, size) for count, (size, of) in zip(counts, tensors)]
@@ -107,17 +107,17 @@ class Workspace:
             self.inward = Buffer.of(inward_TF)
             gate_TF, self.up_TF = inward_TF.chunk(2, -1)
             self.gate = Buffer.of(gate_TF)
-        self.change = Buffer.of(space(T, D)) if self.x.array is not None else None  # what numpy adds to x
+        self.change = Buffer.of(space(T, D)) if self.x.array is not None else None  # numpy's product, added to x
 
     @property
     def q(self) -> torch.Tensor:
-        """[B * G, L * Q, H]"""
+        """The queries, [B * G, L * Q, H]."""
         return (
             self._q if self.rows[1] == 1 else self._q.reshape(-1, self._q.shape[2] * self._q.shape[3], self._q.shape[4])
         )
 
     def put_attended(self, rows: slice, out: torch.Tensor) -> None:
-        """What some rows, of B * G, have attended to: [rows, L * Q, H]."""
+        """Store attention's output for some of the B * G rows, [rows, L * Q, H]."""
         if self.rows[1] == 1:
             self._attended[rows] = out
         else:
@@ -125,37 +125,38 @@ class Workspace:
             self._attended[rows.start // G : rows.stop // G] = out.view(-1, G, L, Q, H)
 
     def normalize(self) -> None:
-        """unit = x / sqrt(sum(x^2) + D * eps)."""
+        """Set unit = x / sqrt(sum(x^2) + D * eps)."""
         _length(self._long_T, self._length_T1)
         torch.div(self.x.tensor, self._length_T1, out=self.unit.tensor)
 
     def normalize_inputs(self) -> None:
-        """The same of each input, into units."""
+        """Normalize each input in the same way, into units."""
         _length(self._long_TI, self._length_TI1)
         torch.div(self._inputs_TID, self._length_TI1, out=self._units_TID)
 
     def widen(self) -> None:
-        """Heads in float32, to be scaled and turned; until `narrow`."""
+        """Copy the heads to float32, where they are scaled and rotated until `narrow`."""
         if self._narrow_TW is not None:
             self._wide_TW.copy_(self._narrow_TW)
 
     def narrow(self) -> None:
+        """Copy the heads back to the workspace's dtype."""
         if self._narrow_TW is not None:
             self._narrow_TW.copy_(self._wide_TW)
 
     def square(self) -> None:
-        """squares = those of x, its constant and zeros, then those of the heads."""
+        """Set squares to the squares of x, its constant and zeros, then those of the heads."""
         row_TE = self._row_TE.float()
         torch.mul(row_TE, row_TE, out=self._square_TE)
         torch.mul(self._wide_TW, self._wide_TW, out=self._square_TW)
 
     def rotate(self, rotation: torch.Tensor) -> None:
-        """Turn heads, interleaved, by what `RoPE.at` gives."""
+        """Rotate the interleaved heads by the rotations of `RoPE.at`."""
         self._complex.mul_(rotation)
 
 
 class Workspaces:
-    """Those of small passes on a CPU are kept for the next of their size: to make one costs what a layer costs."""
+    """Makes workspaces, and keeps those of small passes on a CPU: making one takes as long as computing a layer."""
 
     def __init__(
         self, kind: type[Workspace], shape: LayerShape, dtype: torch.dtype, device: torch.device, inputs: int
@@ -171,9 +172,9 @@ class Workspaces:
         self._kept = lru_cache(maxsize=KEPT)(lambda B, L, mode: self._make(B, L))
 
     def __call__(self, B: int, L: int) -> Workspace:
-        """What is in it is anybody's; it is the caller's until the next call with the same size."""
-        # Where passes are captured as CUDA graphs, memory made in one is not there for others. And what was made in
-        # inference mode is used in it only.
+        """Return a workspace with arbitrary contents. It is the caller's until the next call with the same size."""
+        # On a GPU none are kept: memory made while a CUDA graph is captured belongs to that graph. And memory made in
+        # inference mode is kept for use in inference mode only.
         small = self._on_cpu and B * L <= self._most_tokens
         return self._kept(B, L, torch.is_inference_mode_enabled()) if small else self._make(B, L)
 

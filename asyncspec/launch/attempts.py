@@ -1,7 +1,7 @@
-"""A run under a launcher that starts all its actors: from one start of all of them to the next, until it has ended.
+"""Runs a job under a launcher that starts all actors itself, and restarts them from the last checkpoint when needed.
 
-What starts the processes and carries their results is a `Pool`: Monarch's is in monarch.py, Ray's in ray.py. A process
-whose actor has ended in order can play another of the same kind.
+A `Pool` starts the processes and carries their results: monarch.py has the one for Monarch, ray.py the one for Ray. A
+process whose actor has ended cleanly can play another actor of the same kind.
 """
 
 from __future__ import annotations
@@ -29,68 +29,71 @@ class NotStarted(RuntimeError):
 
 
 class Ended(RuntimeError):
-    """A process has ended unasked."""
+    """A process ended, and nobody had asked it to."""
 
 
 class Process(ABC):
-    """A process that plays one actor, and others after it."""
+    """A process that plays one actor, and later others."""
 
     @abstractmethod
     def play(self, spec: ActorSpec) -> None:
-        """Make the actor and run it; does not wait."""
+        """Make the actor and run it. Does not wait for either."""
 
     @abstractmethod
     def prepared(self) -> str | Exception | None:
-        """Once the actor is made: the controller's address if it is the controller, else "". None before, an exception
-        if that failed.
+        """The controller's address once the controller is made, "" once another actor is made. None before that, and an
+        exception if making the actor failed.
         """
 
     @abstractmethod
     def result(self) -> int | Exception | None:
-        """What the actor's `run` returned; None before, an exception if it raised one or its process has ended."""
+        """What the actor's `run` returned. None before that, and an exception if it raised one or the process ended."""
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can play, as far as is known."""
+        """Whether the process can play an actor, as far as is known."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once, also if it is frozen."""
+        """End the process at once, even if it is frozen."""
 
 
 class Pool(ABC):
     """The processes of a run."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[Process]] = {}  # by first name of the actor it has played
+        self._idle: dict[str, list[Process]] = {}  # first name of an actor -> processes that played it
 
     @abstractmethod
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
-        """The actors of the run, the controller first, all but the controller without its address."""
+        """The actors of the run, the controller first. Their `control_address` is still empty."""
 
     @abstractmethod
     def make(self, name: str) -> Process:
-        """A new process for the actor of this first name."""
+        """Start a process for the actor with this first name."""
 
     def keep_spares(self, names: list[str], count: int) -> None:
-        """Have so many processes ready wherever one of these actors plays, if starting one takes long; called often."""
+        """Keep `count` spare processes ready wherever one of these actors plays, if a process takes long to start.
+
+        Called often.
+        """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Return after timeout_s, or before that if a process may have ended."""
+        """Return after timeout_s, or earlier if a process may have ended."""
 
     @abstractmethod
     def stop(self) -> None:
         """End every process."""
 
     def began(self, config: Config, address: str, version: int) -> None:
-        """The controller is up at an address, for a start of all actors from a version."""
+        """Called once the controller is up at `address`; all actors start from `version`."""
 
     def ended(self, config: Config, code: int) -> None:
-        """The run has ended with an exit code."""
+        """Called once the run has ended with this exit code."""
 
     def take(self, name: str) -> Process:
-        """A process for an actor: one that has played it, if there is one."""
+        """Return a process for an actor: an idle one that has played it before, if there is one, else a new one."""
         waiting = self._idle.get(first_name(name), [])
         while waiting:
             if (process := waiting.pop(0)).alive():
@@ -102,11 +105,11 @@ class Pool(ABC):
 
 
 def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], local: bool) -> int:
-    """Run the job; returns the exit code: 0 finished, 1 failed, 130 interrupted.
+    """Run the job. Returns the exit code: 0 finished, 1 failed, 130 interrupted.
 
     Args:
-        resume: go on with the run that config.run_dir holds.
-        start: callable(interrupt) -> the pool; KeyboardInterrupt if it was interrupted.
+        resume: continue the run in config.run_dir.
+        start: callable(interrupt) -> the pool; raises KeyboardInterrupt if it was interrupted.
         local: whether the actors compute on this host.
     """
     if not resume:
@@ -127,7 +130,7 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
                 break
             version = roles.prepare_resume(config)
         if code not in (0, 130):
-            # and the controller, which would have said so, did not come to it: it was still starting, say
+            # The controller prints this line if it can; it has not, for example because it was still starting.
             if interrupt.count:
                 print("stopped early: interrupted", flush=True)
             code = 130 if interrupt.count else 1
@@ -146,14 +149,14 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
 
 
 class _Attempt:
-    """The actors from one start of all of them to their end."""
+    """All actors of the run, from one start to their end."""
 
     def __init__(self, config: Config, version: int, interrupt: InterruptFlag, restarts_left: int, pool: Pool) -> None:
         transport.use_keys(config.run_dir if config.deployment.encrypt else None)
         self.config, self.interrupt, self.restarts_left, self.pool = config, interrupt, restarts_left, pool
         self.resuming = False
         self.playing: dict[str, Process] = {}
-        self.left_behind: dict[str, float] = {}  # actors whose `run` said so, and when
+        self.left_behind: dict[str, float] = {}  # actors whose `run` returned LEFT_BEHIND, and when
         self.started = time.monotonic()
         self.specs, self.version = pool.specs(config, version), version
 
@@ -170,7 +173,7 @@ class _Attempt:
             self.pool.keep_spares(list(self.playing), min(self.config.deployment.standby, self.supervisor.replacements))
 
     def watch(self) -> int:
-        """Start all, and see to them until the controller has ended; returns the exit code."""
+        """Start all actors and look after them until the controller has ended. Returns the exit code."""
         first, *others = [(spec, self.pool.take(spec.name)) for spec in self.specs]
         self._play(*first)
         if not (address := self._controller()):
@@ -188,7 +191,7 @@ class _Attempt:
                 if (value := self._result(name, process)) is None:
                     continue
                 del self.playing[name]
-                if isinstance(value, Exception):  # its process ended, most likely
+                if isinstance(value, Exception):  # most likely its process ended
                     process.kill()
                     if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
                         self._play(msgspec.structs.replace(spec, control_address=address), self.pool.take(spec.name))
@@ -208,17 +211,19 @@ class _Attempt:
         return code
 
     def _result(self, name: str, process: Process) -> int | Exception | None:
-        """That of the process. Who has lost the controller, or its host's Ray, is dead to the run; but maybe the
-        controller has just ended.
+        """The result of the process. An actor that has lost the controller, or its host's Ray, counts as dead, but only
+        after LATE_WORD_S: the controller may just have ended.
         """
         since = self.left_behind.get(name)
         if since is None and (value := process.result()) != LEFT_BEHIND:
             return value
         since = self.left_behind.setdefault(name, time.monotonic())
-        return RuntimeError("it was left behind") if time.monotonic() - since > LATE_WORD_S else None
+        return RuntimeError("it lost the controller") if time.monotonic() - since > LATE_WORD_S else None
 
     def end(self) -> None:
-        """End what still plays: who could be asked to leave was asked by the controller, and has a moment to do so."""
+        """End the processes that still play. Before a restart they have EXIT_GRACE_S to end by themselves, because the
+        controller has asked those that it can reach to stop.
+        """
         deadline = time.monotonic() + (EXIT_GRACE_S if self.resuming else 0.0)
         while self.playing:
             self.pool.wait(POLL_S / 10)
@@ -237,11 +242,12 @@ class _Attempt:
             self.playing[name].kill()
 
     def _controller(self) -> str:
-        """The controller's address; "" if its process ended or did not come up in time, and all is to be started again.
+        """Wait for the controller's address. Returns "" if the controller's process ended or did not come up in time,
+        and a restart is left.
 
         Raises:
-            NotStarted: there is none.
-            KeyboardInterrupt: somebody does not want to wait for it.
+            NotStarted: the controller failed to start, and a restart would not help or none is left.
+            KeyboardInterrupt: the user interrupted the wait.
         """
         limit = self.config.deployment.start_timeout_s
         deadline = time.monotonic() + limit
@@ -257,7 +263,7 @@ class _Attempt:
                 if outcome is not None
                 else f"frozen: no sign of life for {limit:.1f} s"
             )
-            print(f"controller died: {how}; all is started again from the last checkpoint", flush=True)
+            print(f"controller died: {how}; all actors restart from the last checkpoint", flush=True)
             self.resuming = True
             return ""
         if outcome is None:

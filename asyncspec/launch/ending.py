@@ -1,7 +1,7 @@
-"""Ending a process by force, so that it tells what it was at.
+"""Ends a process by force, and has it write to its log what it was doing.
 
-It writes where each of its threads is to its log, also if one of them holds the interpreter. Going through threads that
-run may crash a process, so only one that is to end anyway does it.
+The process writes where each of its threads is, even if one of them holds the interpreter lock. Walking the stacks of
+running threads can crash a process, so only a process that must end anyway does it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import signal
 
 from asyncspec.deadlines import LAST_WORDS_S
 
-_TELL = signal.SIGUSR2  # ends a process that has not made ready
+_TELL = signal.SIGUSR2  # ends a process that has not called `make_ready`
 
 
 def make_ready() -> None:
-    """Have this process, when it is ended by `end`, write to stderr where its threads are."""
-    faulthandler.register(_TELL, file=2, all_threads=True, chain=True)  # chained: to what the signal does by itself
+    """Have this process write to stderr where its threads are when `end` ends it."""
+    # chain=True: the signal's default action follows, which ends the process
+    faulthandler.register(_TELL, file=2, all_threads=True, chain=True)
 
 
 def end(descriptor: int, told: bool = True) -> None:
-    """End a process, also if it is frozen.
+    """End a process, even if it is frozen.
 
     Args:
-        descriptor: of it, from `pidfd`.
-        told: whether it has something to tell.
+        descriptor: the process's descriptor, from `pidfd`.
+        told: whether the process writes where its threads are before it ends.
     """
     ended = select.poll()
     ended.register(descriptor, select.POLLIN)
@@ -35,12 +36,12 @@ def end(descriptor: int, told: bool = True) -> None:
             signal.pidfd_send_signal(descriptor, _TELL)
         if not told or not ended.poll(LAST_WORDS_S * 1e3):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except OSError:  # it has ended
+    except OSError:  # the process has already ended
         pass
 
 
 def pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; at once if it has."""
+    """Return a descriptor that is readable once the process has ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

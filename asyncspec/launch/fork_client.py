@@ -1,5 +1,6 @@
-"""Stands for a process that a fork server forks, see forkserver.py. Run by its path, with nothing loaded but a few
-modules of Python's own.
+"""Stands in for a process that the fork server forks (forkserver.py), and ends with its exit code or signal.
+
+Run it by its path. It loads only a few modules of the standard library:
 
     python -I -S fork_client.py DESCRIPTOR PARENT KEEP MODULE ARGUMENT...
 """
@@ -13,8 +14,10 @@ import sys
 
 
 def _ask(server: int, keep: list, module: str, args: list) -> socket.socket | None:
-    """Have a module run; returns the connection on which its end will be told. None if nobody has answered."""
-    # where a stream is closed, nothing else must get its number
+    """Ask the server to run a module. Returns the connection on which the server reports the module's end, or None if
+    nobody answered.
+    """
+    # If a standard stream is closed, no other descriptor may get its number.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)
@@ -37,20 +40,21 @@ def _ask(server: int, keep: list, module: str, args: list) -> socket.socket | No
             return None
     except OSError:
         return None
-    for descriptor in kept:  # they are the other process's now; whoever waits for their end must not wait for this one
+    # The forked process holds these now. A reader that waits for their end must not have to wait for this process.
+    for descriptor in kept:
         os.close(descriptor)
     return mine
 
 
 def _end(connection: socket.socket) -> int:
-    """Of the process that was forked: its exit code, negative for a signal."""
+    """Wait for the forked process to end. Returns its exit code, negative for a signal."""
     told = b""
     try:
         while more := connection.recv(64):
             told += more
     except OSError:
         pass
-    return int(told or -signal.SIGKILL)  # nothing: the server has died, and with it the process
+    return int(told or -signal.SIGKILL)  # no report: the server has died, and the process with it
 
 
 def main() -> None:
@@ -59,13 +63,13 @@ def main() -> None:
     if connection is None:
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as forkserver.die_with; it holds across exec
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as forkserver.die_with does; it survives exec
         if os.getppid() != int(parent):
             os._exit(1)
         os.execv(sys.executable, [sys.executable, "-m", module, *args])
     if (code := _end(connection)) < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:  # which cannot be set
+        if -code != signal.SIGKILL:  # whose action cannot be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

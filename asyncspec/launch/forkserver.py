@@ -1,16 +1,17 @@
-"""Processes that need not load their libraries: a server has loaded them once, and forks.
+"""A fork server: it loads the libraries once, and the processes that it forks need not load them.
 
-Loading takes seconds of a processor for each process; a fork takes milliseconds, so a run starts sooner, and what
-replaces the dead is there at once. multiprocessing's own fork server forks only for the process that has begun it; here
-whoever can run a command may ask, Monarch's hosts among them, and the process that asked (fork_client.py) stands for
-the forked one: it ends as that does, and that ends when it does.
+Loading takes each process seconds of processor time; a fork takes milliseconds. So a run starts sooner, and the
+replacement of a dead actor is up at once. multiprocessing's own fork server forks only for the process that started it.
+This one forks for any process that can run a command, Monarch's hosts among them. That process, the client
+(fork_client.py), stands in for the forked one: it ends as the forked process ends, and the forked process ends with it.
 
-    server = ForkServer(["torch"]) subprocess.Popen(server.command("package.module", "argument"),
-    pass_fds=[server.descriptor])    # python -m package.module argument
+    server = ForkServer(["torch"])
+    # does what `python -m package.module argument` does
+    subprocess.Popen(server.command("package.module", "argument"), pass_fds=[server.descriptor])
 
-The server has one thread and touches no GPU. When whoever began it ends, so do the server and all it forked. Where
-there is none, or it cannot fork, the client runs the module as Python would, and that too ends with who began it. What
-is forked looks for modules where the server does, and hashes strings alike.
+The server has one thread and touches no GPU. When the process that started it ends, the server and all processes that
+it forked end too. If there is no server, or it cannot fork, the client runs the module itself, as Python would; the
+client then ends with its parent. A forked process has the server's module search path and string hashes.
 """
 
 from __future__ import annotations
@@ -40,43 +41,43 @@ from asyncspec.loading import gc_paused, without_gpus
 
 _CLIENT = str(Path(__file__).with_name("fork_client.py"))
 _PR_SET_PDEATHSIG = 1
-_ALWAYS = ("connection", "request", "stdin", "stdout", "stderr")  # descriptors that come with a request
-_MOST = 16  # of them, with those to be kept
+_ALWAYS = ("connection", "request", "stdin", "stdout", "stderr")  # descriptors that come with each request
+_MOST = 16  # descriptors in one request, with those that the module keeps
 
 
 class ForkServer:
-    """The server, as seen by the process that begins it, which should do so in its main thread: with the thread ends
-    the server.
+    """The server, as seen by the process that starts it. Start it in the main thread: it ends when the thread that
+    started it ends.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
         """
         Args:
-            modules: that it loads; those that begin threads must not be among them.
+            modules: the modules that the server loads. None of them may start threads.
         """
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # which libraries read as they are loaded
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # libraries read it while they load
         self._modules = list(modules)
-        # which a process that runs `command` must inherit; it keeps its number
+        # A process that runs `command` must inherit this descriptor. A new server keeps its number.
         self.descriptor = os.open(os.devnull, os.O_RDONLY)
         self._begin()
 
     def _begin(self) -> None:
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        os.dup2(requests.fileno(), self.descriptor)  # inheritable: Monarch's processes do
+        os.dup2(requests.fileno(), self.descriptor)  # makes it inheritable: Monarch's processes inherit it
         requests.close()
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *self._modules]
-        # A session of its own: an interrupt from the terminal is for the launcher.
+        # The server has its own session, so an interrupt from the terminal reaches the launcher alone.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
         )
         theirs.close()
 
     def command(self, module: str, *args: str, keep: Sequence[int] = ()) -> list[str]:
-        """A command, for a child of this process, that does what `python -m module args...` does; begins another server
-        if this one has died.
+        """Return a command, for a child of this process, that does what `python -m module args...` does. Starts a new
+        server if this one has died.
 
         Args:
-            keep: further descriptors that the module inherits, few.
+            keep: a few further descriptors that the module inherits.
         """
         assert len(keep) <= _MOST - len(_ALWAYS), keep
         if self._process.poll() is not None:
@@ -85,14 +86,14 @@ class ForkServer:
         return [sys.executable, "-I", "-S", _CLIENT, str(self.descriptor), str(os.getpid()), kept, module, *args]
 
     def close(self) -> None:
-        """End the server and all that it has forked; nothing is to be begun after it."""
+        """End the server and all processes that it has forked. Start no process after this."""
         self._process.kill()
         self._process.wait()
         os.close(self.descriptor)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; call it first."""
+    """Have the kernel kill this process when its parent ends. Call it first."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -100,21 +101,21 @@ def die_with(parent: int) -> None:
 
 class _Forked(NamedTuple):
     pid: int
-    descriptor: int  # readable once it has ended
-    client: socket.socket  # readable once that has ended
+    descriptor: int  # readable once the process has ended
+    client: socket.socket  # readable once the client has ended
 
 
 def _serve(requests: socket.socket) -> dict:
-    """Fork for each request; returns in each process that was forked: what was asked for."""
+    """Fork for each request. Returns only in the forked processes, each time the request."""
     selector, server = selectors.DefaultSelector(), os.getpid()
     selector.register(requests, selectors.EVENT_READ)
     alive: list[_Forked] = []
     while True:
         for key, _ in selector.select():
-            if selector.get_map().get(key.fd) != key:  # taken out just now, with the other of a process's two
+            if selector.get_map().get(key.fd) != key:  # unregistered just now, with the process's other descriptor
                 continue
             one: _Forked | None = key.data
-            if one is not None and key.fileobj is one.client:  # nobody stands for it any more
+            if one is not None and key.fileobj is one.client:  # the client has ended
                 selector.unregister(one.client)
                 ending.end(one.descriptor)
             elif one is not None:
@@ -140,7 +141,7 @@ def _serve(requests: socket.socket) -> dict:
                     _become(asked, given)
                     return asked
                 _close(given)
-                if pid < 0:  # who asked runs it by itself, then
+                if pid < 0:  # the client then runs the module itself
                     client.close()
                     continue
                 _tell(client, b"!")
@@ -150,11 +151,11 @@ def _serve(requests: socket.socket) -> dict:
 
 
 def _fork() -> tuple[int, int]:
-    """A new process's id and a descriptor of it; its id is 0 in itself, and negative where there is no room for
-    another.
+    """Fork. Returns the new process's id and a descriptor of it. The id is 0 in the new process, and negative if there
+    is no room for another process.
     """
     try:
-        number = os.open(os.devnull, os.O_RDONLY)  # for the descriptor
+        number = os.open(os.devnull, os.O_RDONLY)  # reserves a number for the descriptor
         pid = os.fork()
         os.close(number)
         return pid, os.pidfd_open(pid) if pid else -1
@@ -164,20 +165,20 @@ def _fork() -> tuple[int, int]:
 
 
 def _next(requests: socket.socket) -> tuple[dict, socket.socket, list[int]] | None:
-    """(what is asked for, the connection to who asks, the descriptors that came with it); None if they have not all
-    come.
+    """Return (the request, the connection to the client, the descriptors that came with it), or None if not all of them
+    arrived.
     """
     try:
         message, descriptors, flags, _ = socket.recv_fds(requests, 1, _MOST)
-    except OSError:  # no number is left for any
+    except OSError:  # no descriptor number is free
         return None
-    if not message:  # nobody is left who could ask
+    if not message:  # no process is left that could send a request
         os._exit(0)
     if flags & socket.MSG_CTRUNC or len(descriptors) < len(_ALWAYS):
         _close(descriptors)
         return None
     connection, request, *given = descriptors
-    with open(request, "rb") as file:  # in memory: nobody is waited for
+    with open(request, "rb") as file:  # a file in memory: reading it never waits
         file.seek(0)
         return json.load(file), socket.socket(fileno=connection), given
 
@@ -190,13 +191,13 @@ def _close(descriptors: Sequence[int]) -> None:
 def _tell(client: socket.socket, what: bytes) -> None:
     try:
         client.sendall(what)
-    except OSError:  # it has ended
+    except OSError:  # the client has ended
         pass
 
 
 def _become(asked: dict, given: Sequence[int]) -> None:
-    """What a process inherits when it is begun: descriptors by their numbers, a directory, an environment; and a
-    session of its own.
+    """Give this process what the client passed on: the descriptors under their numbers, the directory and the
+    environment. Start a session of its own as well.
     """
     os.setsid()
     free = max(asked["descriptors"]) + 1
@@ -211,11 +212,11 @@ def _become(asked: dict, given: Sequence[int]) -> None:
 
 
 def _end(code: object) -> None:
-    """Of a process that was forked, as Python ends one, but without taking apart all that is loaded: that takes as long
-    as loading it.
+    """End a forked process as Python ends one, but without tearing down the loaded modules: that takes as long as to
+    load them.
 
     Args:
-        code: what SystemExit was given.
+        code: the argument of SystemExit.
     """
     threading._shutdown()  # as multiprocessing does
     atexit._run_exitfuncs()
@@ -225,7 +226,7 @@ def _end(code: object) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # nobody reads it any more; it is closed; there is none
+        except (OSError, ValueError, AttributeError):  # the reader is gone, the stream is closed, or there is none
             pass
     os._exit((code or 0) & 0xFF)
 
@@ -237,9 +238,9 @@ def _main() -> None:
         for module in modules:
             importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what is loaded stays, in memory that those who are forked share
+    gc.freeze()  # the forked processes share the memory of what is loaded
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or each of them would print what is left
+        stream.flush()  # otherwise each forked process would print what is still buffered
     asked = _serve(socket.socket(fileno=int(descriptor)))
     sys.argv[1:] = asked["args"]
     if "numpy.random" in sys.modules:

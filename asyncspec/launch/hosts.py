@@ -1,10 +1,10 @@
-"""Hosts elsewhere, reached through Monarch: each plays one node of a run as `asyncspec train --join` would there.
+"""Remote hosts, reached through Monarch. Each plays one node of a run, as `asyncspec train --join` would do there.
 
-    asyncspec host                                  on each of them, once: launchers may start processes there
-    asyncspec train --hosts HOST1,HOST2 ...         on the first node: plays that, and has the others played there
+    asyncspec host                                  on each remote host, once: launchers may start processes there
+    asyncspec train --hosts HOST1,HOST2 ...         on the first node: plays it, and has the hosts play the others
 
-The launcher keeps a thread for each node. Where a host is lost, its node moves to one that is named and plays none, or
-waits for one.
+The launcher keeps a thread for each node. When a host is lost, its node moves to a spare host, one of --hosts that
+plays no node. If there is none, the node waits.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire import transport
 
-PORT = 26600  # Monarch's own jobs serve at the same
+PORT = 26600  # the port of Monarch's own jobs
 NEWS_BYTES = 1 << 16
-HOST_TRIES = 3  # before it is said that a host does not answer: it may be starting like the launcher
-_OWN = re.compile(r"(?:[^@:/]+@)?tcp://(?P<host>[^@:/]+):(?P<port>[0-9]+)(?:@.*)?")  # as Monarch writes it
+HOST_TRIES = 3  # before the launcher reports that a host does not answer: it may still be starting, too
+_OWN = re.compile(r"(?:[^@:/]+@)?tcp://(?P<host>[^@:/]+):(?P<port>[0-9]+)(?:@.*)?")  # an address as Monarch writes it
 _SHORT = re.compile(r"(?P<host>[^@:/,\s]*)(?::(?P<port>[0-9]{1,5}))?")
 _RAISED = re.compile(r"[\w.]+(Error|Exit|Exception): ")
-_ELSEWHERE = "192.0.2.1"  # an address of no host: the way to it is the way out
+_ELSEWHERE = "192.0.2.1"  # no host has this address: the route to it is the route out
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a host is served."""
+    """The address at which a host waits for launchers."""
 
     host: str
     port: int
-    whole: str = ""  # as Monarch writes it, if it was given so
+    whole: str = ""  # the address as Monarch writes it, if it was given in that form
 
     @classmethod
     def parse(cls, text: str, field: str) -> Address:
-        """HOST, HOST:PORT, or what Monarch takes.
+        """Parse HOST, HOST:PORT, or an address as Monarch writes it.
 
         Raises:
             UserError: the text is none of these.
@@ -62,17 +62,19 @@ class Address:
         return cls(found["host"], port, text if "://" in text else "")
 
     def ip(self) -> str:
-        """Raises:
-        OSError, ValueError: nobody knows it.
+        """Return the host's IP address.
+
+        Raises:
+            OSError, ValueError: the name cannot be resolved.
         """
         return socket.gethostbyname(self.host)
 
     def url(self) -> str:
-        """For Monarch, which takes what the host calls itself: `serve` does by its number."""
+        """Return the address for Monarch. It must be the one that the host itself uses: `serve` uses the IP address."""
         return self.whole or f"tcp://{self.ip()}:{self.port}"
 
     def answers(self) -> bool | None:
-        """Whether somebody listens there; None if not even the host answers."""
+        """Whether a process listens at this address; None if not even the host answers."""
         try:
             socket.create_connection((self.host, self.port), HOST_REACHED_S).close()
         except ConnectionRefusedError:
@@ -86,40 +88,40 @@ class Address:
 
 
 def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]:
-    """The hosts of `--hosts`, and this one's address on the way to them.
+    """Return the hosts of `--hosts`, and this host's own address on the way to them.
 
     Raises:
-        UserError: they are too few, or twice the same, or nobody knows the way to one that plays a node.
+        UserError: there are too few hosts, one is named twice, or there is no route to one that plays a node.
     """
     found, field = [Address.parse(text, "--hosts:") for text in texts], f"--hosts {','.join(texts)}"
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1
     if not 0 < nodes - 1 <= len(found):
         raise ConfigError(
-            f"{field}: {len(found)} beside this one, which plays the first node; expected one for each further node of "
-            f"deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}"
-            + ("" if nodes > 1 else " node in it")
+            f"{field}: {len(found)} besides this host, which plays the first node; expected one for each further node "
+            f"of deployment.nodes={config.deployment.nodes!r}, at least {max(1, nodes - 1)}"
+            + ("" if nodes > 1 else "; deployment.nodes names no further node")
         )
     if twice := [str(address) for i, address in enumerate(found) if str(address) in map(str, found[:i])]:
-        raise ConfigError(f"{field}: {twice[0]} is named twice; expected another host for each node")
+        raise ConfigError(f"{field}: {twice[0]} is named twice; expected a different host for each node")
     for address in found[: nodes - 1]:
         try:
             here = transport.own_address(address.ip(), address.port)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this "
-                f"one reaches"
+                f"host can reach"
             ) from None
     return found, here
 
 
 def serve(text: str) -> int:
-    """Let launchers elsewhere start processes on this host, until an interrupt; returns the exit code.
+    """Let launchers on other hosts start processes on this host, until an interrupt. Returns the exit code.
 
     Args:
-        text: [HOST][:PORT]; without HOST this host's own name.
+        text: [HOST][:PORT]; HOST is this host's own name if it is left out.
 
     Raises:
-        UserError: nothing can listen there.
+        UserError: this host cannot listen at that address.
     """
     host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
     address = Address.parse(f"{host or socket.gethostname()}:{port or PORT}", "asyncspec host:")
@@ -127,7 +129,7 @@ def serve(text: str) -> int:
         raise UserError(f"asyncspec host {text}: expected [HOST][:PORT]; nearest valid choice: {address}")
     try:
         ip = address.ip()
-        if not host and ip.startswith("127."):  # as a host's own name often stands for there
+        if not host and ip.startswith("127."):  # a host often resolves its own name to loopback
             ip = transport.own_address(_ELSEWHERE, address.port)
         socket.create_server((ip, address.port)).close()
     except (OSError, ValueError) as error:
@@ -138,8 +140,8 @@ def serve(text: str) -> int:
     served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
     interrupt.arm()
     print(
-        f"launchers may start processes on this host: --hosts {ip}:{address.port}; so may whoever else reaches that "
-        f"port. Ctrl-C ends it.",
+        f"launchers can start processes on this host: --hosts {ip}:{address.port}; so can anyone else who reaches that "
+        f"port; Ctrl-C ends this",
         flush=True,
     )
     while not interrupt.count:
@@ -161,14 +163,14 @@ class _Node(monarch.Actor):
 
     @monarch.endpoint
     def play(self, run_dir: str, node: int, launch: int, directory: str) -> str:
-        """Returns what is wrong, in a line, or "".
+        """Start the child. Returns what is wrong, in a line, or "".
 
         Args:
-            launch: whose run that is, see `Rendezvous`.
-            directory: what paths in the configuration are relative to.
+            launch: identifies the launcher, see `Rendezvous`.
+            directory: the directory that paths in the configuration are relative to.
         """
         if not os.path.isdir(directory):
-            return f"{directory}: no such directory there; expected the file system that the nodes share"
+            return f"{directory}: no such directory on that host; expected a file system that all nodes share"
         command = [sys.executable, "-m", "asyncspec.launch.join", str(os.getpid()), run_dir, str(node), str(launch)]
         self._child = subprocess.Popen(
             command, cwd=directory, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
@@ -177,44 +179,46 @@ class _Node(monarch.Actor):
 
     @monarch.endpoint
     def news(self) -> tuple[int | None, str]:
-        """The child's exit code, None before its end, and the lines that it has printed since this was last asked."""
+        """Return the child's exit code, None before its end, and the lines that it has printed since the last call."""
         self._asked, code = time.monotonic(), self._child.poll()
         new = os.pread(self._output.fileno(), NEWS_BYTES, self._told)
         if code is None:
-            new = new[: new.rfind(b"\n") + 1]  # more of the last one may come
+            new = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
         self._told += len(new)
         return code, new.decode(errors="replace")
 
     def _end_alone(self) -> None:
-        """The launcher has died, or cannot be reached; Monarch would leave this process there."""
+        """Exit once the launcher has not called for HOST_ALONE_S. It has died or cannot reach this host, and Monarch
+        would leave this process running.
+        """
         while time.monotonic() - self._asked < HOST_ALONE_S:
             time.sleep(1.0)
-        os._exit(1)  # the child goes with it
+        os._exit(1)  # the child ends with this process
 
 
 class Hosts:
-    """The nodes of a run but the first."""
+    """The nodes of a run except the first."""
 
     def __init__(self, config: Config, hosts: Sequence[Address]) -> None:
         """
         Args:
-            hosts: node k, counted from 1, plays at the k-th of them; what stands after those of the nodes takes the
-                place of ones that do not answer.
+            hosts: node k, counted from 1, plays on the k-th host. The hosts after those are spares, which replace hosts
+                that do not answer.
         """
         nodes = len(topology.parse(config.deployment.nodes)) - 1
         self._config, self._at, self._free = config, dict(enumerate(hosts[:nodes], 1)), list(hosts[nodes:])
         self._turn, self._over, self._launch = threading.Lock(), threading.Event(), 0
         self._threads: dict[int, threading.Thread] = {}
         self._meshes: dict[int, object] = {}
-        self._left: dict[int, int] = {}  # times that a node may still be started again
+        self._left: dict[int, int] = {}  # node -> how often it may still be restarted
         self._played: set[int] = set()
         self.wrong = ""  # why a node cannot be played at all
 
     def play(self, launch: int) -> None:
-        """Have the nodes played until the run has ended; does not wait. To be called at each start of all actors.
+        """Have the nodes played until the run has ended. Does not wait. Call it at each start of all actors.
 
         Args:
-            launch: this launcher's, see `Rendezvous`.
+            launch: identifies this launcher, see `Rendezvous`.
         """
         self._launch = launch
         for node in self._at:
@@ -224,10 +228,10 @@ class Hosts:
                 self._threads[node].start()
 
     def close(self, now: bool = False) -> None:
-        """End them, after the run's directory says that the run has ended.
+        """End the nodes. Call it once the run's directory says that the run has ended.
 
         Args:
-            now: do not wait until they do so by themselves.
+            now: do not wait for the nodes to end by themselves.
         """
         self._over.set()
         deadline = time.monotonic() + (0 if now else self._config.deployment.stop_timeout_s + MESH_STOP_S)
@@ -237,7 +241,7 @@ class Hosts:
             pool.map(stop, list(self._meshes.values()))
 
     def _keep(self, node: int) -> None:
-        """Have a node played, here or there, until the run has ended."""
+        """Have a node played, on one host or another, until the run has ended."""
         unfit = False
         while True:
             tries = 0
@@ -245,8 +249,8 @@ class Hosts:
                 tries += 1
                 if tries == HOST_TRIES:
                     print(
-                        f"node {node}: {self._at[node]} does not answer, nor any of --hosts that plays no other "
-                        f"node; it is waited for",
+                        f"node {node}: {self._at[node]} does not answer, nor does any spare host of --hosts; waiting "
+                        f"for one of them",
                         flush=True,
                     )
             if self._over.is_set():
@@ -255,22 +259,22 @@ class Hosts:
             if self._over.wait(HOST_RETRY_S):
                 return
             self._left[node] -= 1
-            unfit = code == 2  # what is wrong there will be wrong again
+            unfit = code == 2  # the same would go wrong on that host again
             if node not in self._played and (unfit or self._left[node] < 0):
                 self.wrong = f"node {node} at {address}: {how}"
                 return
             again = self._left[node] >= 0
             print(
                 f"node {node} at {address}: {how}; "
-                + ("it is started again" if again else "deployment.replacements of it are used up"),
+                + ("restarting the node" if again else "its deployment.replacements are used up"),
                 flush=True,
             )
             if not again:
                 return
 
     def _answering(self, node: int, elsewhere: bool) -> Address | None:
-        """A host for a node: the one that it had if that answers, or one that plays none; these first if it is to be
-        elsewhere.
+        """Return a host for a node: the one that it had, if that answers, else a spare. If `elsewhere`, spares come
+        first. None if no host answers.
         """
         with self._turn:
             for address in [*self._free, self._at[node]] if elsewhere else [self._at[node], *self._free]:
@@ -283,7 +287,7 @@ class Hosts:
         return None
 
     def _play(self, node: int, address: Address) -> tuple[int, str]:
-        """Have a node played once; returns its exit code and how that came about, in a line."""
+        """Have a node played once. Returns its exit code and the reason why it ended, in a line."""
         mesh, said, lost = None, "", time.monotonic() + self._config.deployment.start_timeout_s
         try:
             mesh = monarch.attach_to_workers(ca="trust_all_connections", workers=[address.url()]).spawn_procs(
@@ -296,11 +300,11 @@ class Hosts:
                 try:
                     answer = asked.get(timeout=HOST_ASKED_S)
                 except TimeoutError:
-                    if address.answers() is False:  # and what it had started has ended with it
-                        return 1, "nobody listens there any more"
+                    if address.answers() is False:  # the processes that it had started have ended with it
+                        return 1, "no process listens there any more"
                     continue
                 lost = time.monotonic() + HOST_LOST_S
-                if isinstance(answer, str):  # of play
+                if isinstance(answer, str):  # the answer of `play`
                     if answer:
                         return 2, answer
                 else:
@@ -318,8 +322,8 @@ class Hosts:
                         )
                 time.sleep(HOST_ASKED_S / 10)
                 asked = remote.news.call_one()
-            return 1, "the host has not answered for long"
-        except Exception as error:  # of Monarch: the process has ended, or the host with it
+            return 1, "the host has stopped answering"
+        except Exception as error:  # from Monarch: the process has ended, perhaps with its host
             return 1, f"its process ended: {_reason(error)}"
         finally:
             if mesh is not None:
@@ -328,7 +332,7 @@ class Hosts:
 
 
 def _reason(error: Exception) -> str:
-    """Monarch's pages in a line: what was raised there, if anything."""
+    """Return one line of Monarch's long message: the exception that was raised on the host, if there is one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return ([line for line in lines if _RAISED.match(line)] or lines[:1])[-1][:200]
 
@@ -337,5 +341,5 @@ def stop(mesh) -> None:
     """End a mesh's processes."""
     try:
         mesh.stop().get(timeout=MESH_STOP_S)
-    except Exception:  # it is gone already; nothing is left to stop
+    except Exception:  # the mesh is already gone
         pass

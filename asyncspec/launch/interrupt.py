@@ -1,4 +1,4 @@
-"""Interrupts: the first Ctrl-C (or SIGTERM) asks the controller to end the run, a second one ends it at once."""
+"""Interrupts: the first Ctrl-C (or SIGTERM) asks the controller to end the run; the second one ends it at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 
 
 class InterruptFlag:
-    """Counts SIGINT and SIGTERM instead of dying of them; make it in the main thread."""
+    """Counts SIGINT and SIGTERM, which then no longer end the process. Make it in the main thread."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, 0.0
         self.arm()
 
     def arm(self) -> None:
-        """Take the signals, also from whoever has taken them since."""
+        """Install the signal handlers, even if a library has replaced them meanwhile."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 

@@ -1,11 +1,10 @@
-"""A node that starts by itself and joins a run by the controller's address, so that what it plays can be started again
-alone.
+"""Lets a node start by itself and join a run by the controller's address, so that one node can be restarted alone.
 
     node 0:           asyncspec train --node 0 --config ... deployment.host=ADDRESS     (the controller's node)
     node 3, any time: asyncspec train --join RUN --node 3
 
-RUN/rendezvous.json, on the file system that the nodes share, says where the controller is, and at last that the run has
-ended.
+RUN/rendezvous.json, on the file system that the nodes share, says where the controller is and, in the end, that the run
+has ended.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ FILE, POLL_S = "rendezvous.json", 0.1
 class Rendezvous:
     """What a run's first node tells the others."""
 
-    address: str  # of the controller
-    version: int  # that is gone on from; -1: a new run
-    attempt: int  # which start of all actors this is; nanoseconds of the day's clock
+    address: str  # the controller's
+    version: int  # the version to resume from; -1: a new run
+    attempt: int  # which start of all actors this is: its time, in nanoseconds of the wall clock
     ended: int | None = None  # the exit code, once the run has ended
-    launch: int = 0  # a number of the launcher's own
+    launch: int = 0  # identifies the launcher
 
     def write(self, run_dir: str) -> None:
         replace_file(Path(run_dir) / FILE, json.dumps(asdict(self)))
@@ -57,22 +56,26 @@ class Rendezvous:
 
 
 def check_first(config: Config, node: int) -> None:
-    """Raises:
-    UserError: this is not the first node of several, or nobody else could reach it.
+    """Check that this node can start a run that others join.
+
+    Raises:
+        UserError: it is not the first of several nodes, or the other nodes could not reach it.
     """
     check_node(config, node)
     if node:
-        raise UserError(f"--node {node}: expected --join RUN beside it, the directory of a run that --node 0 has begun")
+        raise UserError(f"--node {node}: expected --join RUN with it, the directory of a run that --node 0 has started")
     if config.deployment.host == "auto":
         raise ConfigError(
             "deployment.host='auto': expected the address at which the other nodes reach this one, for --node 0; "
-            "nearest valid choice: deployment.host=127.0.0.1, if they are all on this host"
+            "nearest valid choice: deployment.host=127.0.0.1, if all nodes are on this host"
         )
 
 
 def check_node(config: Config, node: int) -> None:
-    """Raises:
-    UserError: the topology has no such node.
+    """Check that deployment.nodes has this node.
+
+    Raises:
+        UserError: it has no such node.
     """
     nodes = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 0
     if not 0 <= node < nodes:
@@ -86,25 +89,25 @@ def check_node(config: Config, node: int) -> None:
 
 
 def join(run_dir: str, node: int, launch: int | None = None) -> int:
-    """Play a node's part in a run until it ends; returns the run's exit code, or this node's if that is unknown.
+    """Play a node's part in a run until the run ends. Returns the run's exit code, or this node's if that is unknown.
 
     Args:
-        launch: play for this launcher alone; None: for whichever goes on with the run.
+        launch: the only launcher to play for; None: any launcher that continues the run.
 
     Raises:
-        UserError: there is no such run or node, or what the node plays cannot be started alone.
+        UserError: there is no such run or node, or the node's actors cannot be started alone.
     """
     path = Path(run_dir).expanduser().absolute()
     if not (path / "config.yaml").is_file():
         raise UserError(
             f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node "
-            f"0` has begun"
+            f"0` has started"
         )
     config = configuration.load(str(path / "config.yaml"), [f"run_dir={path}", "deployment.host=auto"])
     if node == 0:
         raise UserError(
-            "--node 0: has the controller, which nobody joins; expected asyncspec train --node 0 without --join, or "
-            "--resume"
+            "--node 0: plays the controller and joins no run; expected asyncspec train --node 0 without --join, or "
+            "with --resume to continue a run"
         )
     check_node(config, node)
     interrupt, attempt = InterruptFlag(), -1
@@ -121,8 +124,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
             deadline = time.monotonic() + config.deployment.start_timeout_s
         elif time.monotonic() > deadline:
             print(
-                f"node {node}: the run's first node has neither ended it nor started it again; see "
-                f"{config.run_dir}/logs",
+                f"node {node}: the run's first node has neither ended nor restarted the run; see {config.run_dir}/logs",
                 flush=True,
             )
             return 1
@@ -131,8 +133,8 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
 
 
 def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag) -> None:
-    """From one start of all actors to their end."""
-    transport.use_keys(config.run_dir if config.deployment.encrypt else None)  # each start has keys of its own
+    """Play the node from one start of all actors to their end."""
+    transport.use_keys(config.run_dir if config.deployment.encrypt else None)  # each start has its own keys
     address, port = found.address.removeprefix("tcp://").rsplit(":", 1)
     host = transport.own_address(address, int(port))
     specs = roles.specs(config, found.version, node, host)
@@ -168,8 +170,8 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
 
 
 def _claimed(config: Config, node: int, address: str, names: list[str], over: Callable[[], bool]) -> list[str]:
-    """As whom these actors may come; the controller knows who was there before. As nobody if it is `over` before that
-    has answered.
+    """Ask the controller under which names these actors may join: it knows which ones were there before. Returns [] if
+    `over()` turns true before it has answered.
     """
     client = ControlClient(address, f"node{node}.{time.time_ns()}")
     try:
@@ -188,13 +190,12 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
         client.close(0)
     raise UserError(
         f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} "
-        f"s; "
-        "expected an address that this node reaches: deployment.host of node 0"
+        f"s; expected deployment.host of node 0 to be an address that this node can reach"
     )
 
 
 def _main() -> int:
-    """Entry of a child process of hosts.py."""
+    """Entry point of the child process that hosts.py starts."""
     parent, run_dir, node, launch = sys.argv[1:]
     die_with(int(parent))
     try:

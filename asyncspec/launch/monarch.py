@@ -1,8 +1,7 @@
-"""One host, started and watched by Monarch: one process mesh of one process for each actor. Further hosts, if any, are
-in hosts.py.
+"""Runs a job on one host under Monarch, with a process mesh of one process for each actor. hosts.py adds further hosts.
 
-Monarch starts the processes, which a fork server makes, and carries their results; that one has died the kernel says at
-once, through its pidfd (Monarch's own supervision may take half a minute). The actors do not know Monarch; `_Host`
+A fork server makes the processes. Monarch starts them and carries their results. The kernel reports a death at once,
+through the process's pidfd; Monarch's own supervision may take half a minute. The actors do not know Monarch: `_Host`
 plays whatever role it is given.
 """
 
@@ -41,7 +40,7 @@ class _Host(monarch.Actor):
 
     @monarch.endpoint
     def prepare(self, spec: dict) -> str:
-        """Make the actor; returns the controller's address if it is the controller."""
+        """Make the actor. Returns the controller's address if it is the controller, else ""."""
         self.actor = roles.make(ActorSpec(**spec))
         return getattr(self.actor, "address", "")
 
@@ -51,13 +50,13 @@ class _Host(monarch.Actor):
 
 
 def launch(config: Config, resume: bool = False, node: int | None = None, hosts: Sequence[str] = ()) -> int:
-    """Run the job on this host, or with others; returns the exit code, see attempts.run.
+    """Run the job on this host, alone or with others. Returns the exit code, see attempts.run.
 
     Args:
-        resume: go on with the run that config.run_dir holds.
-        node: the first of several; the others join the run, see join.py. None: this host has all actors, or plays the
-            first node beside `hosts`.
-        hosts: addresses of those that play the further nodes, see hosts.py.
+        resume: continue the run in config.run_dir.
+        node: 0, the first of several nodes; the others join the run, see join.py. None: this host plays all actors, or
+            the first node if there are `hosts`.
+        hosts: addresses of the hosts that play the further nodes, see hosts.py.
     """
     nodes, here = len(topology.parse(config.deployment.nodes)) if config.deployment.nodes else 1, check_host(config)
     if hosts:
@@ -69,12 +68,11 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
     elif nodes > 1:
         raise ConfigError(
             f"deployment.nodes={config.deployment.nodes!r}: names {nodes} nodes, and this is one host; expected "
-            f"--hosts with the other "
-            f"{nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each of them, or "
-            f"launch/ray.py"
+            f"--hosts with the other {nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each "
+            f"node, or launch/ray.py"
         )
-    # Without a hook of ours a fault would end this process before the run is closed in order; the death itself reaches
-    # the watch through the result of the actor's `run`.
+    # Monarch's own hook would end this process before the run is closed cleanly. A death shows in the result of the
+    # actor's `run` anyway.
     monarch.unhandled_fault_hook = lambda failure: None
     if hosts:
         return attempts.run(
@@ -84,14 +82,14 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
 
 
 class _Pool(attempts.Pool):
-    """Meshes with a `_Host` in each."""
+    """Process meshes with one `_Host` in each."""
 
     def __init__(self, interrupt: InterruptFlag, node: int | None, here: str, hosts: Hosts | None = None) -> None:
         """
         Args:
-            node: what of the run this host plays; None: all of it.
-            here: what "auto" in deployment.host stands for.
-            hosts: that play the further nodes.
+            node: the node that this host plays; None: the whole run.
+            here: the address that deployment.host=auto stands for.
+            hosts: the hosts that play the further nodes.
         """
         super().__init__()
         self._interrupt, self._node, self._here, self._host, self._hosts = (
@@ -123,7 +121,7 @@ class _Pool(attempts.Pool):
 
     def make(self, name: str) -> _Process:
         command = monarch.default_bootstrap_cmd()
-        command.program, *command.args = self._forks.command(*command.args[1:])  # the first is -m
+        command.program, *command.args = self._forks.command(*command.args[1:])  # args[0] is -m
         self._meshes.append(self._host.spawn_procs(name=f"process{len(self._meshes)}", bootstrap_command=command))
         return _Process(self._meshes[-1].spawn("host", _Host), self._watch)
 
@@ -137,11 +135,11 @@ class _Pool(attempts.Pool):
             os.close(descriptor)
             self._watched.pop(descriptor).ended = True
         if self._hosts is not None and (wrong := self._hosts.wrong):
-            self._hosts.wrong = ""  # to be said once
+            self._hosts.wrong = ""  # raise it only once
             raise attempts.NotStarted(wrong)
 
     def stop(self) -> None:
-        """End every process. A mesh takes a second to stop, so all at once."""
+        """End every process. A mesh takes a second to stop, so all of them stop in parallel."""
         if self._hosts is not None:
             self._hosts.close(now=self._interrupt.count > 1)
         if self._forks is not None:
@@ -154,11 +152,11 @@ class _Process(attempts.Process):
     def __init__(self, host, watch) -> None:
         """
         Args:
-            watch: callable(this process), once its id is known; to set `ended` when it has.
+            watch: callable(this process), called once its id is known. It sets `ended` when the process has ended.
         """
         self._host, self._watch, self.pid, self.ended = host, watch, 0, False
         self._asked = host.pid.call_one()
-        self._outcome: str | Exception | None = None  # of preparing
+        self._outcome: str | Exception | None = None  # of preparing the actor
 
     def play(self, spec: ActorSpec) -> None:
         self._outcome, self._prepared = None, self._host.prepare.call_one(msgspec.structs.asdict(spec))
@@ -173,7 +171,7 @@ class _Process(attempts.Process):
         return self._outcome
 
     def _gone(self) -> bool:
-        """Whether the process has ended, be it before it could tell its id."""
+        """Whether the process has ended, perhaps before it could report its id."""
         if not self.pid:
             return True
         death, descriptor = select.poll(), ending.pidfd(self.pid)
@@ -183,7 +181,7 @@ class _Process(attempts.Process):
         return gone
 
     def _identify(self) -> None:
-        """Learn the process id."""
+        """Take note of the process id once the process has reported it."""
         if not self.pid and isinstance(pid := _outcome(self._asked), int):
             self.pid = pid
             self._watch(self)
@@ -204,7 +202,7 @@ class _Process(attempts.Process):
 
 
 def _outcome(future):
-    """What a future holds: None if nothing yet, its value, or the exception that came instead of one."""
+    """Return what a future holds: None if nothing yet, else its value or the exception that was raised instead."""
     try:
         return future.get(timeout=0.001)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a run's inputs before a process starts: what a check must read files to see."""
+"""Checks a run's inputs before any process starts: its address, engine, tokenizer, data and reward."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from asyncspec.tasks.reward import load_reward
 
 
 def check_host(config: configuration.Config) -> str:
-    """The address that actors of this host listen on, "auto" being loopback.
+    """Return the address that this host's actors listen on. "auto" is loopback.
 
     Raises:
-        ConfigError: it is none of this host's.
+        ConfigError: this host cannot listen on that address.
     """
     host = "127.0.0.1" if config.deployment.host == "auto" else config.deployment.host
     try:
         socket.create_server((host, 0)).close()
-    except (OSError, ValueError) as error:  # a name that no resolver would take is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
         raise ConfigError(
             f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "
             "nearest valid choice: deployment.host=auto"
@@ -30,7 +30,7 @@ def check_host(config: configuration.Config) -> str:
 
 
 def check_inputs(config: configuration.Config) -> None:
-    """Read the data, the tokenizer and the reward as the actors will, and look for the engine.
+    """Check that the engine is installed, and read the data, the tokenizer and the reward as the actors will.
 
     Raises:
         ConfigError: one of them cannot be used.
@@ -46,10 +46,11 @@ def check_inputs(config: configuration.Config) -> None:
         and importlib.util.find_spec("arctic_inference") is None
     ):
         raise ConfigError(
-            "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, which vLLM takes it "
-            "from; expected version 0.1.1, see docs/engines.md; nearest valid choice: speculation.method=ngram"
+            "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, and vLLM needs it "
+            "for this method; expected version 0.1.1, see docs/how-to/vllm.md; nearest valid choice: "
+            "speculation.method=ngram"
         )
-    # Of servers on several nodes each may be reachable, or mean something, only there: their generators look at them.
+    # With several nodes a server's URL may be valid on its own node only, so the generators there check it.
     if config.engine.kind == "sglang" and not config.deployment.nodes:
         from asyncspec.engine.sglang_server import Server, ServerError, check
 

@@ -1,11 +1,11 @@
-"""Actors as plain child processes, for torchrun with several ranks: each rank has its share of the actors forked.
+"""Runs actors as plain child processes, for torchrun with several ranks: each rank starts its share of the actors.
 
-Under torchrun rank r plays what node r of `deployment.nodes` does; without that the roles r, r + W, r + 2W, ... of the
-list controller, trainer, logprob, generators, draft adapter, and with more ranks than roles the further ranks are
-generators. Each actor is a process of its own. Rank 0 passes the controller's address to the others through torchrun's
-own store.
+Under torchrun, rank r plays node r of `deployment.nodes`. Without nodes, rank r of W plays the roles r, r + W, r + 2W,
+... of the list controller, trainer, logprob, generators, draft adapter; if there are more ranks than roles, the further
+ranks are generators. Each actor is a process of its own. Rank 0 passes the controller's address to the other ranks
+through torchrun's store.
 
-A child dies with its parent, also when that is killed, see forkserver.py.
+A child dies with its parent, even if the parent is killed, see forkserver.py.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 
 def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> int:
-    """Start this rank's actors and watch them; returns the exit code of the run (rank 0) or of this rank's actors.
+    """Start this rank's actors and watch them. Returns the exit code of the run (rank 0) or of this rank's actors.
 
-    Where torchrun restarts its workers (--max-restarts), they go on from the last checkpoint.
+    If torchrun restarts its workers (--max-restarts), they resume from the last checkpoint.
 
     Args:
-        resume: go on with the run that config.run_dir holds.
+        resume: continue the run in config.run_dir.
     """
     from torch.distributed import TCPStore
 
@@ -51,8 +51,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     if nodes is not None and world_size != len(nodes):
         raise ConfigError(
             f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of "
-            f"torchrun's {world_size} ranks; "
-            f"nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1"
+            f"torchrun's {world_size} ranks; nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1"
         )
     roles_taken = 1 + len(actor_names(config))
     if nodes is None and world_size > roles_taken:
@@ -65,7 +64,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         is_master=False,
         timeout=timedelta(seconds=config.deployment.start_timeout_s),
     )
-    key = f"asyncspec/{restart}/".__add__  # each restart has keys of its own
+    key = f"asyncspec/{restart}/".__add__  # each restart has its own keys in the store
     if rank == 0:
         version = -1
         if restart:
@@ -79,7 +78,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         store.set(key("run_dir"), config.run_dir)
     config.run_dir, version = store.get(key("run_dir")).decode(), int(store.get(key("version")))
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)
-    interrupt = InterruptFlag()  # from here on; before, a signal simply ends this process
+    interrupt = InterruptFlag()  # until here a signal simply ends this process
     host = (
         own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
@@ -113,7 +112,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
 
 
 def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> subprocess.Popen:
-    """A process that plays a role."""
+    """Start a process that plays a role."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
     read, write = os.pipe() if tells_address else (-1, -1)
     keep = [write] if tells_address else []
@@ -128,10 +127,10 @@ def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> su
 
 
 def _address(controller: subprocess.Popen, config: Config) -> str:
-    """Where the controller that is being started listens.
+    """Wait for the address of the controller that is starting.
 
     Raises:
-        UserError: it has ended, or has not come up in time.
+        UserError: the controller has ended, or has not come up in time.
     """
     readable, _, _ = select.select([controller.address_fd], [], [], config.deployment.start_timeout_s)
     address = os.read(controller.address_fd, 256).decode() if readable else ""
@@ -143,7 +142,7 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
             else f"did not start within {config.deployment.start_timeout_s:g} s"
         )
         raise UserError(
-            f"the controller's process {what}; what it printed is above; a slow machine needs another "
+            f"the controller's process {what}; its output is above; a slow machine needs a larger "
             f"deployment.start_timeout_s"
         )
     return address
@@ -162,18 +161,18 @@ def watch(
     address: str,
     ended: Callable[[bool], bool],
 ) -> int:
-    """Until all children have ended.
+    """Look after the children until all of them have ended. Returns the exit code.
 
     Args:
-        ended: callable(whether the controller has ended, as far as this rank knows) -> whether it has.
+        ended: callable(whether the controller has ended, as far as this rank knows) -> whether the run has ended.
     """
     codes, run_ended, killed = {}, 0.0, set()
-    # children that have ended by themselves: when, and whether the controller was out of reach then
+    # child that has ended by itself -> when, and whether the controller was out of reach then
     silent: dict[str, tuple[float, bool]] = {}
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
-        if run_ended or ended("controller" in codes):  # nobody is left to tell the others to stop
+        if run_ended or ended("controller" in codes):  # then no controller is left to stop the others
             run_ended = run_ended or time.monotonic()
             if time.monotonic() - run_ended > config.deployment.stop_timeout_s:
                 for name, child in children.items():
@@ -183,9 +182,8 @@ def watch(
         for name, child in list(children.items()):
             if name in codes or (code := child.poll()) is None:
                 continue
-            # Left behind: the controller has ended, which this rank is about to hear; or the network between the two
-            # has failed.
-            # Another code: the actor has failed, which it has told the controller if it could.
+            # LEFT_BEHIND: the controller has ended, and this rank will soon hear of it; or the network to the
+            # controller has failed. Another code: the actor has failed, and has told the controller why if it could.
             unasked = code > 0 and name != "controller" and not run_ended
             since, deaf = silent.setdefault(name, (time.monotonic(), supervisor.deaf))
             if unasked and time.monotonic() - since < LATE_WORD_S:
@@ -196,9 +194,9 @@ def watch(
             how = signal.Signals(-code).name if code < 0 else ""
             if code == LEFT_BEHIND:
                 how = "lost the controller"
-            elif unasked and deaf:  # what it waited for had its deadline, most likely
+            elif unasked and deaf:  # most likely it waited for something until a deadline ran out
                 how = f"exit code {code}, while the controller was out of reach; see logs/{name}.log"
-            elif unasked:  # another in its place would fail again
+            elif unasked:  # a replacement would fail, too
                 supervisor.failed(name, code)
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
@@ -209,9 +207,10 @@ def watch(
     ended("controller" in codes)
     if supervisor.resuming:
         return 1
-    if codes.get("controller") == RESTART:  # which an interrupt has overtaken
+    if codes.get("controller") == RESTART:  # an interrupt came before the restart
         return 130
-    # The run can do without the draft adapter, and without what was still starting when it ended.
+    # The draft adapter's code does not count: the run can do without it. Nor do those of processes killed here after
+    # the end of the run.
     return codes.get(
         "controller",
         max((abs(code) for name, code in codes.items() if name != "draft_adapter" and name not in killed), default=0),
@@ -219,7 +218,7 @@ def watch(
 
 
 def _main() -> int:
-    """Entry of a child process: play the role of the spec in argv."""
+    """Entry point of a child process: play the role of the spec in argv."""
     write, text = int(sys.argv[1]), sys.argv[2]
     spec = msgspec.json.decode(text, type=ActorSpec)
     actor = roles.make(spec)
@@ -232,5 +231,5 @@ def _main() -> int:
 if __name__ == "__main__":
     code = _main()
     sys.stdout.flush()
-    # Threads inside collectives that will never finish must not hold the process.
+    # Threads inside collectives that will never finish must not keep the process alive.
     os._exit(code)

@@ -1,12 +1,12 @@
-"""Several hosts or one, started and watched by Ray: one Ray actor, a process of its own, for each actor.
+"""Runs a job on one host or several under Ray, with one Ray actor, a process of its own, for each actor.
 
 Each node of `deployment.nodes` is one bundle of a placement group, on a host of its own; without nodes all actors are
-in one bundle. Ray places and starts the processes and carries their results, in which a death shows at once. Replacing
-the dead is asyncspec's own doing: Ray restarts nothing. The actors do not know Ray; `_Host` is the only Ray actor and
-plays whatever role it is given.
+in one bundle. Ray places and starts the processes and carries their results, which also show a death at once. asyncspec
+itself replaces dead actors: Ray restarts nothing. The actors do not know Ray: `_Host` is the only Ray actor and plays
+whatever role it is given.
 
-With GPUs a bundle has as many as actors compute there, or as many as there are, and each actor a GPU or a share of one,
-such that no two of one role have the same while there are enough; Ray shows it no other.
+With GPUs, a bundle has one GPU for each actor that computes there, or all GPUs of a host if those are fewer. Each actor
+has a GPU or a share of one. Two actors of one role share a GPU only if there are too few. Ray shows an actor no other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import attempts, ending, roles
 from asyncspec.launch.interrupt import InterruptFlag
 
-# No object of a run is larger than an exit code; Ray would set a third of the memory aside. It reads this when it is
-# imported.
+# By default Ray sets aside a third of the memory for objects, but a run's largest object is an exit code. Ray reads the
+# variable on import.
 os.environ.setdefault("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(100 << 20))
 
 try:
@@ -42,26 +42,26 @@ except ModuleNotFoundError as error:
     raise UserError('--launcher ray: ray is not installed; expected pip install -e ".[ray]"') from None
 
 
-SHARES = 10_000  # of a GPU, as finely as Ray divides one
-MOST_HALVED = 8  # actors on a GPU; of more each asks for the same
-CONSOLE = "console"  # the log that holds what the controller prints, wherever it is
+SHARES = 10_000  # Ray divides a GPU no more finely than this
+MOST_HALVED = 8  # actors per GPU; if there are more, each asks for the same share
+CONSOLE = "console"  # the log that holds what the controller prints, on whichever host it runs
 
 
 class _Host:
     """Plays one role in its process, in the process's main thread: Ray's health checks have threads of their own."""
 
     def here(self) -> None:
-        """Answer."""
+        """Answer: the process is alive."""
 
     def warm(self, modules: list[str]) -> None:
-        """Load what the roles of the run need, before there is one to play."""
+        """Load the libraries of the run's roles before there is a role to play."""
         roles.warm(modules)
 
     def prepare(self, spec: dict, directory: str) -> tuple[int, str, str]:
-        """Make the actor; returns the process id, the Ray node, and the controller's address if it is the controller.
+        """Make the actor. Returns the process id, the Ray node, and the controller's address ("" for other roles).
 
         Args:
-            directory: what paths in the configuration are relative to.
+            directory: the directory that paths in the configuration are relative to.
         """
         os.chdir(directory)
         if spec["role"] == "controller":
@@ -74,36 +74,35 @@ class _Host:
 
 
 def launch(config: Config, resume: bool = False) -> int:
-    """Run the job on a Ray cluster, or on one started for it on this host; returns the exit code, see attempts.run.
+    """Run the job on a Ray cluster, or on one started for it on this host. Returns the exit code, see attempts.run.
 
     Args:
-        resume: go on with the run that config.run_dir holds.
+        resume: continue the run in config.run_dir.
     """
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise UserError(
             f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r}: a Ray client cannot reach the actors; expected host:port of "
-            f"the cluster's head, "
-            "on one of its nodes"
+            f"the cluster's head, and this command to run on one of the cluster's nodes"
         )
     try:
         return attempts.run(config, resume, lambda interrupt: _Pool(config, interrupt), local=False)
     finally:
-        ray.shutdown()  # also a cluster that was started for this run
+        ray.shutdown()  # also ends a cluster that was started for this run
 
 
 class _Pool(attempts.Pool):
     """Ray actors in a placement group."""
 
     def __init__(self, config: Config, interrupt: InterruptFlag) -> None:
-        """Connects to Ray and reserves what the run needs.
+        """Connect to Ray and reserve what the run needs.
 
         Raises:
             UserError: Ray cannot be reached, or has no room.
-            KeyboardInterrupt: somebody does not want to wait for that.
+            KeyboardInterrupt: the user interrupted the wait.
         """
         super().__init__()
         _connect(Path(config.run_dir).name)
-        interrupt.arm()  # Ray has taken SIGTERM
+        interrupt.arm()  # Ray has replaced the handler of SIGTERM
         names = {"controller": "controller", **actor_names(config)}
         placed = (
             topology.assign(topology.parse(config.deployment.nodes), names)
@@ -122,11 +121,11 @@ class _Pool(attempts.Pool):
         self._group = _reserve(config, bundles, interrupt)
         self._here = ray.get_runtime_context().get_node_id()
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
-        self._host = "127.0.0.1" if alone else "auto"  # which each process replaces by its node's address
+        self._host = "127.0.0.1" if alone else "auto"  # "auto": each process puts in its node's address
         self._processes: list[_Process] = []
         self._spares: list[list[_Process]] = [[] for _ in bundles]  # by node
-        self._libraries: list[str] = []  # that a spare loads
-        self._asked: dict[int, list] = {}  # by node: what says of each process that it is there
+        self._libraries: list[str] = []  # what a spare loads
+        self._asked: dict[int, list] = {}  # by node: one reference for each process, ready once the process is up
         self._interrupt = interrupt
         self._console = _Console(Path(config.run_dir) / "logs" / f"{CONSOLE}.log")
 
@@ -153,17 +152,18 @@ class _Pool(attempts.Pool):
         return self._make(place, name)
 
     def keep_spares(self, names: list[str], count: int) -> None:
-        """Spares have all libraries loaded; starts one at a time on each node."""
+        """Start spares, at most one on each node at a time. A spare loads the libraries of all roles."""
         for place in {self._node[first_name(name)] for name in names}:
-            # With GPUs a spare would need a share of one that it does not use.
+            # With GPUs, a spare would hold a share of a GPU that it does not use.
             if len(self._spares[place]) < count and not self._gpus[place]:
                 self._spares[place].append(self._make(place))
                 self._spares[place][-1].warm(self._libraries)
 
     def _make(self, place: int, name: str = "") -> _Process:
-        """
+        """Start a process on a node.
+
         Args:
-            name: the first name of the actor it is for; "": of a spare.
+            name: the first name of the actor that it is for; "": it is a spare.
         """
         host = _ask(
             _Host,
@@ -197,15 +197,15 @@ class _Process(attempts.Process):
         """
         self._host, self._here, self._preparing, self.running = host, here, None, None
         self._prepared: tuple[int, str, str] | Exception | None = None
-        self._ended = False  # and its process id may be another's
+        self._ended = False  # once it is True, another process may have the process id
 
     def warm(self, modules: list[str]) -> None:
-        """Load what the roles of the run need, before there is one to play; does not wait."""
+        """Load the libraries of the run's roles before there is a role to play. Does not wait."""
         self._host.warm.remote(modules)
 
     def play(self, spec: ActorSpec) -> None:
         self._prepared, self._preparing = None, self._host.prepare.remote(msgspec.structs.asdict(spec), os.getcwd())
-        self.running = self._host.run.remote()  # in turn: a Ray actor does one thing at a time
+        self.running = self._host.run.remote()  # after `prepare`: a Ray actor runs one call at a time
 
     def prepared(self) -> str | Exception | None:
         if self._prepared is None:
@@ -221,21 +221,19 @@ class _Process(attempts.Process):
     def alive(self) -> bool:
         answer = self._host.here.remote()
         ray.wait([answer], timeout=ANSWER_S)
-        return _outcome(answer) is None  # a spare may be busy with loading
+        return _outcome(answer) is None  # no answer is no death: a spare may be busy loading
 
     def kill(self) -> None:
         pid, node, _ = self._prepared if isinstance(self._prepared, tuple) else (0, "", "")
         if node == self._here and not self._ended:
-            descriptor = ending.pidfd(pid)  # Ray gives a frozen process seconds to end by itself
+            descriptor = ending.pidfd(pid)  # Ray alone would wait seconds for a frozen process to end by itself
             ending.end(descriptor, told=self.running is not None)
             os.close(descriptor)
         ray.kill(self._host)
 
 
 class _Console:
-    """Prints what is written to a file from now on. The controller's process may be on another host, and its output is
-    Ray's.
-    """
+    """Prints what the controller writes to a file from now on: it may be on another host, and Ray takes its output."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._shown = path, path.stat().st_size if path.exists() else 0
@@ -251,7 +249,7 @@ class _Console:
 
 
 def _outcome(reference) -> object:
-    """What a result holds: None if nothing yet, its value, or the exception that came instead of one."""
+    """Return what a result holds: None if nothing yet, else its value or the exception that was raised instead."""
     if reference is None or not ray.wait([reference], timeout=0)[0]:
         return None
     try:
@@ -265,30 +263,31 @@ def _outcome(reference) -> object:
 
 
 def _connect(namespace: str) -> None:
-    """Join the cluster of RAY_ADDRESS or that `ray start` has made on this host; without either start one, as long as
-    this process lives.
+    """Join the cluster of RAY_ADDRESS, or the one that `ray start` has made on this host. Without either, start a
+    cluster that lives as long as this process.
     """
-    # Of each death and each lost node Ray prints a page, log_to_driver or not. They are said in a line here; its own
-    # logs have the page.
+    # Ray prints a page for each death and each lost node, even with log_to_driver=False. asyncspec prints one line
+    # instead; Ray's own logs keep the page.
     ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
         ray.init(namespace=namespace, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "")
         raise UserError(
-            f"RAY_ADDRESS={where!r}: {first_line(error)}; expected the address of a Ray cluster, or none to start one"
+            f"RAY_ADDRESS={where!r}: {first_line(error)}; expected the address of a Ray cluster, or no RAY_ADDRESS to "
+            f"start one"
         ) from None
 
 
 def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
-    """What to ask Ray for on each node, for so many actors that compute there: of those that the cluster has, one each
-    of CPUs and GPUs.
+    """Return what to ask Ray for on each node: a CPU and a GPU for each of the `counts` actors that compute there, as
+    far as the cluster has them.
 
     Raises:
-        UserError: GPUs are wanted and there are none.
+        UserError: deployment.device=cuda, and the cluster has no GPU.
     """
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    # The nodes that have most of it are taken, and of those the one that has least counts.
+    # Of the nodes that have most of a resource, as many as are needed, the last one sets the limit.
     most = {
         what: int(sorted((node.get(what, 0) for node in alive), reverse=True)[: len(counts)][-1])
         for what in ("CPU", "GPU")
@@ -305,12 +304,12 @@ def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
 
 
 def _shares(played: Sequence[str], gpus: int) -> list[float]:
-    """What each of these actors asks for of a GPU. Ray puts shares together as long as they fit, in the order in which
-    it is asked; so each but a GPU's last asks for more than half of what is left there: two that were dealt out in the
-    same turn do not fit on one GPU.
+    """Return the share of a GPU that each of these actors asks for. Ray fills a GPU with shares in the order of the
+    requests, as long as they fit. So each actor but a GPU's last asks for more than half of what is left on its GPU:
+    two actors dealt out in the same turn then do not fit on one GPU.
 
     Args:
-        played: the role of each.
+        played: the role of each actor.
     """
     if not gpus:
         return [0.0] * len(played)
@@ -326,19 +325,18 @@ def _shares(played: Sequence[str], gpus: int) -> list[float]:
 
 
 def _ask(actor: type, group, node: int, share: float, asked: list, stop: Callable[[], bool]):
-    """A new process of a placement group's node; returns its handle. Where it is to share a GPU, all asked for before
-    it there are waited for, and it: Ray serves several requests in any order.
+    """Start a process on one node of a placement group. Returns its handle. If the process shares a GPU, wait for the
+    node's earlier processes, and for this one: Ray serves concurrent requests in any order.
 
     Args:
-        share: of a GPU.
-        asked: what says of the node's processes that each is there, of those that have not been waited for; the new
-            one's is added.
-        stop: whether nobody wants to wait any more.
+        share: the share of a GPU that the process asks for.
+        asked: references, ready once a process is up, of the node's processes not yet waited for; one is added.
+        stop: callable() -> whether to stop waiting.
     """
     shares = 0 < share < 1
     if shares:
         _await(asked, stop)
-    # Ray lets a process that asks for no CPU use one thread; actors ask torch for theirs. The bundle has the CPUs.
+    # The bundle has the CPUs. A process that asks for none gets one thread; actors ask torch for theirs.
     host = (
         ray.remote(actor)
         .options(
@@ -357,7 +355,7 @@ def _ask(actor: type, group, node: int, share: float, asked: list, stop: Callabl
 
 
 def _await(asked: list, stop: Callable[[], bool]) -> None:
-    """Until these processes are there. What has no place then shows as one that does not come up."""
+    """Wait until these processes are up, at most PLACED_S. A process without room shows later: it does not come up."""
     deadline = time.monotonic() + PLACED_S
     while asked and not stop() and time.monotonic() < deadline:
         _, asked[:] = ray.wait(asked, num_returns=len(asked), timeout=0.2)
@@ -365,11 +363,11 @@ def _await(asked: list, stop: Callable[[], bool]) -> None:
 
 
 def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: InterruptFlag):
-    """A placement group of these bundles.
+    """Reserve a placement group of these bundles.
 
     Raises:
         UserError: Ray had no room for it in time.
-        KeyboardInterrupt: somebody does not want to wait for that.
+        KeyboardInterrupt: the user interrupted the wait.
     """
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
     deadline = time.monotonic() + config.deployment.start_timeout_s
@@ -383,17 +381,17 @@ def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: Interrupt
             )
             raise ConfigError(
                 f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within "
-                f"{config.deployment.start_timeout_s:.0f} s "
-                f"(deployment.start_timeout_s); asked for {len(bundles)} nodes, {asked}; {_has()}"
+                f"{config.deployment.start_timeout_s:.0f} s (deployment.start_timeout_s); asked for {len(bundles)} "
+                f"nodes, {asked}; {_has()}"
             )
     return group
 
 
 def _has() -> str:
-    """What the cluster has, for people."""
+    """Describe what the cluster has, for an error message."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     has = ", ".join(f"{node['NodeManagerAddress']} with {_resources(node['Resources'])}" for node in alive)
-    return f"the cluster has {len(alive)}: {has}; free are {_resources(ray.available_resources())}"
+    return f"the cluster has {len(alive)}: {has}; free: {_resources(ray.available_resources())}"
 
 
 def _resources(amounts: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""--resume: with which configuration a run goes on."""
+"""Makes the configuration with which `--resume` continues a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.timing.metrics import read_rows
 
-# What a run may be given anew when it goes on. Everything else decides what it has learned and what its records mean.
+# Fields that may change when a run resumes. All others decide what the run has learned and what its records mean.
 CHANGEABLE = (
     "steps",
     "model.dtype",
@@ -32,17 +32,19 @@ CHANGEABLE = (
 
 
 def configure(directory: str, config: str | None, overrides: Sequence[str]) -> Config:
-    """The configuration a run was begun with, and what of it is to change.
+    """Return the configuration that a run was started with, with the overrides applied.
 
     Args:
-        config: a --config given beside it, which is refused.
+        directory: the directory of the run.
+        config: the value of --config, which is refused with --resume.
+        overrides: `field=value` of the fields to change.
 
     Raises:
-        UserError: there is no run, its steps are all trained, or a field may not change.
+        UserError: there is no such run, all its steps are trained, or a field may not change.
     """
     run_dir = Path(directory).expanduser().absolute()
     if config is not None:
-        raise UserError(f"--config {config}: expected none beside --resume; the run has its own, {run_dir}/config.yaml")
+        raise UserError(f"--config {config}: expected none with --resume: the run has its own, {run_dir}/config.yaml")
     if not (run_dir / "config.yaml").is_file():
         runs = sorted(path.parent.name for path in run_dir.parent.glob("*/config.yaml"))
         nearest = difflib.get_close_matches(run_dir.name, runs, 1, 0.0)
@@ -57,14 +59,13 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
             after, name
         ):
             raise ConfigError(
-                f"{name}={value_of(after, name)!r}: the run was begun with {value_of(before, name)!r}, and this may "
-                f"not change; "
-                f"nearest valid choice: {name}={value_of(before, name)}"
+                f"{name}={value_of(after, name)!r}: the run was started with {value_of(before, name)!r}, and this "
+                f"field cannot change; nearest valid choice: {name}={value_of(before, name)}"
             )
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
     if trained >= after.steps:
         raise UserError(
-            f"--resume {directory}: {trained} steps are trained, and {after.steps} wanted; steps={2 * trained}, for "
-            f"example, would go on"
+            f"--resume {directory}: {trained} steps are trained, and steps={after.steps} adds none; expected more, "
+            f"steps={2 * trained} for example"
         )
     return after

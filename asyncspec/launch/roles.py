@@ -1,4 +1,4 @@
-"""From a role's name to the actor that plays it, and from a configuration to the actors of a run."""
+"""Finds the class that plays a role, lists the actors of a configuration, and prepares the run directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLASSES = {
     "trainer_rank": ("asyncspec.actors.trainer_rank", "TrainerRank"),
     "draft_adapter": ("asyncspec.actors.draft_adapter", "DraftAdapter"),
 }
-# With engine.kind=mock and trainer.kind=mock, which go together.
+# The classes with engine.kind=mock and trainer.kind=mock, which go together.
 MOCKED = {
     "generator": ("asyncspec.mock.actors", "MockGenerator"),
     "trainer": ("asyncspec.mock.actors", "MockTrainer"),
@@ -40,7 +40,7 @@ MOCKED = {
     "logprob": ("asyncspec.mock.actors", "MockLogprob"),
     "logprob_rank": ("asyncspec.mock.actors", "MockLogprobRank"),
 }
-# What most of those load that compute.
+# Modules that most of the computing actors load.
 _MODELS = (
     "torch.distributed.checkpoint",
     "asyncspec.drafts.draft",
@@ -50,13 +50,13 @@ _MODELS = (
     "asyncspec.drafters.make",
     "asyncspec.wire.weights",
 )
-# What the embedded engine adds: numba, beside whose modules vLLM's engine does not start (it looks at every value in
-# every module).
+# The embedded engine also loads numba. vLLM's engine does not start once numba's modules are loaded: it inspects every
+# value in every module.
 _DRAFTING = "asyncspec.drafters.numba_draft"
 
 
 def make(spec: ActorSpec):
-    """The actor object; modules are imported only for the role that is played."""
+    """Make the actor of a spec. Imports only the modules of its role."""
     ending.make_ready()
     mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
@@ -65,13 +65,14 @@ def make(spec: ActorSpec):
 
 
 def devices(wanted: str, played: Sequence[str]) -> list[str]:
-    """What each actor computes on: one of this host's GPUs, as topology.deal has it, or the CPU.
+    """Return the device of each actor: one of this host's GPUs, dealt out by topology.deal, or the CPU.
 
     Args:
-        played: the role of each.
+        wanted: deployment.device.
+        played: the role of each actor.
 
     Raises:
-        ConfigError: GPUs are wanted and there are none.
+        ConfigError: deployment.device=cuda, and there is no GPU.
     """
     if wanted == "cpu":
         return ["cpu"] * len(played)
@@ -92,12 +93,12 @@ def specs(
     host: str = "127.0.0.1",
     deal: Callable[[str, list[str]], list[str]] = devices,
 ) -> list[ActorSpec]:
-    """The actors of a run, or of one of its nodes, the controller first; all but the controller lack its address still.
+    """The actors of a run, or of one of its nodes, the controller first. Their `control_address` is still empty.
 
     Args:
-        resume: the version to go on from; -1: a new run.
-        node: of `deployment.nodes`; None: all of them.
-        host: what "auto" in deployment.host stands for.
+        resume: the version to resume from; -1: a new run.
+        node: index of a node in `deployment.nodes`; None: all nodes.
+        host: the address that deployment.host=auto stands for.
         deal: callable(deployment.device, roles of the actors that compute) -> the device of each.
     """
     from asyncspec.actors.crew import actor_names, computing
@@ -112,26 +113,26 @@ def specs(
 
 
 def at_host(spec: ActorSpec, host: str) -> ActorSpec:
-    """The same actor, where `specs` was told that "auto" stands for "auto": now it stands for `host`."""
+    """Return the same spec, with deployment.host=auto replaced by `host`. Its `specs` were made with host="auto"."""
     return msgspec.structs.replace(spec, config_yaml=_yaml_at(configuration.from_yaml(spec.config_yaml), host))
 
 
 def _yaml_at(config: configuration.Config, host: str) -> str:
-    """A configuration in which "auto" in deployment.host stands for `host`, as text."""
+    """Return a configuration as YAML, with deployment.host=auto replaced by `host`."""
     if config.deployment.host == "auto":
         config.deployment.host = host
     return configuration.to_yaml(config)
 
 
 def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
-    """Check what the run will read, choose and make the run directory, and write config.yaml and the keys into it.
+    """Check the run's inputs, choose and make the run directory, and write config.yaml and the keys into it.
 
     Args:
         local: whether the actors compute on this host.
 
     Raises:
-        ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or GPUs are
-            wanted and there are none.
+        ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or
+            deployment.device=cuda, and there is no GPU.
     """
     if local:
         devices(config.deployment.device, [])
@@ -146,11 +147,11 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
 
 
 def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = print) -> int:
-    """Make a run's directory ready to go on from its newest whole checkpoint that its records reach; returns that
-    version, 0 if there is none.
+    """Prepare a run's directory for resuming from its newest undamaged checkpoint that its records reach. Returns the
+    checkpoint's version, 0 if there is none.
 
     Args:
-        tell: given a line for each damaged checkpoint that is passed over.
+        tell: called with one line for each damaged checkpoint that is skipped.
 
     Raises:
         ConfigError: an input cannot be used, or the directory cannot be written.
@@ -168,10 +169,10 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
 
 
 def hold(run_dir: str) -> int:
-    """Claim a run's directory for this process, until it ends; returns the descriptor to keep.
+    """Lock a run's directory for this process until it ends. Returns the descriptor to keep open.
 
     Raises:
-        ConfigError: another process has it, or its lock cannot be opened.
+        ConfigError: another process has locked it, or the lock file cannot be opened.
     """
     try:
         descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -182,15 +183,16 @@ def hold(run_dir: str) -> int:
     except OSError:
         os.close(descriptor)
         raise ConfigError(
-            f"run_dir={run_dir!r}: another process is training in it; expected one that has ended"
+            f"run_dir={run_dir!r}: another process is training in it; expected a run that has ended"
         ) from None
     return descriptor
 
 
 def _write_run_dir(config: configuration.Config, before: str = "") -> None:
-    """
+    """Write the configuration and the keys into the run directory, and check for room on the disk.
+
     Args:
-        before: name of a file in which the configuration that is there is kept, if it is another.
+        before: name of the file that keeps the directory's previous configuration, if that differs.
     """
     run_dir, text = Path(config.run_dir), configuration.to_yaml(config)
     try:
@@ -200,7 +202,7 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
         (run_dir / "config.yaml").write_text(text)
         if config.deployment.encrypt:
             transport.make_keys(run_dir)
-        # What the run holds already makes room for what comes.
+        # New checkpoints replace those that the run already has, so their bytes count as free.
         held = sum(
             file.stat().st_size
             for name in ("checkpoints", "checkpoint")
@@ -213,14 +215,14 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
     if free < needed:
         raise ConfigError(
             f"run_dir={config.run_dir!r}: {free / 1e6:.0f} MB are free there; expected at least {needed / 1e6:.0f} "
-            f"MB for "
-            f"checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: another disk"
+            f"MB for checkpoint.keep={config.checkpoint.keep} checkpoints and the policy; nearest valid choice: "
+            f"another disk"
         )
 
 
 def room_needed(config: configuration.Config) -> int:
-    """Bytes that a run's checkpoints take at most: weights and AdamW's two moments in float32, one more of them while
-    it is written.
+    """The bytes that a run's checkpoints take at most. A checkpoint holds the weights and AdamW's two moments in
+    float32. There are checkpoint.keep of them, one more that is being written, and in the end the weights alone.
     """
     files = [
         file
@@ -232,7 +234,7 @@ def room_needed(config: configuration.Config) -> int:
 
 
 def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[str]:
-    """The modules that these actors of a run load, for who loads them once for all."""
+    """The modules that these actors load, for a process that loads them once for all."""
     found = {"torch": None}
     for spec in specs:
         mocked = spec.role in MOCKED and config.trainer.kind == "mock"
@@ -245,7 +247,7 @@ def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[
 
 
 def warm(modules: Sequence[str]) -> None:
-    """Load these `libraries`, in a process that waits for a role."""
+    """Load these `libraries` in a process that waits for a role."""
     with gc_paused():
         for module in modules:
             importlib.import_module(module)

@@ -1,8 +1,8 @@
-"""The supervisor: every launcher's part while its actors live, however it starts their processes.
+"""The supervisor: what every launcher does while its actors live, however it starts their processes.
 
-It tells the controller of interrupts and deaths, starts others in place of actors that can be replaced, and has the
-whole run started again from its last checkpoint when one has died that cannot: the trainer, whose state is the run, the
-controller, or one of several ranks.
+It reports interrupts and deaths to the controller and replaces the actors that can be replaced. When another actor
+dies, the whole run is restarted from its last checkpoint: that is so for the trainer, whose state is the run, for the
+controller, and for one of several ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            name: of this launcher.
-            address: the controller's.
-            specs: the actors it starts.
-            may_restart: whether the run may be started again as a whole.
-            kill: callable(name of an actor), which ends its process if it is this launcher's.
-            alone: an interrupt here ends what this launcher has, not the run, which takes it for a node that is cut
-                off.
+            name: this launcher's name.
+            address: the controller's address.
+            specs: the actors that this launcher starts.
+            may_restart: whether the whole run may be restarted.
+            kill: callable(name of an actor), which ends the actor's process if this launcher has started it.
+            alone: an interrupt ends only this launcher's actors. The run continues and treats the node as cut off.
         """
         self.config, self.name, self.interrupt, self.may_restart, self._kill = (
             config,
@@ -54,18 +53,16 @@ class Supervisor:
         )
         self.alone, self.specs = alone, {spec.name: spec for spec in specs}
         self.replacements = config.deployment.replacements
-        self.resuming = False  # the run is to be started again once it has ended
+        self.resuming = False  # the run is to be restarted once it has ended
         self._client = ControlClient(address, name)
-        self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # over the controller
+        self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # watches the controller
         if "controller" in self.specs:
             self._vigil.expect("controller", config.deployment.start_timeout_s)
         self._beaten, self._told = 0.0, False
-        self.deaf = False  # the controller has not been heard of for long
+        self.deaf = False  # the controller has been silent for too long
 
     def turn(self) -> None:
-        """Call it often. Beats, carries out what the controller asks, passes an interrupt on, and kills a controller
-        that has frozen.
-        """
+        """Beat, do what the controller asks, pass on an interrupt, and kill a frozen controller. Call it often."""
         if time.monotonic() - self._beaten > BEAT_EVERY_S:
             self._beaten = time.monotonic()
             self._client.send(Beat(self.name))
@@ -73,7 +70,7 @@ class Supervisor:
             if isinstance(message, Beat):
                 self._vigil.heard(message.name)
                 self.deaf = False
-            elif isinstance(message, Stop):  # it writes its last, and beats no more
+            elif isinstance(message, Stop):  # the controller is about to end and stops its beats
                 self._vigil.forget("controller")
             elif isinstance(message, Kill):
                 self._kill(message.name)
@@ -91,17 +88,18 @@ class Supervisor:
 
     @property
     def overdue(self) -> bool:
-        """An interrupt has been left unheeded for too long, or was repeated: everything must end now."""
+        """Whether everything must end now: an interrupt was repeated, or has had no effect for too long."""
         limit = self.config.deployment.stop_timeout_s + EXIT_GRACE_S
         return self.interrupt.count > 1 or bool(
             self.interrupt.count and time.monotonic() - self.interrupt.first > limit
         )
 
     def died(self, name: str, how: str) -> ActorSpec | None:
-        """An actor's process has ended unasked; returns what is to be started in its place, if anything.
+        """Handle an actor's process that ended although nobody had asked it to. Returns the spec of its replacement, if
+        there is to be one.
 
         Args:
-            how: for people: the signal, or the exit code.
+            how: the signal or the exit code, as the user sees it.
         """
         if self.alone and self.interrupt.count:
             return None
@@ -110,8 +108,7 @@ class Supervisor:
             self._vigil.forget(name)
             self.resuming = going_on and self.may_restart
             print(
-                f"controller died: {how}"
-                + ("; all is started again from the last checkpoint" if self.resuming else ""),
+                f"controller died: {how}" + ("; all actors restart from the last checkpoint" if self.resuming else ""),
                 flush=True,
             )
             return None
@@ -127,11 +124,11 @@ class Supervisor:
         return new
 
     def failed(self, name: str, code: int) -> None:
-        """An actor's process has ended by itself; if it has told the controller why, this is no news."""
+        """Report an actor's process that has ended by itself. Adds nothing if the actor has told the controller why."""
         self._client.send(Lost(name, f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log"))
 
     def ended(self, code: int) -> None:
-        """The controller has ended by itself."""
+        """Handle a controller that has ended by itself."""
         self.resuming = code == RESTART and self.may_restart and not self.interrupt.count
 
     def close(self) -> None:

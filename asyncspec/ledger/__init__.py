@@ -1,1 +1,1 @@
-"""The record of a run: each ticket's fate, the audit that checks it, and the checkpoints to resume from."""
+"""The record of a run: the fate of each ticket, the audit that checks it, and the checkpoints to resume from."""

@@ -1,8 +1,9 @@
-"""`asyncspec audit`: does a run's ledger prove what the system promises?
+"""`asyncspec audit`: check that a run's ledger shows what the system promises.
 
-Every ticket was trained once, evaluated once, or dropped with a reason; each was trained in the step it was issued for,
-no token of it older than the policy lag allows or newer than the policy it trained; steps and versions follow each
-other without a gap.
+- Every ticket was trained once, evaluated once, or dropped with a reason.
+- Each ticket was trained in the step it was issued for, with no token older than the policy lag allows or newer than
+  the policy that was trained.
+- Steps and versions follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from asyncspec.errors import UserError
 from asyncspec.ledger import ledger
 from asyncspec.timing.metrics import read_rows
 
-SHOWN = 10  # violations printed one by one
+SHOWN = 10  # most violations that are printed one by one
 FATES = ("trained", "evaluated", "dropped")
 
 
 def fates(events: Iterable[dict]) -> dict[int, Counter]:
-    """How often each ticket that was issued was trained, evaluated and dropped; of what a resumed run made void nothing
-    counts.
+    """Count how often each issued ticket was trained, evaluated and dropped: ticket id -> Counter of `FATES`.
+
+    Events that became void when the run resumed from a checkpoint do not count.
     """
     counts: dict[int, Counter] = {}
     step_of: dict[int, int] = {}
@@ -38,28 +40,30 @@ def fates(events: Iterable[dict]) -> dict[int, Counter]:
 
 
 def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_trained: int | None) -> list[str]:
-    """What in a ledger breaks a promise, a line each; none if all is well.
+    """Return the violations of the promises in a ledger, one line each; an empty list if there are none.
 
     Args:
         events: the ledger's lines, in order.
-        steps_trained: rows of metrics.jsonl; None for a run that goes on: its tickets may still be without an end, its
-            newest step incomplete.
+        lag: the run's policy lag.
+        groups_per_step: tickets that each step trains.
+        steps_trained: number of rows of metrics.jsonl; None for a run in progress, whose tickets may still be open and
+            whose newest step may be incomplete.
     """
     ended = steps_trained is not None
     found: list[str] = []
     issued: Counter = Counter()
     step_of: dict[int, int] = {}
-    steps: Counter = Counter()  # tickets trained in each, or left out with it
+    steps: Counter = Counter()  # step -> tickets that were trained in it, or dropped because it was skipped
     events = list(events)
     for event in events:
         kind = event["event"]
-        if kind == "resumed":  # from a checkpoint: what came later than that is void, and happens anew
+        if kind == "resumed":  # from a checkpoint: later steps are void, and their tickets are issued again
             version = event["version"]
             if version and steps[version - 1] != groups_per_step:
                 found.append(f"resumed from version {version}, which was never trained")
             issued = Counter({ticket: n for ticket, n in issued.items() if step_of[ticket] < version})
             steps = Counter({step: n for step, n in steps.items() if step < version})
-        if kind not in ("issued", *FATES):  # of the run; or an actor died with the ticket, which is the same
+        if kind not in ("issued", *FATES):  # an event of the run, or a reissue, which keeps the same ticket
             continue
         ticket, step = event["ticket"], event["step"]
         step_of[ticket] = step
@@ -67,7 +71,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             issued[ticket] += 1
         elif not issued[ticket]:
             found.append(f"ticket {ticket}: {kind} before it was issued")
-        if "left_out_in" in event:  # a step that could not be taken is done all the same
+        if "left_out_in" in event:  # a skipped step still counts as done
             steps[event["left_out_in"]] += 1
         if kind == "dropped" and not event.get("reason"):
             found.append(f"ticket {ticket}: dropped without a reason")
@@ -78,8 +82,8 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             found.append(f"ticket {ticket}: trained in step {event['trained_in']}, issued for step {step}")
         if event["version_min"] < step - lag:
             found.append(
-                f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy "
-                f"lag {lag}"
+                f"ticket {ticket}: a token of version {event['version_min']} trained in step {step}, beyond policy lag "
+                f"{lag}"
             )
         if event["version_max"] > step:
             found.append(
@@ -93,21 +97,24 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         if sum(ends.values()) != 1 and (ends or ended):
             found.append(
                 f"ticket {ticket}: "
-                + (", ".join(f"{fate} {n} times" for fate, n in ends.items()) or "no end: neither trained nor dropped")
+                + (
+                    ", ".join(f"{fate} {n} times" for fate, n in ends.items())
+                    or "no end: neither trained, evaluated nor dropped"
+                )
             )
     for step in range(max(steps, default=-1) + ended):
         if steps[step] != groups_per_step:
             found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")
     if ended and steps_trained != len(steps):
-        found.append(f"metrics.jsonl has {steps_trained} steps, the ledger trained {len(steps)}")
+        found.append(f"metrics.jsonl has {steps_trained} steps, but the ledger has {len(steps)}")
     return found
 
 
 def audit(directory: str) -> int:
-    """Check a run and say so; returns 0 if all holds, 1 if not.
+    """Check a run's ledger and print the result; return 0 if there is no violation, else 1.
 
     Raises:
-        UserError: the directory holds no run, or a line of its ledger is damaged.
+        UserError: the directory is not a run's, or a line of its ledger is damaged.
     """
     run = Path(directory)
     for name in ("config.yaml", "ledger.jsonl", "metrics.jsonl"):
@@ -119,7 +126,7 @@ def audit(directory: str) -> int:
         events = list(ledger.read(run))
     except ValueError as error:
         raise UserError(f"audit {directory}: {error}") from None
-    # whole lines; before they are read, as the run may go on
+    # count whole lines before reading them, since a run in progress may write more
     written = (run / "metrics.jsonl").read_bytes().count(b"\n")
     rows = read_rows(run / "metrics.jsonl")
     found = [f"metrics.jsonl, line {len(rows) + 1}: not the row of a step"] if len(rows) < written else []
@@ -137,19 +144,19 @@ def audit(directory: str) -> int:
         for name in ("tickets_undone", "tickets_void")
     )
     if undone or void:
-        faults += f"; going back to a checkpoint undid {undone} trained tickets and dropped {void} unfinished ones; "
+        faults += f"; resuming from a checkpoint undid {undone} trained tickets and dropped {void} unfinished ones; "
         faults += "all of them were issued again"
     if faults:
         print(f"{directory}: {faults}")
     if going_on:
         print(
-            f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are on their way, and whether "
-            f"each has one end can be said when it has ended"
+            f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are open; audit again after the "
+            f"run to check that each of them ends once"
         )
     print(
         f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, "
         f"{counts['evaluated']} evaluated, "
         f"{counts['dropped']} dropped; policy lag {config.policy_lag}: "
-        + (f"{len(found)} violations" if found else "all of it holds")
+        + (f"{len(found)} violations" if found else "no violations")
     )
     return 1 if found else 0

@@ -1,10 +1,10 @@
-"""The ledger, ledger.jsonl: one line for each event in a ticket's life, and for each fault of the run. Appended, never
-changed.
+"""The ledger, ledger.jsonl: one line for each event in a ticket's life, and for each fault of the run. Lines are only
+appended, never changed.
 
-A ticket is issued, and then trained, evaluated or dropped with a reason; in between it may be issued again because an
-actor died with it. The line `resumed` says that the run went on from a checkpoint: what happened to tickets of that
-version's step and later ones before that line is void, those tickets are issued anew. Lines of the run, not of a
-ticket: lost, joined, resumed, finished.
+A ticket is issued, and then trained, evaluated or dropped with a reason. In between it may be reissued because an actor
+died while it had the ticket. The line `resumed` says that the run resumed from a checkpoint, and names its version: all
+earlier events of tickets for that step and later ones are void, and these tickets are issued again. Some lines are
+about the run, not about a ticket: lost, joined, resumed, finished.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ _FIELDS = {
     "evaluated": _OF_TICKET,
     "dropped": _OF_TICKET,
     "resumed": ("version",),
-}  # whole numbers that an event is read for
+}  # event -> its fields that must be whole numbers
 
 
 class Ledger:
+    """The writing end of a run's ledger. A lock ensures that only one process writes it."""
+
     def __init__(self, run_dir: Path) -> None:
-        """Raises:
-        OSError: another process goes on writing it.
+        """
+        Raises:
+            OSError: another process still writes the ledger.
         """
         self._file = open(run_dir / FILE, "a", buffering=1)
         _lock(self._file)
         _cut_torn_end(run_dir / FILE)
 
     def write(self, event: str, ticket: Ticket, **details) -> None:
-        """An event in a ticket's life."""
+        """Write an event in a ticket's life."""
         self.note(
             event,
             ticket=ticket.ticket_id,
@@ -52,11 +55,15 @@ class Ledger:
         )
 
     def note(self, event: str, **details) -> None:
-        """An event of the run. Raises OSError where the disk is full."""
+        """Write an event of the run.
+
+        Raises:
+            OSError: the disk is full.
+        """
         self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **details}) + "\n")
 
     def sync(self) -> None:
-        """Have what was written survive the machine, not just this process."""
+        """Flush the lines to the disk, so that they survive a crash of the machine and not only of this process."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -64,10 +71,10 @@ class Ledger:
 
 
 def read(run_dir: Path) -> Iterator[dict]:
-    """The events of a run; a last line that was cut short is left out.
+    """Yield the events of a run. An incomplete last line is left out.
 
     Raises:
-        ValueError: another line is damaged, or lacks what its event must have; names it.
+        ValueError: another line is damaged, or lacks a field of its event; the message names the line.
     """
     lines = (run_dir / FILE).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
@@ -91,7 +98,7 @@ def read(run_dir: Path) -> Iterator[dict]:
 
 
 def written(run_dir: Path) -> bool:
-    """Whether a process goes on writing it."""
+    """Whether a process is writing the ledger now."""
     with open(run_dir / FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,7 +108,7 @@ def written(run_dir: Path) -> bool:
 
 
 def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
-    """The tickets that were issued and have no end yet: id -> the event that issued it."""
+    """Return the tickets that were issued and have no end yet: ticket id -> the event that issued it."""
     found: dict[int, dict] = {}
     for event in events:
         if event["event"] == "issued":
@@ -114,8 +121,8 @@ def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
 
 
 def undone(events: Iterable[dict], version: int) -> int:
-    """How many tickets were trained by versions that going on from `version` unmakes."""
-    steps: list[int] = []  # of the tickets that are trained
+    """Return the number of trained tickets that resuming from `version` makes void."""
+    steps: list[int] = []  # the step of each trained ticket
     for event in events:
         if event["event"] == "resumed":
             steps = [step for step in steps if step < event["version"]]
@@ -125,7 +132,7 @@ def undone(events: Iterable[dict], version: int) -> int:
 
 
 def _lock(file: IO) -> None:
-    """Claim the ledger. A controller that has lost its launcher may need a moment to let go of it."""
+    """Lock the ledger. A controller whose launcher has died may need a moment to release its lock."""
     deadline = time.monotonic() + LEDGER_S
     while True:
         try:
@@ -133,11 +140,12 @@ def _lock(file: IO) -> None:
             return
         except OSError:
             if time.monotonic() > deadline:
-                raise OSError(f"{FILE}: another process writes it still, after {LEDGER_S:.0f} s") from None
+                raise OSError(f"{FILE}: another process is still writing it after {LEDGER_S:.0f} s") from None
             time.sleep(0.05)
 
 
 def _cut_torn_end(path: Path) -> None:
+    """Remove an incomplete last line, left by a writer that died."""
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         at = end

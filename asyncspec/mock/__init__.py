@@ -1,6 +1,5 @@
-"""Stand-ins where GPUs would be, for deployments that are tried without any: engine.kind=mock and trainer.kind=mock.
+"""Mock engine and trainer, to try a deployment without GPUs: engine.kind=mock and trainer.kind=mock.
 
-Queues, policy lag, weight broadcasts, faults and their recovery are the real ones; what a GPU would compute is replaced
-by waiting as long as it would take, by the figures of `mock.*` times `mock.time_scale`. Rewards are of random answers:
-nothing is learned.
+Queues, policy lag, weight broadcasts, faults and their recovery are the real ones. Where a GPU would compute, the mock
+waits as long as the GPU would take: the seconds of `mock.*` times `mock.time_scale`. The policy learns nothing.
 """

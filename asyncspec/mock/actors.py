@@ -1,5 +1,6 @@
-"""Generator, trainer and logprob actors that wait where a GPU would compute. Their queues, order, lag and broadcasts
-are the real ones.
+"""Generator, trainer and logprob actors that wait where a GPU would compute.
+
+Their queues, order, lag and broadcasts are the real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asyncspec.wire import messages as m
 
 
 class MockAccumulator:
-    """In place of GradientAccumulator."""
+    """Stands in for GradientAccumulator."""
 
     def __init__(self, model: MockModel, group_s: float, ranks: Ranks) -> None:
         self.model, self.group_s, self.ranks, self.updates = model, group_s, ranks, 0
@@ -64,7 +65,7 @@ class MockLearner(Learner):
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         c = self.config
         self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
-        seconds = c.mock.train_s * c.mock.time_scale / c.rl.groups_per_step  # of a group, with all ranks at it
+        seconds = c.mock.train_s * c.mock.time_scale / c.rl.groups_per_step  # per group, with all ranks at work
         self.accumulator = MockAccumulator(self.model, seconds * self.ranks.data_size, self.ranks)
         self._hold()
 
@@ -82,7 +83,7 @@ class MockTrainer(Trainer):
         self.delay.seconds["broadcast"] = self.config.mock.prepare_s * self.config.mock.time_scale
 
     def save_policy(self) -> None:
-        """There is none."""
+        """Save nothing: a mock has no policy."""
 
 
 class MockTrainerRank(TrainerRank):
@@ -93,7 +94,7 @@ class MockScorer(Scorer):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         c = self.config
-        # of a group, with all actors and ranks at it
+        # per group, with all actors and ranks at work
         seconds = c.mock.logprob_s * c.mock.time_scale / c.rl.groups_per_step
         self.group_s = seconds * c.deployment.logprobs * self.ranks.data_size
 

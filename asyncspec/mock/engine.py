@@ -1,8 +1,8 @@
-"""MockEngine: an engine whose tokens cost time and say nothing.
+"""MockEngine: an engine whose tokens take time but mean nothing.
 
-One engine stands for the GPUs of a node. Each live sequence advances with the wall clock, at the speed its GPU has with
-as many as it holds; so the batch shrinks, and speeds up, as the real one does. Of `mock.token_unit` tokens one is
-really sent.
+One engine stands for the GPUs of a node. Each live sequence advances with the wall clock, at the speed that its GPU has
+with the number of sequences it holds. So the batch shrinks, and speeds up, as a real one does. Only one of every
+`mock.token_unit` tokens is actually sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncspec.config import Config, MockConfig
 from asyncspec.engine.protocol import Completion, Request
 from asyncspec.mock.timings import acceptance_of_a_position, response_tokens, tokens_per_s
 
-LONGEST_WAIT_S = 0.01  # of one poll
+LONGEST_WAIT_S = 0.01  # the longest that one poll waits
 
 
 class MockModel(nn.Module):
@@ -40,7 +40,7 @@ class _Sequence:
     gpu: int
     started_at: float
     done: float = 0.0
-    versions: list[tuple[int, float]] = field(default_factory=list)  # (version, tokens done when it came)
+    versions: list[tuple[int, float]] = field(default_factory=list)  # (version, tokens done when it arrived)
 
 
 class MockEngine:
@@ -79,7 +79,7 @@ class MockEngine:
         self.draft_version = version
 
     def poll(self) -> list[Completion]:
-        """Wait for the next sequence to end, or a moment; returns those that have ended."""
+        """Wait until the next sequence ends, for at most LONGEST_WAIT_S; return the samples that have ended."""
         self._fill()
         speeds = self._speeds()
         wait = min((max(0.0, s.length - s.done) / speeds[s.gpu] for s in self._live), default=LONGEST_WAIT_S)
@@ -94,7 +94,7 @@ class MockEngine:
         return [self._completion(s) for s in ended]
 
     def _speeds(self) -> list[float]:
-        """Tokens a second of each sequence, by GPU, on this machine's clock."""
+        """Return tokens per second of a sequence on each GPU, by this machine's clock."""
         counts = [0] * self.config.gpus
         for sequence in self._live:
             counts[sequence.gpu] += 1

@@ -1,8 +1,8 @@
-"""How long things take on the machines that are mocked, in their own seconds, and how long responses are. Imports no
-torch.
+"""How long things take on the mocked machines, in their own seconds, and how long responses are.
 
-A decoding step of one GPU with n live sequences takes token_s + n * row_s: reading the weights once, and what each
-sequence adds. With speculation a step takes (1 + k * draft_share) as long and emits `acceptance` tokens.
+This module does not import torch. A decoding step of one GPU with n live sequences takes token_s + n * row_s: the time
+to load the weights once, and the time that each sequence adds. With speculation a step takes (1 + k * draft_share)
+times as long and emits `acceptance` tokens per sequence.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from asyncspec.config import MockConfig
 
 
 def response_tokens(config: MockConfig, seed: int) -> int:
-    """Tokens of the response that a sample's seed stands for: log-normal, cut off."""
+    """Draw the tokens of a response from a sample's seed: log-normal, cut off at tokens_max."""
     drawn = np.random.default_rng(seed).lognormal(math.log(config.tokens_median), config.tokens_sigma)
     return int(min(config.tokens_max, max(1, drawn)))
 
 
 def step_s(config: MockConfig, live: int, draft_length: int) -> float:
-    """Seconds of a decoding step of one GPU."""
+    """Return the seconds of a decoding step of one GPU."""
     return (config.token_s + live * config.row_s) * (1 + draft_length * config.draft_share)
 
 
 def acceptance_of_a_position(length: float, k: int) -> float:
-    """The share of proposals accepted at each position that they come to, with which verifications of k proposals emit
-    `length` tokens on average.
+    """Return the acceptance rate of a position, given that all proposals before it were accepted.
+
+    It is the same for all positions, such that verifications of k proposals emit `length` tokens on average.
     """
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -39,12 +40,15 @@ def acceptance_of_a_position(length: float, k: int) -> float:
 
 
 def tokens_per_s(config: MockConfig, live: int, draft_length: int) -> float:
-    """Of each live sequence."""
+    """Return the tokens per second of each live sequence."""
     return (config.acceptance if draft_length else 1.0) / step_s(config, live, draft_length)
 
 
 def generation_s(config: MockConfig, lengths: Sequence[int], gpus: int, draft_length: int) -> float:
-    """How long a batch takes that starts at once, dealt out over GPUs in turn: until the last sequence has ended."""
+    """Return the seconds until the last sequence of a batch has ended.
+
+    All sequences start at once, dealt round-robin to the GPUs.
+    """
     slowest = 0.0
     for gpu in range(gpus):
         left = list(lengths[gpu::gpus])

@@ -1,5 +1,5 @@
-"""Policies (torchtitan's), drafts, and their Hugging Face files."""
+"""Policies (torchtitan models), drafts, and their Hugging Face files."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message is one line for the user."""
+    """A checkpoint cannot be used; the message is one line for the user."""

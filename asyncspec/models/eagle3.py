@@ -1,16 +1,16 @@
 """The EAGLE-3 draft (arXiv 2503.01840): one decoder layer over the target's fused hidden states.
 
-At position t the draft reads the target's auxiliary hidden states of position t (three layers, concatenated) and the
-embedding of token t+1, and predicts token t+2. Drafting on, it feeds back its own hidden state in place of the
-target's. Embeddings are the target's and are not part of the draft.
+The draft's input at position t is the target's auxiliary hidden states of position t (three layers, concatenated) and
+the embedding of token t+1; it predicts token t+2. To predict further tokens, it takes its own hidden state in place of
+the target's. The embeddings are the target's and not part of the draft.
 
-Parameter names and config.json are those vLLM reads (LlamaForCausalLMEagle3).
+Parameter names and config.json are those that vLLM reads (LlamaForCausalLMEagle3).
 
-The draft may propose fewer tokens than the policy has (`d2t`, `t2d` in its file): a smaller head where the policy's is
-large.
+The draft's vocabulary may be a part of the policy's (`d2t`, `t2d` in its file), so that its head is small where the
+policy's is large.
 
-Shape suffixes: B batch, L positions, D model dimension, E = A*D fused features, V vocabulary, U the draft's own, N
-heads, H head size.
+Shape suffixes: B batch, L positions, D model dimension, E = A*D fused features, V vocabulary, U the draft's vocabulary,
+N heads, H head size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DraftShape:
         )
 
     def angles(self, positions: int) -> torch.Tensor:
-        """What RoPE turns by, radians, float32 [positions, H / 2]."""
+        """Return the angles of RoPE in radians, float32 [positions, H / 2]."""
         return llama_rope(self.head_dim, positions, self.rope_theta, self.rope_scaling).build().cache.angle()
 
 
@@ -70,7 +70,7 @@ class Eagle3(nn.Module):
     def __init__(self, shape: DraftShape, tokens: torch.Tensor | None = None) -> None:
         """
         Args:
-            tokens: int64 [draft_vocab_size], those it can propose, ascending; None: all of the policy's.
+            tokens: int64 [draft_vocab_size], the tokens it can propose, ascending; None: all of the policy's.
         """
         super().__init__()
         self.shape, self.aux_layers = shape, shape.aux_layers
@@ -89,21 +89,21 @@ class Eagle3(nn.Module):
         self.register_buffer("sin_PH", angles.sin(), persistent=False)
 
     def fuse(self, features_BLE: torch.Tensor) -> torch.Tensor:
-        """The target's auxiliary hidden states, joined into one."""
+        """Join the target's auxiliary hidden states into one, [B, L, D]."""
         return self.fc(features_BLE)
 
     def rope(self, positions_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for positions, [B, L, 1, H]."""
+        """Return cosine and sine for positions, [B, L, 1, H] each."""
         return self.cos_PH[positions_BL].unsqueeze(2), self.sin_PH[positions_BL].unsqueeze(2)
 
     def forward(self, hidden_BLD, embeds_BLD, rope, attend):
-        """One pass of the draft.
+        """Run one pass of the draft.
 
         Args:
-            hidden_BLD: `fuse` of the target's features, or the draft's own output of the position before.
+            hidden_BLD: `fuse` of the target's features, or the draft's own output at the position before.
             embeds_BLD: the target's embedding of the following token.
             rope: (cos, sin) of the positions, from `rope`.
-            attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; owns the keys and values of earlier positions.
+            attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; it holds the keys and values of earlier positions.
 
         Returns:
             out_BLD, the hidden state to feed back, and logits_BLU for the token after the following one, over the
@@ -178,7 +178,7 @@ def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
         )
     for key, value in (("vocab_size", policy.vocab_size), ("hidden_size", policy.dim)):
         if cfg.get(key) != value:
-            raise CheckpointError(f"{directory}/config.json: {key}={cfg.get(key)}: the policy has {value}")
+            raise CheckpointError(f"{directory}/config.json: {key}={cfg.get(key)}: expected the policy's {value}")
     rope = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
     try:
         return DraftShape(
@@ -213,7 +213,7 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
         offsets = tensors.get("d2t")
         if offsets is None or offsets.shape != (shape.draft_vocab_size,):
             raise CheckpointError(
-                f"{directory}: tensor d2t is missing or has another shape: draft_vocab_size={shape.draft_vocab_size}"
+                f"{directory}: tensor d2t is missing or does not fit draft_vocab_size={shape.draft_vocab_size}"
             )
         tokens = offsets.to(torch.int64) + torch.arange(shape.draft_vocab_size)
         if not (
@@ -226,13 +226,13 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
     draft = Eagle3(shape, tokens)
     for name, tensor in draft.state_dict().items():
         if name not in tensors or tensors[name].shape != tensor.shape or not tensors[name].isfinite().all():
-            raise CheckpointError(f"{directory}: tensor {name} is missing, has another shape or is not finite")
+            raise CheckpointError(f"{directory}: tensor {name} is missing, has the wrong shape or is not finite")
     draft.load_state_dict({k: tensors[k].float() for k in draft.state_dict()})
     return draft
 
 
 def save(draft: Eagle3, directory: Path) -> None:
-    """Write the draft in the layout vLLM reads."""
+    """Write the draft in the layout that vLLM reads."""
     shape, tensors = draft.shape, draft.state_dict()
     if draft.d2t_U is not None:
         tensors |= {

@@ -14,7 +14,7 @@ from asyncspec.models import CheckpointError
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
+    """Return all tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
     tensors: dict[str, torch.Tensor] = {}
     for name in _shards(directory):
         try:
@@ -36,18 +36,18 @@ def _shards(directory: Path) -> list[str]:
         raise CheckpointError(f"{index}: expected an object whose weight_map names each tensor's file") from None
     if missing := sorted(name for name in names if not (directory / name).is_file()):
         raise CheckpointError(
-            f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files in all)"
+            f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files are missing)"
         )
     return sorted(names)
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """config.json and model.safetensors, each replaced as a whole: a reader never sees half a file."""
+    """Write config.json and model.safetensors, each replaced as a whole: a reader never sees half a file."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
     save_file(
         {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"}
     )
-    partial.chmod(0o644)  # safetensors leaves it readable by its owner alone
+    partial.chmod(0o644)  # safetensors makes it readable only by its owner
     partial.replace(directory / "model.safetensors")
     write_json(directory / "config.json", config)

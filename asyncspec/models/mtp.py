@@ -1,11 +1,11 @@
-"""The multi-token-prediction module of a policy: one more block, over the trunk's output, applied again and again.
+"""The multi-token-prediction module of a policy: one more block, applied to the trunk's output again and again.
 
-At position t it reads the trunk's output of position t (after the final norm) and the embedding of token t+1, and
-predicts token t+2 with the policy's own head; drafting on, it reads its own output in place of the trunk's
-(DeepSeek-V3, arXiv 2412.19437, section 2.2; one module used recurrently, as in Qwen3-Next). Embedding and head are the
-policy's and no part of it.
+Its input at position t is the trunk's output at position t (after the final norm) and the embedding of token t+1; it
+predicts token t+2 with the policy's own head. To predict further tokens, it takes its own output in place of the
+trunk's (DeepSeek-V3, arXiv 2412.19437, section 2.2; one module used recurrently, as in Qwen3-Next). The embedding and
+the head are the policy's and not part of the module.
 
-Tensors are named `mtp.*` as in Qwen3-Next's checkpoints; the file may hold the policy's tensors beside them.
+Tensors are named `mtp.*` as in Qwen3-Next's checkpoints; the file may also hold the policy's tensors.
 
 Shape suffixes: B batch, L positions, D model dimension, V vocabulary.
 """
@@ -33,8 +33,8 @@ class MTP(nn.Module):
     def __init__(self, shape: PolicyShape, lm_head: torch.Tensor) -> None:
         """
         Args:
-            shape: the policy's.
-            lm_head: its head, [V, D]; used in place, never trained here.
+            shape: shape of the policy.
+            lm_head: the policy's head, [V, D]; used without a copy, never trained here.
         """
         super().__init__()
         self.shape, self._lm_head = shape, lm_head.detach()
@@ -49,16 +49,16 @@ class MTP(nn.Module):
         return features_BLE
 
     def rope(self, positions_BL: torch.Tensor) -> torch.Tensor:
-        """What `forward` wants to know of positions: themselves."""
+        """Return the positions themselves, which is what `forward` takes."""
         return positions_BL
 
     def forward(self, hidden_BLD, embeds_BLD, positions_BL, attend):
-        """One pass.
+        """Run one pass.
 
         Args:
-            hidden_BLD: the trunk's output, or the module's own of the position before.
+            hidden_BLD: the trunk's output, or the module's own output at the position before.
             embeds_BLD: the policy's embedding of the following token.
-            attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; owns the keys and values of earlier positions.
+            attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; it holds the keys and values of earlier positions.
 
         Returns:
             out_BLD to feed back, and logits_BLV for the token after the following one.
@@ -73,7 +73,7 @@ class MTP(nn.Module):
         return out_BLD, F.linear(out_BLD, self._lm_head)
 
     def state_hf(self) -> dict[str, torch.Tensor]:
-        """All tensors under their `mtp.*` names."""
+        """Return all tensors under their `mtp.*` names."""
         block = {f"layers.0.{k}": v.detach() for k, v in self.block.state_dict().items()}
         state = {k.replace("model.", "mtp.", 1): v for k, v in adapter(self._config).to_hf(block).items()}
         return state | {
@@ -81,14 +81,14 @@ class MTP(nn.Module):
         }
 
     def load_hf(self, tensors: dict[str, torch.Tensor], where: str) -> None:
-        """Take over tensors under their `mtp.*` names.
+        """Load tensors by their `mtp.*` names.
 
         Raises:
-            CheckpointError: one is missing, has another shape or is not finite.
+            CheckpointError: a tensor is missing, has the wrong shape or is not finite.
         """
         for name, mine in self.state_hf().items():
             if name not in tensors or tensors[name].shape != mine.shape or not tensors[name].isfinite().all():
-                raise CheckpointError(f"{where}: tensor {name} is missing, has another shape or is not finite")
+                raise CheckpointError(f"{where}: tensor {name} is missing, has the wrong shape or is not finite")
         mine = {k: v.float() for k, v in tensors.items() if k.startswith("mtp.")}
         block = adapter(self._config).from_hf(
             {k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")}
@@ -103,7 +103,7 @@ def load(directory: Path, policy: PolicyShape, lm_head: torch.Tensor) -> MTP:
     """Read the `mtp.*` tensors of a checkpoint and check that they fit the policy.
 
     Raises:
-        CheckpointError: the files are missing or broken, or were made for another policy's shape.
+        CheckpointError: the files are missing or broken, or they were made for another policy's shape.
     """
     module = MTP(policy, lm_head)
     module.load_hf(read_tensors(directory), str(directory))

@@ -1,15 +1,15 @@
 """Several ranks that hold one policy together: FSDP2 over the data, tensor parallelism within a layer, or both.
 
-torchtitan shards the model; this file joins the ranks, gives torchtitan our few settings, and gathers what is sharded.
-The ranks are a grid [data, tensor]: those of one row read the same groups, those of one column hold shards of the same
-part of each matrix.
+torchtitan shards the model; this file connects the ranks, gives torchtitan our few settings, and gathers what is
+sharded. The ranks form a grid [data, tensor]: the ranks of a row read the same groups, and the ranks of a column hold
+shards of the same part of each matrix.
 
     4 ranks, tensor_parallel=2:    0 1    read one group
                                    2 3    read another
 
-The trainer's weights are published from a snapshot of each rank's shards, gathered a bucket at a time in a thread, on
-process groups that training does not use; of those that arrive each rank of a logprob actor keeps its `share`: no rank
-ever holds the whole model.
+The trainer publishes weights from a snapshot of each rank's shards. A thread gathers the snapshot bucket by bucket, on
+process groups that training does not use. Of the weights that a logprob actor receives, each rank keeps its `share`. So
+the whole model never has to fit on one rank's device.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ _SIOCGIFADDR = 0x8915
 
 
 class Ranks:
-    """This process among the ranks of one model."""
+    """This process as one of the ranks that hold a model."""
 
     def __init__(self, name: str, rank: int, size: int = 1, tensor_parallel: int = 1, dtype: str = "") -> None:
         """
         Args:
-            name: by which they find each other: that of the actor that leads them.
-            rank: of this process, from 0 to size - 1.
-            tensor_parallel: so many of them divide each matrix.
-            dtype: what float32 weights are computed with; "": weights are computed with as they are.
+            name: the leading actor's name, by which the ranks find each other.
+            rank: rank of this process, from 0 to size - 1.
+            tensor_parallel: the number of ranks that divide each matrix.
+            dtype: the dtype that float32 weights are cast to for computing; "": they are not cast.
         """
         self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
         self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
-        self.sharded = size > 1 or dtype not in ("", "float32")  # otherwise nothing of this is needed
-        self.checkpoints: dist.ProcessGroup | None = None  # for checkpoints alone, which are written in a thread
+        self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
+        self.checkpoints: dist.ProcessGroup | None = None  # only for checkpoints, which are written in a thread
 
     def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
-        """Find the other ranks. Collective.
+        """Connect to the other ranks. Collective.
 
         Args:
-            store_host, store_port: of a store that all ranks reach.
-            device: of this rank's shards.
+            store_host, store_port: address of a store that all ranks can reach.
+            device: device of this rank's shards.
             join_s: seconds to wait for the others.
-            collective_s: seconds one collective may take.
+            collective_s: seconds that one collective may take.
 
         Raises:
-            RuntimeError: not all ranks came.
+            RuntimeError: not all ranks joined.
         """
         if not self.sharded:
             return
-        if dist.is_initialized():  # this process was a rank before, in a run that was started again
+        if dist.is_initialized():  # this process was a rank before the run was restarted
             dist.destroy_process_group()
         kind, timeout = torch.device(device).type, timedelta(seconds=collective_s)
         _tell_torchtitan(kind)
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401  the backend that torchtitan gives axes of one rank
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  torchtitan's backend for axes of one rank
         from torchtitan.distributed import ParallelDims
 
-        # gloo and NCCL would take an interface by the host's name.
+        # By default gloo and NCCL would choose an interface by the host's name.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(
             own_address(store_host, store_port)
         )
@@ -92,21 +92,21 @@ class Ranks:
             ep=1,
             world_size=self.size,
             spmd_backend="partial_dtensor",
-        )  # the default one needs a later torch than 2.13
+        )  # the default backend needs a later torch than 2.13
         self._dims.build_mesh()
         self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)
         self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
 
     def shard(self, model, trained: bool, recompute: bool = False) -> None:
-        """Distribute a policy that every rank holds whole; in place. Collective.
+        """Shard a policy that every rank holds whole, in place. Collective.
 
         Args:
-            trained: passes go forward and backward; otherwise what one has gathered is let go of right after it.
-            recompute: activations in the backward pass.
+            trained: whether passes go forward and backward; if not, gathered weights are released right after use.
+            recompute: whether the backward pass computes activations again.
         """
         from torch.utils.checkpoint import checkpoint
 
-        if recompute:  # inside FSDP's hooks, so that it is recomputed while its weights are there
+        if recompute:  # inside FSDP's hooks, so that a layer is recomputed while its weights are gathered
             for layer in model.layers.values():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         if not self.sharded:
@@ -116,7 +116,7 @@ class Ranks:
 
         if self.tensor_parallel > 1:
             model.parallelize(self._dims)
-            if model.enable_weight_tying:  # which distributing the two by themselves has undone
+            if model.enable_weight_tying:  # sharding the two one by one has untied them
                 model.lm_head.weight = model.tok_embeddings.weight
         apply_fsdp_to_decoder(
             model,
@@ -128,11 +128,11 @@ class Ranks:
         )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # gloo cannot divide while it sums; nothing is to be divided
+                # gloo cannot divide while it sums, and nothing has to be divided
                 module.set_force_sum_reduction_for_comms(True)
 
     def sum_over_groups(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of what was counted over groups, each counted in its first rank; in place. Collective."""
+        """Sum values that were counted over groups, in place; each row of ranks counts once. Collective."""
         if self.sharded:
             if self.rank % self.tensor_parallel:
                 values.zero_()
@@ -142,12 +142,12 @@ class Ranks:
     def snapshot(
         self, layout: Layout, tensors: Mapping[str, torch.Tensor], tell: Callable[[], None]
     ) -> ShardedSnapshot:
-        """Of this rank's shards, as they are now."""
+        """Return a snapshot of this rank's shards."""
         return ShardedSnapshot(layout, tensors, self._gatherer, tell)
 
 
 def share(parameter: torch.Tensor) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's part of a parameter lies."""
+    """Return where this rank's part of a parameter lies in the whole tensor; () if the part is the whole."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -158,8 +158,8 @@ def share(parameter: torch.Tensor) -> tuple[slice, ...]:
 
 
 def reset_fsdp_state(model) -> None:
-    """Forget what FSDP, if it divides a model, notes in each pass forward for the one backward, which does not come
-    where nothing is trained.
+    """Drop what FSDP records in each forward pass for the backward pass, which never comes if nothing is trained. Does
+    nothing to a model without FSDP.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -168,23 +168,21 @@ def reset_fsdp_state(model) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedSnapshot:
-    """A version's shards in this rank. `begin` gathers them, with the same call in every rank; rank 0 is given what is
-    gathered.
-    """
+    """This rank's shards of a version. `begin` gathers them; call it in every rank. Rank 0 gets the result."""
 
     def __init__(
         self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: _Gatherer, tell: Callable[[], None]
     ) -> None:
         """
         Args:
-            tell: has the other ranks begin too; called in rank 0.
+            tell: called by `begin`; in rank 0 it has the other ranks begin too.
         """
         self.layout, self.shards, self._gatherer, self._tell = (
             layout,
@@ -212,15 +210,15 @@ class _Job:
 
 
 class _Gatherer:
-    """A thread that gathers snapshots one after the other: in each rank the same ones in the same order, each to its
-    end.
+    """A thread that gathers snapshots one after the other. Every rank gathers the same ones in the same order, and
+    each one completely.
     """
 
     def __init__(self, grid: torch.Tensor, rank: int, timeout: timedelta) -> None:
-        """Collective.
+        """Make the process groups and start the thread. Collective.
 
         Args:
-            grid: the ranks [data, tensor].
+            grid: ranks [data, tensor].
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -237,8 +235,9 @@ class _Gatherer:
         threading.Thread(target=self._run, name="gather", daemon=True).start()
 
     def start(self, snapshot: ShardedSnapshot) -> Iterator[torch.Tensor]:
-        """Begin a gathering, in place of the one before: whoever iterates that may hang in a broadcast. Other ranks
-        than 0 get nothing.
+        """Begin to gather a snapshot; in rank 0, return its buckets. Other ranks get an empty iterator.
+
+        The results of the gathering before are dropped, because their consumer may hang in a broadcast.
         """
         if self._job is not None:
             self._job.abandoned.set()
@@ -266,11 +265,11 @@ class _Gatherer:
                 for names, _, _ in job.snapshot.layout.buckets:
                     job.put(torch.cat([self._whole(job.snapshot.shards[name]).reshape(-1).float() for name in names]))
                 job.put(None)
-            except Exception as error:  # a rank is gone, which the main thread will hear of too
+            except Exception as error:  # a rank was lost, which the main thread will notice too
                 job.put(error)
 
     def _whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """A tensor gathered from all ranks, in host memory."""
+        """Gather a tensor from all ranks into host memory."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(shard, DTensor):
@@ -282,7 +281,7 @@ class _Gatherer:
 
 
 def _tell_torchtitan(kind: str) -> None:
-    """torchtitan takes its device from what it finds when it is imported."""
+    """Set torchtitan's device, which it otherwise chooses by the hardware that it finds when it is imported."""
     import torchtitan.tools.utils as utils
 
     utils.device_type, utils.device_module = kind, getattr(torch, kind)
@@ -292,12 +291,12 @@ def _tell_torchtitan(kind: str) -> None:
 
 
 def _interface(address: str) -> str:
-    """The network interface that has an address."""
+    """Return the name of the network interface with this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             if socket.inet_ntoa(found[20:24]) == address:
                 return name

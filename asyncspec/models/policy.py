@@ -1,11 +1,11 @@
 """The policy: torchtitan's Qwen3 (dense or a mixture of experts) or Llama 3, read from and written to Hugging Face
 checkpoints.
 
-One definition serves trainer, logprob and engine. Trainer and logprob run it as it is, over whole (right-padded)
-sequences; the engine runs the same parameters over a slot KV cache (engine/decode.py).
+One definition serves trainer, logprob and engine. Trainer and logprob run the model unchanged, over whole
+(right-padded) sequences. The engine runs the same parameters over a slot KV cache (engine/decode.py).
 
-Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A the three auxiliary
-layers; E experts, F hidden dimension of one, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
+Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A auxiliary layers; E
+experts, F hidden dimension of an expert, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CausalAttention(Module):
 
 
 class ExactExperts(GroupedExperts):
-    """A mixture's feed-forward networks, computed in the dtype of their parameters; torchtitan's own rounds all to
-    bfloat16.
+    """A mixture's feed-forward networks, computed in the dtype of their parameters. torchtitan's own class rounds
+    everything to bfloat16.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -87,23 +87,23 @@ class ExactExperts(GroupedExperts):
         return times(F.silu(times(x_RD, w1_EFD)) * times(x_RD, w3_EFD), w2_EDF)
 
 
-# torchtitan's block and model, and how several ranks would divide it, see models/parallel.py.
+# torchtitan's block and model, and the function that says how ranks shard the model, see models/parallel.py.
 _LLAMA = Llama3TransformerBlock, Llama3Model, partial(set_llama3_sharding_config, enable_sp=True)
 _QWEN3 = Qwen3TransformerBlock, Qwen3Model, partial(set_qwen3_sharding_config, enable_sp=True, enable_ep=False)
 
 
-# Fan-in initialisation, residual outputs scaled by depth: also deep and narrow policies train from scratch.
+# Fan-in initialization, with residual outputs scaled by depth: deep and narrow policies train from scratch too.
 def _fan_in(t: torch.Tensor) -> None:
     nn.init.normal_(t, std=t.shape[-1] ** -0.5)
 
 
 def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
-    """An uninitialised policy.
+    """Return a policy whose weights are not initialized.
 
     Args:
-        max_positions: length of the RoPE table; 0 takes the shape's.
+        max_positions: length of the RoPE table; 0: the shape's.
     """
-    # torchtitan's router asks for float32 where a CPU has nothing else to offer, and torch says so.
+    # On a CPU, torch warns when torchtitan's router asks for autocast to float32, which CPU autocast does not have.
     warnings.filterwarnings("ignore", message="In CPU autocast")
     weight = {"weight": _fan_in}
     block_class, model_class, divide = _LLAMA if shape.model_type == "llama" else _QWEN3
@@ -139,7 +139,7 @@ def _residual(shape: PolicyShape, t: torch.Tensor) -> None:
 
 
 def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
-    # torchtitan rotates neighbours; its adapter permutes what rotates halves in Hugging Face's files
+    # In Llama, torchtitan rotates neighbors and Hugging Face's files halves; torchtitan's adapter permutes the weights.
     if shape.model_type == "llama":
         qk_norm, rope = None, llama_rope(shape.head_dim, positions, shape.rope_theta, shape.rope_scaling)
     else:
@@ -160,7 +160,7 @@ def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
 
 
 def llama_rope(head_dim: int, positions: int, theta: float, scaling: RopeScaling | None) -> ComplexRoPE.Config:
-    """Llama 3's; what it builds has a table of rotations, complex [positions, head_dim / 2]."""
+    """Return Llama 3's RoPE. The module it builds has a table of rotations, complex [positions, head_dim / 2]."""
     scaled = (
         {}
         if scaling is None
@@ -176,10 +176,10 @@ def llama_rope(head_dim: int, positions: int, theta: float, scaling: RopeScaling
 
 
 def _feed_forward(shape: PolicyShape) -> dict:
-    """What stands in a block behind its attention, as a keyword of the block's configuration."""
+    """Return the configuration of a block's feed-forward part, as a keyword argument for the block's configuration."""
     weight, residual, experts = {"weight": _fan_in}, partial(_residual, shape), shape.experts
     if experts is None:
-        # torchtitan gives w2 (residual output) and w3 one initialiser; their shapes tell them apart.
+        # torchtitan takes one initializer for w2 (the residual output) and w3; their shapes tell them apart.
         w2w3 = {"weight": lambda t: (residual if t.shape[0] == shape.dim else _fan_in)(t)}
         return {
             "feed_forward": make_ffn_config(
@@ -189,7 +189,7 @@ def _feed_forward(shape: PolicyShape) -> dict:
     return {
         "moe": make_moe_config(
             num_experts=experts.count,
-            load_balance_coeff=None,  # a bias for balance is no part of the policy that others load
+            load_balance_coeff=None,  # a bias for load balance would not be in the policy that others load
             router=make_router_config(
                 dim=shape.dim,
                 num_experts=experts.count,
@@ -212,19 +212,19 @@ def _feed_forward(shape: PolicyShape) -> dict:
 
 
 def adapter(config: Decoder.Config) -> StateDictAdapter:
-    """torchtitan's, between the names and layouts of a policy's tensors here and in Hugging Face's files."""
+    """Return torchtitan's adapter between a policy's tensor names and layouts and those of Hugging Face files."""
     return (Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter)(config, None)
 
 
 def hidden_states(model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None) -> torch.Tensor:
-    """The trunk's forward pass.
+    """Run the trunk's forward pass.
 
     Args:
         tokens_BL: int64 token ids.
-        positions_BL: int64; None counts from 0.
+        positions_BL: int64; None: counted from 0.
 
     Returns:
-        hidden_BLD after the final norm; give it to `model.lm_head`.
+        hidden_BLD after the final norm, the input of `model.lm_head`.
     """
     h_BLD = model.tok_embeddings(tokens_BL)
     for layer in model.layers.values():
@@ -235,19 +235,19 @@ def hidden_states(model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.T
 def forward(
     model: Decoder, tokens_BL: torch.Tensor, aux_layers=()
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """One pass of a policy, whole or divided over several ranks; then collective.
+    """Run one pass of a policy that is whole or sharded over several ranks. Collective if it is sharded.
 
     Args:
         tokens_BL: int64 token ids.
-        aux_layers: layers whose inputs are kept; number n_layers, one past the last, stands for the hidden states after
-            the final norm.
+        aux_layers: layers whose inputs are returned; n_layers, one past the last, means the hidden states after the
+            final norm.
 
     Returns:
         logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D],
         or None without `aux_layers`.
     """
-    # A divided policy is called as a whole, which is when its ranks gather what a pass needs; what is to be kept passes
-    # by on the way.
+    # A sharded policy must be called as a whole, so that its ranks gather the weights of each layer. Hooks catch the
+    # layers' inputs on the way.
     passed: dict[int, torch.Tensor] = {}
     modules = dict(enumerate([*model.layers.values(), model.lm_head]))
     hooks = [
@@ -281,10 +281,10 @@ def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
     tensors = {k: v for k, v in read_tensors(directory).items() if not k.startswith("mtp.")}
     try:
         state = adapter(model.config).from_hf(tensors)
-    # a tensor that it does not know, or cannot reshape; no embedding
+    # an unknown tensor, a tensor that cannot be reshaped, or no embedding
     except (KeyError, RuntimeError, AssertionError) as error:
         raise CheckpointError(
-            f"{directory}: tensors are not those of a {shape.model_type}: {str(error) or 'one is missing'}"
+            f"{directory}: tensors do not fit model_type {shape.model_type}: {str(error) or 'one is missing'}"
         ) from None
     if shape.tied:
         state["tok_embeddings.weight"] = state["lm_head.weight"]
@@ -305,15 +305,15 @@ def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
 
 
 def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
-    """A copy of the model with a RoPE table for so many positions."""
+    """Return a copy of the model with a RoPE table for this many positions."""
     copy = build(shape, positions)
     copy.load_state_dict(model.state_dict())
     return copy.requires_grad_(False)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give a model's parameters another dtype, in place. Its tables for RoPE stay as they are, as in a trainer that
-    computes in `dtype`.
+    """Cast a model's parameters to another dtype, in place. Its RoPE tables keep theirs, as in a trainer that computes
+    in `dtype`.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -321,21 +321,22 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def skeleton(shape: PolicyShape) -> Decoder:
-    """A policy without values, on the meta device: for its names and shapes."""
+    """Return a policy without values, on the meta device, for its names and shapes."""
     with torch.device("meta"):
         return build(shape)
 
 
 def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A policy's tensors, named as in `named_parameters`, as a Hugging Face checkpoint names and divides them.
+    """Return a policy's tensors with the names and layout of a Hugging Face checkpoint.
 
     Args:
-        model: a policy of this shape, `skeleton`'s for example; it is as before in the end.
+        model: a policy of this shape, for example from `skeleton`; unchanged afterwards.
+        tensors: named as in `named_parameters`.
     """
     own = {name: model.get_parameter(name) for name in tensors}
     try:
         _register(model, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
-        # Only the state has q, k and v apart.
+        # Only the state dict has q, k and v as separate tensors.
         return adapter(model.config).to_hf(model.state_dict())
     finally:
         _register(model, own)
@@ -351,7 +352,7 @@ def save(model: Decoder, shape: PolicyShape, directory: Path, tokenizer_from: Pa
     """Write a Hugging Face directory: config.json, model.safetensors, and the tokenizer's files.
 
     Args:
-        mtp: the policy's `MTP` module, written with it.
+        mtp: the policy's `MTP` module, written to the same file.
     """
     state = adapter(model.config).to_hf({k: v.detach() for k, v in model.state_dict().items()})
     more = {} if mtp is None else {"num_nextn_predict_layers": 1}

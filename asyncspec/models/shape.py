@@ -1,5 +1,6 @@
-"""The architecture of a policy, field by field what its Hugging Face config.json says. Imports no torch: a
-configuration is checked with it.
+"""The architecture of a policy, with the fields of its Hugging Face config.json.
+
+Imports no torch, so that checking a configuration stays fast.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from pathlib import Path
 
 from asyncspec.models import CheckpointError
 
-# The policies there are: config.json's model_type, and its architecture.
+# The supported policies: config.json's model_type -> its architecture.
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-# a policy's MTP module alone
+# model_type -> the architecture of a policy's MTP module alone
 MTP_ARCHITECTURES = {kind: name.replace("ForCausalLM", "MTP") for kind, name in ARCHITECTURES.items()}
-# What no policy here has; config.json may leave out or say what is usual.
+# Features that no supported policy has: config.json must leave each out or give it this value.
 _USUAL = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -27,8 +28,8 @@ _USUAL = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's: long wavelengths are stretched, short ones kept, those between in between (config.json's rope_type
-    "llama3").
+    """Llama 3.1's RoPE (config.json's rope_type "llama3"): long wavelengths are stretched, short ones kept, and those
+    between are interpolated.
     """
 
     factor: float
@@ -38,19 +39,20 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, rope: dict) -> RopeScaling | None:
-        """
+        """Return the scaling, or None for the default RoPE.
+
         Args:
             rope: config.json's rope_parameters, or rope_scaling.
 
         Raises:
-            ValueError: it is neither the default RoPE nor Llama 3.1's.
+            ValueError: the RoPE is neither the default nor Llama 3.1's.
             KeyError: a field is missing.
         """
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return None
         if kind != "llama3":
-            raise ValueError(f"rope_type={kind!r}: expected 'default' or, as Llama 3.1 has, 'llama3'")
+            raise ValueError(f"rope_type={kind!r}: expected 'default', or 'llama3' as in Llama 3.1")
         return cls(
             float(rope["factor"]),
             float(rope["low_freq_factor"]),
@@ -70,16 +72,16 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture that stands in each layer for a feed-forward network."""
+    """The mixture of experts that each layer has in place of a feed-forward network."""
 
     count: int
     per_token: int
-    hidden_dim: int  # of each
+    hidden_dim: int  # of each expert
     normed: bool  # whether the weights of a token's experts are scaled to sum to 1
 
     @classmethod
     def from_hf(cls, cfg: dict) -> Experts:
-        count = cfg["num_experts"] if "num_experts" in cfg else cfg["num_local_experts"]  # transformers reads both
+        count = cfg["num_experts"] if "num_experts" in cfg else cfg["num_local_experts"]  # transformers accepts both
         experts = cls(
             count, cfg["num_experts_per_tok"], cfg["moe_intermediate_size"], bool(cfg.get("norm_topk_prob", False))
         )
@@ -111,10 +113,10 @@ class PolicyShape:
     rope_theta: float
     norm_eps: float
     tied: bool
-    eos_token_id: int  # what a response is taught to end with
+    eos_token_id: int  # the token that a response learns to end with
     pad_token_id: int
     model_type: str = "qwen3"  # one of ARCHITECTURES
-    other_eos_token_ids: tuple[int, ...] = ()  # what it may end with, too
+    other_eos_token_ids: tuple[int, ...] = ()  # other tokens that end a response
     rope_scaling: RopeScaling | None = None  # llama
     experts: Experts | None = None  # qwen3_moe
 
@@ -159,7 +161,9 @@ class PolicyShape:
         eos = cfg.get("eos_token_id")
         first, *others = ends = eos if isinstance(eos, list) and eos else [eos]
         if not all(isinstance(token, int) and 0 <= token < cfg["vocab_size"] for token in ends):
-            raise ValueError(f"eos_token_id={eos!r}: expected a token below vocab_size={cfg['vocab_size']}, or several")
+            raise ValueError(
+                f"eos_token_id={eos!r}: expected a token below vocab_size={cfg['vocab_size']}, or a list of them"
+            )
         heads = cfg["num_attention_heads"]
         return cls(
             vocab_size=cfg["vocab_size"],
@@ -213,8 +217,8 @@ class PolicyShape:
 
     @property
     def aux_layers(self) -> tuple[int, int, int]:
-        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840); three
-        different ones also in a shallow policy, which needs three layers for it.
+        """Layers whose inputs feed the draft: an early, a middle and a late one (EAGLE-3, arXiv 2503.01840). They are
+        different in a shallow policy too, if it has at least three layers.
         """
         n = self.n_layers
         return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by a checkpoint's tokenizer.json."""
+"""Turns text into tokens and back, with a checkpoint's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncspec.models import CheckpointError
 
 
 def load(directory: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory."""
+    """Load the tokenizer of a Hugging Face directory."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; the policy's directory must hold its tokenizer")

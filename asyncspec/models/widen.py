@@ -1,9 +1,9 @@
-"""An equal policy or EAGLE-3 draft with wider heads, for attention kernels that know no narrow ones.
+"""Widens the heads of a policy or EAGLE-3 draft, whose outputs stay the same, for kernels without narrow heads.
 
-Each half of a head is padded with zeros to `factor` times its width. RMSNorm then divides by a root mean square smaller
-by the root of the factor, attention by a root of the width greater by it: the norm of keys is scaled back, that of
-queries needs no change; without norms (the draft) the queries are scaled. The RoPE base is raised to the power of the
-factor, so that the frequencies of the dimensions that are not zero stay what they were.
+Each half of a head is padded with zeros to `factor` times its width. RMSNorm then divides by a root mean square that
+is smaller by sqrt(factor), and attention divides by the root of a width that is larger by factor. So the norm of the
+keys is scaled back, and the norm of the queries needs no change. Without norms (the draft) the queries are scaled. The
+RoPE base is raised to the power `factor`, so that the frequencies of the nonzero dimensions stay the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def widened(source: Path, target: Path, factor: int) -> None:
 
 
 def widened_tensors(tensors: Mapping[str, torch.Tensor], head_dim: int, factor: int) -> dict[str, torch.Tensor]:
-    """The tensors of a policy or draft, under the names of its file, with heads `factor` times as wide."""
+    """Return the tensors of a policy or draft, named as in its file, with heads `factor` times as wide."""
     if factor == 1:
         return dict(tensors)
     normed = any(name.endswith("k_norm.weight") for name in tensors)
@@ -54,7 +54,7 @@ def widened_tensors(tensors: Mapping[str, torch.Tensor], head_dim: int, factor: 
 
 
 def _padded(tensor: torch.Tensor, head_dim: int, factor: int, dim: int) -> torch.Tensor:
-    """Zeros behind each half of each head along `dim`."""
+    """Append zeros to each half of each head along `dim`."""
     halves = tensor.unflatten(dim, (-1, head_dim // 2))
     zeros = torch.zeros_like(halves)
     return torch.cat([halves, *(factor - 1) * [zeros]], dim + 1).flatten(dim, dim + 1)

@@ -17,8 +17,8 @@ from asyncspec.wire import messages as m
 
 
 class GradientAccumulator:
-    """The gradient is that of sum(token losses) / number of tokens over all groups added, however they were divided
-    among calls and ranks.
+    """Accumulates the gradient of sum(token losses) / number of tokens over all groups added. The division of groups
+    into calls and ranks does not matter.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class GradientAccumulator:
     ) -> None:
         """
         Args:
-            ranks: those that hold the model; None: this process alone, in float32.
-            tokens_per_pass: a larger group is divided.
-            keep_first: `add` returns its first pass, whose logits are then kept through the others.
+            ranks: the ranks that hold the model; None: this process alone, in float32.
+            tokens_per_pass: a group with more tokens, padded, takes several passes.
+            keep_first: whether `add` returns its first pass, whose logits are then kept during the others.
         """
         self.tokens_per_pass = tokens_per_pass
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
@@ -53,12 +53,12 @@ class GradientAccumulator:
         self.clear()
 
     def state(self) -> dict:
-        """All that the next step depends on; `restore` takes it back."""
+        """Return everything that the next step depends on, for `restore`."""
         return {**checkpoint.learned(self.model, self.optimizer), "updates": self.schedule.last_epoch}
 
     def restore(self, state: dict) -> None:
-        """Take back what `checkpoint.load` has read into `state`. The learning rate is that of the configuration, as
-        far along its schedule.
+        """Restore from a `state` that `checkpoint.load` has filled. The learning rate is the configuration's, at the
+        same point of its schedule.
         """
         self.schedule.last_epoch = updates = state["updates"]
         self.schedule._last_lr = [
@@ -68,7 +68,7 @@ class GradientAccumulator:
             group["lr"] = lr
 
     def clear(self) -> None:
-        """Forget the groups added since the last step."""
+        """Drop the groups added since the last step."""
         self.optimizer.zero_grad()
         self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
 
@@ -77,16 +77,18 @@ class GradientAccumulator:
         return self.rl.kl_coef > 0 or bool(group_advantages(group.rewards, self.rl.advantage).any())
 
     def passes(self, group: m.Group, arrays: m.Arrays) -> int:
-        """How many passes `add` makes for a group with a gradient."""
+        """Return how many passes `add` makes for a group with a gradient."""
         return len(passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass))
 
     def add(self, group: m.Group, arrays: m.Arrays) -> tuple[torch.Tensor, ...] | None:
-        """Forward and backward over one group. Collective if it has a gradient: the other ranks make as many passes,
-        with groups of theirs or by `add_nothing`.
+        """Run forward and backward over one group.
+
+        Collective if the group has a gradient: the other ranks must make as many passes, with groups of their own or
+        with `add_nothing`.
 
         Returns:
-            With `keep_first` tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached; None if
-            the group has no gradient.
+            With `keep_first`: tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached. None
+            without it, or if the group has no gradient.
         """
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
@@ -107,16 +109,14 @@ class GradientAccumulator:
     ) -> tuple[torch.Tensor, ...] | None:
         lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
         tokens_GL, mask_GL = padded(prompt, arrays, self.device)
-        proximal_T, behaviour_T = (
-            torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behaviour")
-        )
+        proximal_T, behavior_T = (torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behavior"))
         logits_GLV = self._logits(tokens_GL)
         logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
         reference_T = torch.from_numpy(arrays["reference"].copy()).to(self.device) if "reference" in arrays else None
         loss, stats = policy_loss(
             logprob_T,
             proximal_T,
-            behaviour_T,
+            behavior_T,
             advantage_G.repeat_interleave(lengths_G).to(self.device),
             reference_T,
             self.rl,
@@ -128,15 +128,18 @@ class GradientAccumulator:
         return (tokens_GL, mask_GL, logits_GLV.detach(), hidden_GLD) if keep else None
 
     def add_nothing(self) -> None:
-        """Take part in the passes of the other ranks, with a gradient of zero."""
+        """Take part in one pass of the other ranks, with a gradient of zero. Collective."""
         (0 * self._logits(torch.zeros(1, 2, dtype=torch.int64, device=self.device)).sum()).backward()
 
     def step(self) -> dict[str, float]:
-        """Divide once, clip, update; returns the gradient norm, and means over the tokens of groups with signal.
-        Collective.
+        """Divide once, clip and update the weights. Collective.
+
+        Returns:
+            The gradient norm, the learning rate and, if any group had a gradient, the means of REPORTED over the
+            tokens of these groups.
 
         Raises:
-            FloatingPointError: the gradient is not finite; nothing was changed.
+            FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
         totals = torch.tensor(
             [self.tokens, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)],
@@ -160,7 +163,7 @@ class GradientAccumulator:
         return stats
 
     def _logits(self, tokens_GL: torch.Tensor) -> torch.Tensor:
-        """logits_GLV, float32 [G, L, V], with gradient."""
+        """Return logits_GLV, float32 [G, L, V], with gradient."""
         logits_GLV = self.model(tokens_GL)
         return (logits_GLV.full_tensor() if isinstance(logits_GLV, DTensor) else logits_GLV).float()
 

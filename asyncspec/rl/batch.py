@@ -1,4 +1,4 @@
-"""Groups as padded batches: what logprob and trainer feed the policy.
+"""Groups as padded batches, the policy's input in logprob and trainer.
 
 Shape suffixes: G samples, L positions (prompt and response, right-padded), T response tokens of all samples.
 """
@@ -12,7 +12,7 @@ from asyncspec.wire.messages import Arrays
 
 
 def padded(prompt: list[int], arrays: Arrays, device="cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens_GL, int64, and mask_GL, True at response tokens, in the order of the concatenated arrays."""
+    """Return tokens_GL, int64, and mask_GL, True at response tokens; it selects them in the order of `arrays`."""
     lengths = arrays["lengths"]
     longest = len(prompt) + int(lengths.max())
     tokens_GL = np.zeros((len(lengths), longest), dtype=np.int64)
@@ -24,8 +24,8 @@ def padded(prompt: list[int], arrays: Arrays, device="cpu") -> tuple[torch.Tenso
 
 
 def passes(prompt: list[int], arrays: Arrays, most_tokens: int) -> list[Arrays]:
-    """A group as parts of consecutive samples, none of which takes more than most_tokens when padded, unless it is one
-    sample.
+    """Split a group into parts of consecutive samples. A part has at most most_tokens when padded, unless it is a
+    single sample.
     """
     lengths = arrays["lengths"]
     parts, first, longest = [], 0, 0
@@ -42,7 +42,7 @@ def passes(prompt: list[int], arrays: Arrays, most_tokens: int) -> list[Arrays]:
 
 
 def response_logprobs(logits_GLV: torch.Tensor, tokens_GL, mask_GL, temperature: float) -> torch.Tensor:
-    """Logprobs of the response tokens at the sampling temperature, [T].
+    """Return the logprobs of the response tokens at the sampling temperature, [T].
 
     Args:
         logits_GLV: the policy's logits after each position.

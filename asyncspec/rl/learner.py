@@ -1,7 +1,7 @@
-"""The learner: one rank's part of the policy that is trained. It loads, learns, takes snapshots, writes checkpoints.
+"""The learner: one rank's part of the trained policy. It loads, learns, takes snapshots and writes checkpoints.
 
-The actors decide when: rank 0 is the trainer (actors/trainer.py), the others do as it says (actors/trainer_rank.py).
-Every method marked as collective must be called in all ranks, in the same order.
+The actors decide when: rank 0 is the trainer (actors/trainer.py); the other ranks follow its orders
+(actors/trainer_rank.py). Every method marked as collective must be called in all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncspec.models.shape import PolicyShape
     from asyncspec.rl.accumulate import GradientAccumulator
 
-MOST_SKIPPED = 3  # steps in a row that may be left out because their gradient is not finite
+MOST_SKIPPED = 3  # this many steps in a row whose gradient is not finite are an error
 
 
 def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]) -> Path:
@@ -41,24 +41,24 @@ class Learner:
         t = config.trainer
         self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
-        self.more_state: Callable[[], dict] = dict  # what else belongs into a checkpoint
-        self.model = None  # once loaded
+        self.more_state: Callable[[], dict] = dict  # returns further entries for a checkpoint
+        self.model = None  # None until loaded
         self.shape: PolicyShape | None = None
-        self.accumulator: GradientAccumulator | None = None  # once the ranks have joined
+        self.accumulator: GradientAccumulator | None = None  # None until the ranks have joined
         self.layout: Layout | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
 
     def load(self) -> None:
-        """Read the policy."""
+        """Load the policy."""
         from asyncspec.models import policy
 
-        # Every rank reads all of it, into host memory, and keeps its share.
+        # If the policy is sharded, every rank loads it whole into host memory; `join` keeps its shards.
         self.model, self.shape = policy.load(
             resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device
         )
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
-        """Find the other ranks and share the policy with them. Collective."""
+        """Connect to the other ranks and shard the policy over them. Collective."""
         from asyncspec.rl.accumulate import GradientAccumulator
 
         c = self.config
@@ -81,10 +81,10 @@ class Learner:
         self.checkpoints = checkpoint.Checkpoints(self.run_dir, "trainer", self.config.checkpoint.keep, self.ranks)
 
     def update(self) -> dict[str, float]:
-        """The optimizer's step; returns its statistics. Collective.
+        """Take the optimizer's step; return its statistics. Collective.
 
         Raises:
-            FloatingPointError: the gradient is not finite, in all ranks alike; it is forgotten.
+            FloatingPointError: the gradient is not finite, which all ranks notice; it is dropped.
         """
         try:
             stats = self.accumulator.step()
@@ -103,18 +103,18 @@ class Learner:
         update: Callable[[], dict[str, float]],
         notice: Callable[[str], None],
     ) -> tuple[dict[str, float], str]:
-        """Update the policy; a step whose gradient is not finite is left out, kept for inspection and reported.
+        """Update the policy. A step whose gradient is not finite is skipped, saved for inspection and reported.
 
         Args:
-            groups: that the gradient is of.
+            groups: the groups of the step.
             update: has all ranks call `update`.
-            notice: callable(text), which tells the user.
+            notice: callable(text) that informs the user.
 
         Returns:
-            The step's statistics, and why it was left out, if it was.
+            The step's statistics, and why it was skipped; "" if it was not.
 
         Raises:
-            FloatingPointError: so many in a row were not finite that nothing is learned any more.
+            FloatingPointError: MOST_SKIPPED steps in a row had no finite gradient.
         """
         try:
             return update(), ""
@@ -133,10 +133,10 @@ class Learner:
             return {"grad/skipped": self.skipped}, str(error)
 
     def snapshot(self, tell: Callable[[], None] = lambda: None) -> Snapshot:
-        """The policy as it is now.
+        """Return a snapshot of the policy.
 
         Args:
-            tell: in rank 0: has the other ranks begin to gather theirs.
+            tell: in rank 0, has the other ranks begin to gather their snapshots.
         """
         parameters = dict(self.model.named_parameters())
         if self.ranks.sharded:
@@ -144,13 +144,11 @@ class Learner:
         return WholeSnapshot(self.layout, parameters, self.device)
 
     def save(self, version: int) -> None:
-        """Begin a checkpoint. Collective."""
+        """Begin to write a checkpoint. Collective."""
         self.checkpoints.save(version, self._state())
 
     def restore(self, version: int) -> dict:
-        """Go on from a checkpoint, which may be of another number of ranks; returns what it holds, `more_state`
-        included.
-        """
+        """Resume from a checkpoint, perhaps of another number of ranks; return its entries, `more_state` included."""
         state = self._state()
         checkpoint.load(checkpoint.where(self.run_dir, "trainer", version), state)
         self.accumulator.restore(state["trainer"])
@@ -158,7 +156,7 @@ class Learner:
         return state
 
     def _state(self) -> dict:
-        """All that a checkpoint holds; the order of the data and the samples' seeds are functions of the run's seed."""
+        """The entries of a checkpoint. Data order and sample seeds are not needed: they follow from the run's seed."""
         return {
             "trainer": self.accumulator.state(),
             "skipped": [self.skipped, self.skipped_in_a_row],
@@ -166,7 +164,11 @@ class Learner:
         }
 
     def save_policy(self, snapshot: Snapshot, mtp=None) -> Path:
-        """Write a snapshot as a Hugging Face directory; in rank 0, whose host holds it whole meanwhile."""
+        """Write the policy as a Hugging Face directory; return the directory. For rank 0 only.
+
+        A sharded policy is written from the snapshot, which the host holds whole meanwhile. Otherwise the model's
+        weights are written.
+        """
         import torch
 
         from asyncspec.models import policy

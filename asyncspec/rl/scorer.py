@@ -1,7 +1,7 @@
-"""What each rank of a logprob actor holds of the policy, and does with it: load, score, take a new version.
+"""The scorer: one rank's part of a logprob actor. It loads the policy, scores groups and takes new versions.
 
-The actors decide when: the leading rank is the logprob actor (actors/logprob.py), the others do as it says
-(actors/logprob_rank.py). What is marked as collective here must be called in all ranks, in the same order.
+The actors decide when: the leading rank is the logprob actor (actors/logprob.py); the other ranks follow its orders
+(actors/logprob_rank.py). Every method marked as collective must be called in all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Scorer:
     def __init__(self, config: Config, device: str, name: str = "logprob", rank: int = 0) -> None:
         """
         Args:
-            name: of the logprob actor.
-            rank: of this process among its ranks.
+            name: name of the logprob actor.
+            rank: rank of this process in the logprob actor.
         """
         self.config, self.device = config, device
         self.ranks = Ranks(name, rank, config.logprob.ranks, config.logprob.tensor_parallel)
         self.reference, self.aux_layers = None, ()
         self.scores = ["proximal"] + ["reference"] * (config.rl.kl_coef > 0)
-        self.supervising = False  # whether the next group's hidden states are wanted too
-        self._scored: list[list[torch.Tensor]] = []  # [scores, passes]: float32 [tokens] each, of the group added last
+        self.supervising = False  # whether the next group also makes supervision for the draft
+        self._scored: list[list[torch.Tensor]] = []  # [scores, passes] of the last group added: float32 [tokens] each
 
     def load(self) -> None:
-        """Read the policy and, with a KL term, the reference."""
+        """Load the policy and, with a KL term, the reference."""
         from asyncspec.drafts import draft
 
         c = self.config
@@ -47,12 +47,12 @@ class Scorer:
     def _read(self, path: str):
         from asyncspec.models import policy
 
-        # Every rank reads all of it, into host memory, and keeps its share.
+        # If the model is sharded, every rank loads it whole into host memory; `join` keeps its shards.
         model, shape = policy.load(resolve_path(path), "cpu" if self.ranks.sharded else self.device)
         return policy.cast(model, getattr(torch, self.config.model.dtype)).requires_grad_(False), shape
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
-        """Find the other ranks and share policy and reference with them. Collective."""
+        """Connect to the other ranks and shard policy and reference over them. Collective."""
         self.ranks.join(store_host, store_port, self.device, self.config.deployment.start_timeout_s, collective_s)
         for model in self._models:
             self.ranks.shard(model, trained=False)
@@ -69,27 +69,28 @@ class Scorer:
         self._shares = {name: share(parameter) for name, parameter in self.parameters.items()}
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's share of a tensor that has arrived whole, in the dtype it is computed with."""
+        """Return a copy of this rank's share of a whole tensor, in the dtype of the passes."""
         return tensor[self._shares[name]].to(self.parameters[name].dtype, copy=True)
 
     @torch.no_grad()
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on with these weights: of each what `keep` gave, or with one rank the whole."""
+        """Replace the policy's weights by what `keep` returned for each, or with one rank by whole tensors."""
         for name, parameter in self.parameters.items():
             local(parameter).copy_(tensors[name])
 
     def passes(self, group: m.Group, arrays: m.Arrays) -> int:
-        """How many passes `add` makes."""
+        """Return how many passes `add` makes for a group."""
         return len(passes(group.ticket.prompt_tokens, arrays, self.config.trainer.tokens_per_pass))
 
     @torch.no_grad()
     def add(self, group: m.Group, arrays: m.Arrays) -> Callable | None:
-        """The policy's passes over a group, and the reference's. Collective: the other ranks make as many, with groups
-        of theirs or by `add_nothing`.
+        """Run the policy and the reference over a group.
+
+        Collective: the other ranks must make as many passes, with groups of their own or with `add_nothing`.
 
         Returns:
-            If `supervising`, which ends with that: what makes the draft's supervision from the first pass, once there
-            is time for it.
+            If `supervising` is set, which this call unsets: a callable that makes the draft's supervision from the
+            first pass, to be called when there is time. Otherwise None.
         """
         from asyncspec.drafts.supervision import from_pass
         from asyncspec.models.policy import forward
@@ -113,7 +114,7 @@ class Scorer:
 
     @torch.no_grad()
     def add_nothing(self) -> None:
-        """Take part in a pass of the other ranks."""
+        """Take part in one pass of the other ranks. Collective."""
         from asyncspec.models.policy import forward
 
         nothing_GL = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
@@ -121,11 +122,11 @@ class Scorer:
             forward(model, nothing_GL)
 
     def collect(self, tokens: int) -> np.ndarray:
-        """What was scored since the last call in every data rank, float32 [data ranks, scores, tokens], zero where
-        there are fewer. Collective.
+        """Return the scores of the last group in each data rank, float32 [data ranks, scores, tokens], padded with
+        zeros. Collective.
 
         Args:
-            tokens: of the group that has most.
+            tokens: the number of response tokens in the largest of these groups.
         """
         values = torch.zeros(self.ranks.data_size, len(self.scores), tokens, device=self.device)
         for index, parts in enumerate(self._scored):

@@ -1,1 +1,1 @@
-"""Speculation: random numbers, sampling, exact verification and the choice of the draft length."""
+"""Speculation: random numbers, sampling, exact verification, and the choice of the draft length."""

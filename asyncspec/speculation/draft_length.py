@@ -1,10 +1,10 @@
-"""How far to speculate: for each engine step the draft length k, 0 included, that emits the most tokens a second.
+"""Choose the draft length k of each engine step, 0 included, that emits the most tokens per second.
 
     rate(k) = tokens(k) / seconds(k)
 
-Tokens are learned from verifications (emitted.py), seconds from a calibration that every comparison of steps corrects
-(step_times.py), and other lengths are tried from a small budget (explorer.py). Only what is past is looked at, so the
-choice cannot bend the distribution. See docs/explanation/draft-length.md.
+Tokens are learned from verifications (emitted.py). Seconds come from a calibration, which comparisons of steps correct
+(step_times.py). A small budget pays for trying other lengths (explorer.py). The choice depends on past steps only, so
+it cannot change the distribution of the samples. See docs/explanation/draft-length.md.
 
 Shape suffixes: B live rows, S slots, K draft length, N steps, R rows of several steps.
 """
@@ -23,26 +23,30 @@ from asyncspec.speculation.emitted import Emitted, Survival
 from asyncspec.speculation.explorer import Explorer
 from asyncspec.speculation.step_times import BLOCK, StepTimes
 
-# What removing a constant costs, here and beside it: docs/decisions/0003-draft-length-ablation.md
-# Lengths that are considered: of many alike the luckiest would seem the best. With five of them the worst cell loses.
+# docs/decisions/0003-draft-length-ablation.md says what it costs to remove each constant of this module and its
+# neighbors.
+# The lengths to choose from. Among many similar lengths, noise would pick the best. With only five, the worst cell
+# loses.
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 10, LONGEST)
-# A choice holds for so long, or for a block of steps if that is longer. Choosing after each block costs a hundredth.
+# A choice holds for this many seconds, or for a block of steps if that takes longer. Choosing after every block costs
+# 1 %.
 HOLD_S = 0.3
 
-Attended = Callable[[int], float] | None  # positions that a token attends to, on average over so many rows
+Attended = Callable[[int], float] | None  # rows -> positions that a token attends to, on average over the first rows
 
 
 class Observation(NamedTuple):
-    """A step, as an engine tells of it before the next choice."""
+    """A finished step, reported by the engine before the next choice."""
 
     live: int
-    draft_length: int  # that `choose` gave
-    seconds: float  # of the whole step
-    kept_B: np.ndarray  # int64, accepted proposals of each row, no more than it emitted before its end
-    # int64, how many proposals of each row were read: those before its end, or those a lookup found; None: all
+    draft_length: int  # the value that `choose` returned
+    seconds: float  # duration of the whole step
+    kept_B: np.ndarray  # int64, accepted proposals of each row that were emitted before its end
+    # int64, how many proposals of each row were verified: those before its end, or those a lookup found; None: all
     found_B: np.ndarray | None = None
-    usual: bool = True  # False: the step did work that is not part of every such step, so its time tells nothing
-    missed_B: np.ndarray | None = None  # bool, rows without all features, whose proposals tell little; None: none
+    usual: bool = True  # False: the step did extra work (such as catching up), so its time says nothing
+    # bool, rows that lack features of some positions; their acceptance says little; None: no such rows
+    missed_B: np.ndarray | None = None
     span: float | None = None  # positions a token attended to, on average over rows; None: as in the calibration
 
 
@@ -50,27 +54,27 @@ class Chooser(ABC):
     """Chooses the draft length of each step."""
 
     longest: int
-    keeps = True  # whether features for the draft are to be kept though nothing is proposed
-    watches = False  # whether the step that was chosen for last is to be observed
+    keeps = True  # whether the engine should keep features for the draft even while nothing is proposed
+    watches = False  # whether the engine should report the step of the last choice to `observe`
     learn: Callable[[np.ndarray, np.ndarray], None] | None = None  # see `LookupLength.learn`
 
     @abstractmethod
     def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Attended = None) -> int:
-        """The k of the next step.
+        """Return the draft length k of the next step.
 
         Args:
-            missed_S: bool, rows of which not all features were kept, since `keeps` was False, the live ones first;
-                None: none.
-            attended: gives for a number of rows how many positions a token attends to, on average over them; None: as
-                many as in the calibration.
+            live: number of live sequences.
+            missed_S: bool, live rows first: whether a row lacks features because `keeps` was False. None: no row does.
+            attended: function from a number of rows to the positions a token attends to, on average over those rows.
+                None: as many as in the calibration.
         """
 
     def observe(self, step: Observation) -> None:
-        """Learn from a step, before the next choice."""
+        """Learn from the last step. The engine calls this before the next choice, if `watches` is True."""
 
 
 class FixedLength(Chooser):
-    """Always the same k."""
+    """Chooses the same k for every step."""
 
     def __init__(self, draft_length: int) -> None:
         self.longest = draft_length
@@ -80,7 +84,7 @@ class FixedLength(Chooser):
 
 
 class AutoLength(Chooser):
-    """The k of the highest expected rate, for drafters that always have proposals."""
+    """Chooses the k with the highest expected rate, for drafters that always have proposals."""
 
     longest = LONGEST
 
@@ -94,15 +98,15 @@ class AutoLength(Chooser):
         """See `Calibration`."""
         self.calibration = Calibration(lives, seconds, read, farther)
         self.keeps = self.watches = True
-        # the second: proposals of which none is read any more, as the row would end
+        # _read: the share of rows whose proposal j is verified; proposals beyond a row's end are not
         self._emits, self._read = Emitted(), Survival(LONGEST)
         self._times, self._explorer = StepTimes(), Explorer()
         self._calibrated: dict[int, Calibrated] = {}  # by bucket
-        self._holds: dict[int, int] = {}  # by bucket, how many choices have held
+        self._holds: dict[int, int] = {}  # by bucket, how many holds there have been
         self._span: float | None = None  # positions that a token attends to now; None: as in the calibration
         self._bucket = self._best = self._choice = 0
-        self._steps = self._passed = 0  # that the choice holds for, and those of them that passed
-        self._seen: list[Observation] = []  # steps of the choice that holds, to be learned from together
+        self._steps = self._passed = 0  # how many steps the current choice holds for, and how many have passed
+        self._seen: list[Observation] = []  # observed steps of the current choice; they are learned from together
 
     def choose(self, live: int, missed_S: np.ndarray | None = None, attended: Attended = None) -> int:
         if self._passed == self._steps or self._times.bucket(live) != self._bucket:
@@ -139,7 +143,7 @@ class AutoLength(Chooser):
             self._steps = max(BLOCK, min(BLOCK * (holds + 1), int(HOLD_S / cost_K[best])))
 
     def _learn_from(self, steps: Sequence[Observation]) -> None:
-        """Learn from steps of one draft length."""
+        """Learn from steps that all had one draft length."""
         self._learn_tokens(steps)
         usual = [step for step in steps if step.usual]
         if usual:
@@ -157,29 +161,30 @@ class AutoLength(Chooser):
         self._read.add(np.concatenate(read), k)
 
     def _calibrated_seconds(self, steps: Sequence[Observation]) -> np.ndarray:
-        """Seconds of these steps as the calibration has it, float [N]."""
+        """Return the seconds that the calibration predicts for these steps, float [N]."""
         k = steps[0].draft_length
         read_N = np.array([k if step.found_B is None else step.found_B.mean() for step in steps])
         return self._at(steps[0].live).seconds(k, read_N, spans(steps))
 
     def _pays_alone(self) -> bool:
-        """Whether speculation would pay once a single sequence is left. Otherwise features, which cost about a fiftieth
-        of a step, are kept only when something is to be tried.
+        """Whether speculation would pay with a single live sequence.
+
+        If not, features are kept only when a try is due: keeping them costs about 2 % of a step.
         """
         return bool(self._rates(self._costs(1)).argmax())
 
     def _rates(self, cost_K: np.ndarray) -> np.ndarray:
-        """Expected tokens a second of each row; 0 for lengths that are not considered. float [LONGEST + 1]."""
+        """Return the expected tokens per second of a row, float [LONGEST + 1]; 0 for lengths not in LENGTHS."""
         rate_K = np.zeros(LONGEST + 1)
         rate_K[list(LENGTHS)] = (self._tokens() / cost_K)[list(LENGTHS)]
         return rate_K
 
     def _tokens(self) -> np.ndarray:
-        """Expected tokens of a row in a step, float [LONGEST + 1]."""
+        """Return the expected tokens of a row in a step, float [LONGEST + 1]."""
         return self._emits.tokens()
 
     def _costs(self, live: int) -> np.ndarray:
-        """Expected seconds of a step, float [LONGEST + 1]."""
+        """Return the expected seconds of a step, float [LONGEST + 1]."""
         read_K = np.append(0.0, self._read.beyond().cumsum())
         return self._at(live).seconds(np.arange(LONGEST + 1), read_K, self._span) * self._times.corrections(
             self._times.bucket(live)
@@ -193,5 +198,5 @@ class AutoLength(Chooser):
 
 
 def spans(steps: Sequence[Observation]) -> np.ndarray | None:
-    """How many positions a token attended to in each step, float [N]; None: as in the calibration."""
+    """Return how many positions a token attended to in each step, float [N]; None: as in the calibration."""
     return None if steps[0].span is None else np.array([step.span for step in steps])

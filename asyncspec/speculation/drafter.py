@@ -1,8 +1,8 @@
-"""What every drafter is: something that proposes tokens for the live sequences, however it comes to them.
+"""The drafter interface: a drafter proposes tokens for the live sequences.
 
-The engine tells a drafter what happens (sequences enter, the target has read positions, sequences move and leave) and,
-when it decides to speculate, asks for proposals. A drafter reads what it needs lazily, when asked: while the engine
-does not speculate a drafter costs nothing but the copy of the features it may need later.
+The engine notifies the drafter of events: sequences enter, move and leave, and the target has processed positions. When
+the engine decides to speculate, it asks for proposals. A drafter works lazily: while the engine does not speculate, a
+drafter costs only the copying of features that it may need later.
 
 Shape suffixes: S slots, P positions, B live rows, L positions of a pass, K draft length, V vocabulary, E features.
 """
@@ -18,16 +18,17 @@ import torch
 
 
 class Packed(NamedTuple):
-    """Some of B * L tokens, T of them: a pass computes them alone, in a workspace of (T, 1), and lays them out for
-    attention.
+    """The T tokens of a [B, L] rectangle that a pass computes. The others are left out.
+
+    The pass computes them in a workspace of (T, 1) and lays them out as [B, L] for attention.
     """
 
-    at_T: np.ndarray  # int64, where each is among B * L
-    of_N: np.ndarray  # int64 [B * L], which of them each is; one that is left out is another of its row
+    at_T: np.ndarray  # int64, the index of each computed token among the B * L
+    of_N: np.ndarray  # int64 [B * L], which of the T tokens stands here; a token left out points to another of its row
 
 
 class Slots:
-    """The tokens of all slots. In a step live sequences occupy rows 0..live-1."""
+    """The tokens of all slots. In a step, live sequences occupy rows 0..live-1."""
 
     def __init__(self, slots: int, positions: int, device) -> None:
         self.positions, self.device = positions, torch.device(device)
@@ -35,13 +36,17 @@ class Slots:
         self.length_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.index_P = torch.arange(positions, device=device)
-        # the engine attends to rows in groups: the row after each one's last; those to come are one group
+        # The engine attends to rows in groups. `ends` holds the row after each group's last; rows beyond the last end
+        # form one more group.
         self.ends: list[int] = []
-        # On a CPU the same memory; on a GPU a copy, refreshed once a step.
+        # Lengths on the host. On a CPU they share the tensor's memory; on a GPU they are a copy, refreshed every step.
         self.length = self.length_S.numpy() if self.device.type == "cpu" else np.zeros(slots, dtype=np.int64)
 
     def spans(self, first_row: int, count: int, more: int = 0) -> list[tuple[int, int]]:
-        """Groups of these rows, each with the length of its longest, plus `more`; see `engine.kv_cache.KVCache.at`."""
+        """Return the groups of these rows as pairs: the row after the group's last, and its longest length plus `more`.
+
+        See `engine.kv_cache.KVCache.at`.
+        """
         length, ends = (
             self.length[first_row : first_row + count],
             [count] if first_row else [end for end in self.ends if end < count] + [count],
@@ -49,8 +54,9 @@ class Slots:
         return [(end, int(length[start:end].max()) + more) for start, end in zip([0, *ends], ends)]
 
     def attended(self, count: int) -> float:
-        """How many positions a token of rows 0..count-1 attends to, on average over rows: as many as the longest of its
-        row's group has.
+        """Return how many positions a token of rows 0..count-1 attends to, on average over rows.
+
+        A row attends to as many positions as the longest row of its group has.
         """
         spans = self.spans(0, count)
         return (
@@ -59,17 +65,18 @@ class Slots:
         )
 
     def refresh(self, count: int) -> None:
-        """Bring the host's copy of the lengths up to date."""
+        """Update the host's copy of the lengths."""
         if self.device.type != "cpu":
             self.length[:count] = self.length_S[:count].cpu().numpy()
 
 
 class Proposal(NamedTuple):
-    """What a drafter proposes for each row.
+    """A drafter's proposals for each row.
 
-    draft_BK: int64 tokens.
+    draft_BK: int64, the proposed tokens.
     q_BKV: the distributions they were drawn from; None: each is certain (a point mass).
-    count_B: int64, how many of a row's K count, if not all; a function of the tokens before them only.
+    count_B: int64, how many of a row's K proposals count; None: all. It may depend only on the tokens before the
+        proposals.
     """
 
     draft_BK: torch.Tensor
@@ -77,28 +84,33 @@ class Proposal(NamedTuple):
     count_B: torch.Tensor | None = None
 
     def first(self, count: int) -> Proposal:
-        """So many of each row."""
+        """Return the first `count` proposals of each row."""
         return Proposal(self.draft_BK[:, :count], None if self.q_BKV is None else self.q_BKV[:, :count], self.count_B)
 
 
 class Drafter(ABC):
-    """Proposes tokens. What a drafter has no use for does nothing."""
+    """Proposes tokens. The default methods do nothing; a drafter overrides those that it needs."""
 
-    aux_layers: tuple[int, ...] = ()  # whose inputs `observe` wants; () for none
-    looks_up = False  # may find fewer proposals than asked for, or none
-    # Of a lookup: called with what it would have proposed in finished rollouts, see `LookupLength.learn`.
+    aux_layers: tuple[int, ...] = ()  # the target's layers whose inputs `observe` needs; () for none
+    looks_up = False  # whether it may find fewer proposals than requested, or none
+    # A lookup calls this with what it would have proposed in finished rollouts; see `LookupLength.learn`.
     learn: Callable[[np.ndarray, np.ndarray], None] | None = None
 
     @abstractmethod
     def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
-        """Propose for rows 0..count-1; `uniform_BK` are uniform numbers in [0, 1), one a proposal."""
+        """Propose `draft_length` tokens for each of rows 0..count-1.
+
+        Args:
+            uniform_BK: uniform numbers in [0, 1), one for each proposal.
+        """
 
     def reload(self) -> None:
-        """Weights have changed, the draft's or the target's."""
+        """Adopt changed weights, the draft's or the target's."""
 
     def enter(self, first_row: int, count: int) -> None:
-        """Rows first_row.. hold new prompts, or sequences whose features were not kept: it has observed nothing of
-        them.
+        """Forget what was observed of `count` rows from `first_row`.
+
+        They now hold new prompts, or sequences whose features were not kept.
         """
 
     def observe(
@@ -108,38 +120,44 @@ class Drafter(ABC):
         position_BL: torch.Tensor,
         packed: Packed | None = None,
     ) -> None:
-        """The target has read these positions, or those of them that are packed, and the tokens it emitted are
-        appended. Features: the inputs of each of `aux_layers`, [B, L, D], or [T, 1, D] of what is packed.
+        """Take the features of positions that the target has just processed; the tokens it emitted are appended.
+
+        Args:
+            features_BLD: the inputs of each of `aux_layers`, [B, L, D]; with `packed`, [T, 1, D].
+            position_BL: int64, the positions processed in each row.
+            packed: which of the B * L positions were processed; None: all.
         """
 
     def prefill(self, first_row: int, count: int) -> None:
-        """Read these prompts now, in one pass, for all their samples; otherwise that happens at the next proposal."""
+        """Prefill these prompts now, in one pass, for all their samples. Otherwise the next proposal does it."""
 
     def behind(self, count: int) -> int:
-        """Positions that the next proposal will have to read, of the row that is furthest behind."""
+        """Return how many positions the next proposal must process first, for the row that is furthest behind."""
         return 1
 
     def catch_up(self) -> None:
-        """Do what was put off while nothing was proposed; otherwise that happens at the next proposal."""
+        """Do the work that was put off while nothing was proposed. Otherwise the next proposal does it."""
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
-        """Make each of these rows a copy of its source, tokens and all: a sample of a prompt, or a row that moves."""
+        """Make each of these rows a copy of its source: a new sample of a prompt, or a row that moves."""
 
     def leave(self, row: int) -> None:
-        """The sequence of this row is finished; its tokens are still there."""
+        """Note that the sequence of this row has finished. Its tokens are still in the row."""
 
     def seeds(self, seeds: Sequence[int]) -> Sequence[int]:
-        """Seeds for sequences that enter. A drafter that proposes what other sequences sampled changes them: verifying
-        such a token takes random numbers that it was not sampled with.
+        """Return the seeds to use for sequences that enter.
+
+        A drafter that proposes what other sequences sampled must change them: a proposed token must be verified with
+        other random numbers than those that it was sampled with.
         """
         return seeds
 
     def launch_by(self, graphs: Callable[..., Sequence[torch.Tensor]] | None) -> None:
-        """Launch passes by these (`engine.graphs.Graphs`) from now on; None: kernel by kernel."""
+        """Launch passes through these graphs (`engine.graphs.Graphs`) from now on; None: kernel by kernel."""
 
 
 class NoDrafter(Drafter):
-    """For an engine that does not speculate."""
+    """The drafter of an engine that does not speculate."""
 
     def propose(self, count: int, draft_length: int, uniform_BK: torch.Tensor) -> Proposal:
         raise ValueError(f"draft_length={draft_length}: expected 0 without a drafter")

@@ -1,22 +1,22 @@
-"""When to try another draft length than the best, and which."""
+"""Decides when to try a draft length other than the best, and which one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-SHARE = 0.004  # of the time may be lost to tries; without tries the worst cell loses two hundredths
-# Until so many choices have held, the share is greater: as many times as they are fewer. Without it
-# a wrong calibration costs half a hundredth more.
+SHARE = 0.004  # share of the time that tries may lose; without tries the worst cell loses 2 %
+# Until there have been this many holds, the share is larger, inversely to their number. Without that a wrong
+# calibration costs 0.5 % more.
 EARLY_HOLDS = 16
-# One try in so many, and the first, is of no speculation, which is never to be lost to: where lengths are far too slow
-# all alike, it would not be found, and the worst cell loses three hundredths.
+# The first try, and every eighth, is of k = 0, so that speculation is never slower than none for long. Where all
+# lengths are equally far too slow, comparisons with neighbors would not show it. Without this the worst cell loses 3 %.
 NONE_TURNS = 8
 
 
 class Explorer:
-    """A debt of seconds: a try adds what it is expected to lose, every step pays off a share of its time.
+    """Keeps a debt in seconds. A try adds the time it is expected to lose. Every step pays back a share of its time.
 
-    A try may begin while nothing is owed. So a draft that has become good is found out, and a useless one costs next
+    A try may begin while nothing is owed. So a draft that has become good is discovered, and a useless one costs next
     to nothing.
     """
 
@@ -25,12 +25,14 @@ class Explorer:
         self._turn = 0
 
     def paid(self, seconds: float, holds: int) -> None:
-        """Pay off a share of this time. holds: choices that have held with about as many sequences live."""
+        """Pay back a share of these seconds. holds: past holds with about this many live sequences."""
         share = SHARE * max(1.0, EARLY_HOLDS / (1 + holds))
         self.owed_s = max(0.0, self.owed_s - share * seconds)
 
     def other(self, lengths: Sequence[int], best: int) -> int:
-        """The length to try, in turn: one longer than the best, one shorter, and a jump over one that does not pay."""
+        """Return the length to try. These take turns: the next longer than the best, the next shorter, and the second
+        longer, which jumps over one that does not pay.
+        """
         at, turn = lengths.index(best), self._turn
         self._turn += 1
         if best and turn % NONE_TURNS == 0:
@@ -39,5 +41,5 @@ class Explorer:
         return near[turn % len(near)]
 
     def charge(self, seconds: float, loss: float) -> None:
-        """Owe for a try of so many seconds that is expected to lose this share of them."""
+        """Add the expected loss of a try to the debt: this share (`loss`) of its seconds."""
         self.owed_s += seconds * loss

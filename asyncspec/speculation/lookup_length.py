@@ -1,7 +1,7 @@
-"""How far lookups are to speculate: `AutoLength` for proposals that may not be found, and that hindsight can promise.
+"""Choose the draft length of lookups: an `AutoLength` for proposals that may not be found but that hindsight predicts.
 
 Shape suffixes: N steps, R tokens of responses, V verifications, K draft length from 1, J position of a proposal, M
-proposals found or kept from 0, E kinds of steps; [LONGEST + 1, ...] where K counts from 0.
+number of proposals found or kept, from 0, E kinds of steps; [LONGEST + 1, ...] where K counts from 0.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from asyncspec.speculation.emitted import PRIOR_ROWS, remembered
 
 
 class LookupLength(AutoLength):
-    """For lookups, which may have found nothing.
+    """Chooses k for lookups, which may find nothing.
 
-    The drafter looks back at some of the finished rollouts and tells what it would have proposed there. From that
-    follows how many verifications each k would have taken, also while nothing is looked up. Where lookups are made,
-    what they keep corrects it.
+    The drafter looks back at some of the finished rollouts and reports what it would have proposed in them. That shows
+    how many verifications each k would have taken, even while nothing is looked up. The proposals that real lookups
+    keep correct this estimate.
     """
 
     def __init__(
@@ -28,29 +28,31 @@ class LookupLength(AutoLength):
     ) -> None:
         """
         Args:
-            seconds: float [len(lives), LONGEST + 2], by how many proposals of each row are verified; the last: looked,
-                and found nothing.
-            packs: whether of each row no more are read than were found; otherwise as many as were found of any.
-            farther: as for `AutoLength`.
+            lives: numbers of live sequences, ascending.
+            seconds: float [len(lives), LONGEST + 2], seconds of a step by the number of proposals verified per row. The
+                last entry: a lookup was made and found nothing.
+            packs: True if each row verifies only the proposals found for it. False if every row verifies as many as
+                were found for the row with most.
+            farther: see `Calibration`.
         """
         super().__init__(lives, seconds, None, farther)
         self.packs = packs
-        # Verifications of each k that would have found so many proposals, and kept so many.
+        # Hindsight: for each k, how many verifications would have found, and would have kept, M proposals.
         self._found_KM, self._kept_KM = (np.zeros((LONGEST + 1, LONGEST + 1)) for _ in range(2))
-        # Share of verifications of each k that would keep proposal j, of those that would keep all before it.
+        # Hindsight: for each k, the share that would keep proposal j, among verifications that would keep all before.
         self._expected_KJ = np.zeros((LONGEST + 1, LONGEST))
-        # Rows that kept proposal j, and for each k those that kept all before it.
+        # Real lookups: rows that kept proposal j; and for each k the rows that kept all proposals before j.
         self._kept_J, self._of_KJ = np.zeros(LONGEST), np.zeros((LONGEST + 1, LONGEST))
         self._kinds: dict[int, tuple[np.ndarray, ...]] = {}  # by bucket, see `_kinds_of_steps`
 
     def learn(self, count_R: np.ndarray, kept_R: np.ndarray) -> None:
-        """Look back at a response.
+        """Learn from what a lookup would have proposed in a finished response.
 
         Args:
-            count_R: int64, how many proposals would have been found before each of its tokens, up to LONGEST.
-            kept_R: int64, how many of them agree with what followed.
+            count_R: int64, how many proposals would have been found before each token of the response, at most LONGEST.
+            kept_R: int64, how many of them agree with the tokens that followed.
         """
-        verified: list[int] = []  # where the verifications of each k would begin, one k after the other
+        verified: list[int] = []  # tokens at which verifications would have begun: those of k = 1, then of k = 2, ...
         ends = [0]
         for k in range(1, LONGEST + 1):
             jump, at = (np.minimum(kept_R, k) + 1).tolist(), 0
@@ -61,18 +63,18 @@ class LookupLength(AutoLength):
         k_V, left = np.repeat(range(1, LONGEST + 1), np.diff(ends)), remembered(len(count_R))
         self._found_KM = self._found_KM * left + _table(k_V, count_R[verified])
         self._kept_KM = self._kept_KM * left + _table(k_V, kept_R[verified])
-        came_KM = self._kept_KM[:, ::-1].cumsum(1)[:, ::-1]  # kept so many or more
+        came_KM = self._kept_KM[:, ::-1].cumsum(1)[:, ::-1]  # verifications that kept M or more
         before_KJ, kept_KJ = came_KM[:, :-1], came_KM[:, 1:]
         self._expected_KJ = np.divide(kept_KJ, before_KJ, out=np.zeros_like(kept_KJ), where=before_KJ > 0)
         self._kinds.clear()
 
     def _pays_alone(self) -> bool:
-        return True  # there are no features
+        return True  # a lookup has no features to keep
 
     def _tokens(self) -> np.ndarray:
-        # Hindsight compares the lengths over the same text. But it promises too much where rollouts copy from others
-        # that ended while they ran. So each position is corrected by what verifications kept; one that none has come to
-        # as the one before it.
+        # Hindsight compares the lengths on the same text. But it promises too much where rollouts repeat others that
+        # ended while they ran. So the acceptance of each position is corrected by what real verifications kept. A
+        # position that none has reached gets the correction of the position before it.
         share, share_J = 1.0, []
         for kept, hoped in zip(self._kept_J.tolist(), (self._of_KJ * self._expected_KJ).sum(0).tolist()):
             share = (PRIOR_ROWS * share + kept) / (PRIOR_ROWS + hoped)
@@ -86,8 +88,10 @@ class LookupLength(AutoLength):
         return cost_K * self._times.corrections(self._times.bucket(live))
 
     def _kinds_of_steps(self, live: int) -> tuple[np.ndarray, ...]:
-        """Kinds of steps of k = 1..LONGEST: what share of them each is, how many proposals of a row are read in it on
-        average, and of the row of which most are; float [E, K].
+        """Return the kinds of steps that k = 1..LONGEST leads to, three times float [E, K].
+
+        They are the share of each kind, how many proposals of a row are verified in it on average, and how many of the
+        row with most.
         """
         bucket = self._times.bucket(live)
         if not self._found_KM.any():
@@ -95,24 +99,24 @@ class LookupLength(AutoLength):
             return np.ones_like(k_1K), k_1K, k_1K
         if bucket not in self._kinds:
             found_KM = self._found_KM[1:] / self._found_KM[1:].sum(1, keepdims=True)
-            upto_KM = np.minimum(found_KM.cumsum(1), 1.0) ** live  # how often no row has found more
-            if self.packs:  # none of any row, or some
+            upto_KM = np.minimum(found_KM.cumsum(1), 1.0) ** live  # probability that no row found more than M
+            if self.packs:  # two kinds: no row found any proposal, or some row did
                 none_K = upto_KM[:, 0]
                 any_K, zeros_K = np.maximum(1 - none_K, 1e-9), np.zeros(LONGEST)
                 read_K, widest_K = found_KM @ np.arange(LONGEST + 1.0), (1 - upto_KM).sum(1)
                 pairs = (none_K, 1 - none_K), (zeros_K, read_K / any_K), (zeros_K, widest_K / any_K)
                 self._kinds[bucket] = tuple(np.stack(pair) for pair in pairs)
-            else:  # as many of each row as of the one that has found most
+            else:  # one kind for each maximum: every row verifies as many as were found for the row with most
                 most_EK = np.repeat(np.arange(LONGEST + 1.0)[:, None], LONGEST, 1)
                 self._kinds[bucket] = np.diff(upto_KM, axis=1, prepend=0.0).T, most_EK, most_EK
         return self._kinds[bucket]
 
     def _seconds(self, live: int, read, widest, span):
-        """Seconds of a step as calibrated, or of several.
+        """Return the calibrated seconds of a step. Arguments but `live` may be arrays.
 
         Args:
-            read: how many proposals of a row are verified, on average; 0: looked, and found none; -1: did not look.
-            widest: of the row with most. All rows attend as if they had as many.
+            read: how many proposals of a row are verified, on average. 0: a lookup found none; -1: no lookup was made.
+            widest: how many of the row with most. All rows attend as if they had as many.
             span: see `Observation`.
         """
         at = self._at(live)
@@ -122,7 +126,8 @@ class LookupLength(AutoLength):
 
     def _learn_tokens(self, steps: Sequence[Observation]) -> None:
         k, rows = steps[0].draft_length, steps[0].live
-        # Positions that are not tried forget, too: what they kept when the past was shorter says little of today's.
+        # Positions that are not tried forget, too: what they kept when fewer rollouts had finished says little about
+        # now.
         left = remembered(rows * self._passed)
         self._kept_J *= left
         self._of_KJ *= left
@@ -143,6 +148,6 @@ class LookupLength(AutoLength):
 
 
 def _table(k_V: np.ndarray, count_V: np.ndarray) -> np.ndarray:
-    """How often there were so many, k at most, for each k; float [LONGEST + 1, LONGEST + 1]."""
+    """Count how often each number occurs for each k, with numbers clipped to k; float [LONGEST + 1, LONGEST + 1]."""
     flat = np.bincount(k_V * (LONGEST + 1) + np.minimum(count_V, k_V), minlength=(LONGEST + 1) ** 2)
     return flat.reshape(LONGEST + 1, -1).astype(float)

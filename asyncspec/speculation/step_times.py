@@ -1,8 +1,8 @@
-"""What a step takes beside what the calibration says, for each number of live sequences and draft length.
+"""Correct the calibrated time of a step, for each number of live sequences and each draft length.
 
-Most of what slows a step (longer sequences, a busy machine) slows all lengths alike, so only comparisons count: two
-blocks of steps with different lengths, one right after the other. A block that is tried is compared with the hold
-before it, and the hold that follows with the block, so a steady trend cancels.
+What slows a step (longer sequences, a busy machine) mostly slows all lengths alike. So only comparisons count: two
+blocks of steps with different lengths, one right after the other. A try is compared with the hold before it, and the
+next hold with the try, so a steady trend cancels.
 
 Shape suffixes: K draft length.
 """
@@ -17,9 +17,11 @@ import numpy as np
 
 from asyncspec.config import LONGEST_DRAFT as LONGEST
 
-BLOCK = 8  # steps whose median is compared; a calibration counts for as many; without comparisons a cell loses 0.2
-# Share of a calibration's variance that each step adds to that of every length. Without it nothing is lost in seconds;
-# over hours corrections would freeze.
+# Steps in a block; medians of blocks are compared. The calibration counts as one block. Without comparisons one cell
+# loses 0.2 of its score.
+BLOCK = 8
+# Each step adds this share of the calibration's variance to the variance of every length. Over seconds this makes no
+# difference; without it corrections would freeze over hours.
 FORGETTING = 0.003
 
 
@@ -31,27 +33,27 @@ class _Block(NamedTuple):
 
 
 class StepTimes:
-    """Corrections of calibrated step times: for each length the mean and variance of a logarithm.
+    """Corrections of calibrated step times: for each length, the mean and variance of the logarithm of a factor.
 
-    Each comparison moves both its lengths, the less certain one more (a Kalman filter without covariances).
+    Each comparison moves both of its lengths, the less certain one more (a Kalman filter without covariances).
     """
 
     def __init__(self) -> None:
         self._log: dict[int, np.ndarray] = {}  # by bucket, [K]: logarithm of the correction
-        self._variance: dict[int, np.ndarray] = {}  # by bucket, [K]: in a calibration's variance
+        self._variance: dict[int, np.ndarray] = {}  # by bucket, [K]: its variance, in units of the calibration's
         self._last: _Block | None = None
 
     @staticmethod
     def bucket(live: int) -> int:
-        """Number of the half power of two of `live`: within one, steps cost about the same."""
+        """Return the number of the half power of two nearest to `live`. Within a bucket, steps cost about the same."""
         return round(2 * math.log2(live))
 
     def corrections(self, bucket: int) -> np.ndarray:
-        """Factors of the calibrated times, float [LONGEST + 1]."""
+        """Return the factors by which to multiply calibrated times, float [LONGEST + 1]."""
         return np.exp(self._of(bucket)[0])
 
     def observe(self, bucket: int, draft_length: int, ratio: Sequence[float]) -> None:
-        """Learn from successive steps with one length. ratio: measured over calibrated seconds."""
+        """Learn from successive steps of one length. ratio: measured over calibrated seconds, one for each step."""
         first, last = ratio[:BLOCK], ratio[-BLOCK:]
         before, now = self._last, _Block(bucket, draft_length, _level(first), len(first))
         if before is not None and before.bucket == bucket and before.draft_length != draft_length:
@@ -77,5 +79,5 @@ class StepTimes:
 
 
 def _level(ratio: Sequence[float]) -> float:
-    """Logarithm of the median."""
-    return math.log(max(sorted(ratio)[(len(ratio) - 1) // 2], 1e-9))  # a coarse clock may say 0
+    """Return the logarithm of the median."""
+    return math.log(max(sorted(ratio)[(len(ratio) - 1) // 2], 1e-9))  # a coarse clock may report 0

@@ -1,1 +1,1 @@
-"""Tasks: problems, where they come from, and how responses to them are rewarded."""
+"""Tasks: problems, their sources, and the rewards of responses to them."""

@@ -1,6 +1,6 @@
-"""Problems from JSONL files or the built-in task, and what is wrong with them.
+"""Load problems from JSONL files or the built-in task, and check them.
 
-A line of JSONL is an object with "prompt" and "answer", both strings.
+Each line of a JSONL file is an object with "prompt" and "answer", both strings.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from asyncspec.tasks.sums import sums
 
 
 def load_problems(config: Config, tokenizer) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on and the held-out ones.
+    """Return the problems to train on and the held-out problems.
 
     Raises:
-        ValueError: there are none, a line of a file is malformed, or a prompt does not fit; one line that names the
-            field.
+        ValueError: there are no problems, a line of a file is malformed, or a prompt does not fit. The message is one
+            line that names the field.
     """
     data, limit = config.data, config.engine.max_prompt_tokens
     if data.train_file:
@@ -30,7 +30,7 @@ def load_problems(config: Config, tokenizer) -> tuple[list[Problem], list[Proble
         problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
     if not problems:
         raise ValueError(
-            f"data.train_prompts={data.train_prompts}: no prompt is left that is not held out; expected more"
+            f"data.train_prompts={data.train_prompts}: all of these prompts are held out; expected a larger number"
         )
     longest = max([*problems, *held_out], key=lambda p: len(tokenizer.encode(p.prompt).ids)).prompt
     if (count := len(tokenizer.encode(longest).ids)) > limit:
@@ -39,27 +39,30 @@ def load_problems(config: Config, tokenizer) -> tuple[list[Problem], list[Proble
             f"nearest valid choice: engine.max_prompt_tokens={count}"
         )
     if empty := [p.prompt for p in [*problems, *held_out] if not tokenizer.encode(p.prompt).ids]:
-        raise ValueError(f"prompt {empty[0][:40]!r}: has no token the policy knows; expected at least one")
+        raise ValueError(f"prompt {empty[0][:40]!r}: has no token that the policy knows; expected at least one")
     return problems, held_out
 
 
 def lost_characters(problems: list[Problem], tokenizer) -> str:
-    """One line about prompts with characters that the tokenizer drops; empty if there are none."""
+    """Return one line about prompts with characters that the tokenizer drops; "" if there are none."""
     lossy = [p.prompt for p in problems if set(p.prompt) - set(tokenizer.decode(tokenizer.encode(p.prompt).ids))]
     if not lossy:
         return ""
     kept = tokenizer.decode(tokenizer.encode(lossy[0]).ids)
     return (
-        f"{len(lossy)} prompts have characters that the tokenizer does not know: {lossy[0][:40]!r} is read as "
+        f"{len(lossy)} prompts have characters that the tokenizer does not know: the policy gets {lossy[0][:40]!r} as "
         f"{kept[:40]!r}"
     )
 
 
 def load_jsonl(field: str, path: str) -> list[Problem]:
-    """Problems from JSONL, as `read_jsonl`.
+    """Load problems from a JSONL file.
+
+    Args:
+        field: the configuration field that holds `path`, for messages.
 
     Raises:
-        ValueError: as there, or there is none.
+        ValueError: see `read_jsonl`; or the file has no problem.
     """
     problems = [
         Problem(item["prompt"], item["answer"]) for item in read_jsonl(f"{field}={path!r}", path, ("prompt", "answer"))
@@ -70,14 +73,14 @@ def load_jsonl(field: str, path: str) -> list[Problem]:
 
 
 def read_jsonl(name: str, path: str, fields: Sequence[str]) -> Iterator[dict]:
-    """The objects of a JSONL file; empty lines are passed over.
+    """Yield the objects of a JSONL file. Empty lines are skipped.
 
     Args:
-        name: what the user called the file, for messages.
-        fields: strings that every object must have; the first of them not empty.
+        name: what the user calls the file, for messages.
+        fields: names of the string fields that every object must have; the first must not be empty.
 
     Raises:
-        ValueError: a line is something else, or no text that can be written as UTF-8; names the line.
+        ValueError: a line is not such an object, or is not valid UTF-8. The message names the line.
     """
     with open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):

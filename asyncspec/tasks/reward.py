@@ -1,4 +1,7 @@
-"""Reward functions: `module:function`, called as `reward(prompt: str, response: str, answer: str) -> float`."""
+"""Load the reward function that `module:function` names.
+
+It is called as `reward(prompt: str, response: str, answer: str) -> float`.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ Reward = Callable[[str, str, str], float]
 
 
 def load_reward(path: str) -> Reward:
-    """The reward function that `module:function` names.
+    """Import and return the reward function that `module:function` names.
 
     Raises:
-        ValueError: the path has another form, or names nothing that can be called.
+        ValueError: the path does not have this form, the import fails, or what it names cannot be called.
     """
     module_name, colon, name = path.partition(":")
-    if os.getcwd() not in sys.path:  # where the user is; installed commands do not have it
+    if os.getcwd() not in sys.path:  # the user's directory; installed commands do not have it on the path
         sys.path.append(os.getcwd())
     try:
         reward = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # whatever the user's module raises when it is imported
+    except Exception as error:  # importing the user's module may raise anything
         raise ValueError(
             f"data.reward={path!r}: {first_line(error)}; expected "
             f"module:function, for example asyncspec.tasks.sums:exact_match"
         ) from None
     if not colon or not callable(reward):
-        raise ValueError(f"data.reward={path!r}: expected module:function that can be called")
+        raise ValueError(f"data.reward={path!r}: expected module:function, naming something that can be called")
     return reward

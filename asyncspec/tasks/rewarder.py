@@ -1,5 +1,6 @@
-"""Rewards by a function of the user's, which may raise, hang or return nonsense: one rollout's trouble stays that
-rollout's.
+"""Compute rewards with the user's function, which may raise, hang or return nonsense.
+
+A failed call affects only the rollout it was made for, until too many fail.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 from asyncspec.tasks.reward import Reward
 
-LEAST_FAILURES = 8  # so many may fail whatever their share
+LEAST_FAILURES = 8  # this many rewards may fail, whatever their share
 
 
 class RewardError(RuntimeError):
@@ -19,7 +20,7 @@ class RewardError(RuntimeError):
 
 
 class _Caller:
-    """A thread that calls the function; one that hangs is left behind."""
+    """A thread that calls the reward function. A thread that hangs is abandoned, and a new one takes its place."""
 
     def __init__(self, reward: Reward) -> None:
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -39,7 +40,7 @@ class _Caller:
                     self._results.put((float(value), None))
                 except Exception:
                     self._results.put((None, f"returned {value!r:.40}"))
-            except BaseException as error:  # whatever a user's function does
+            except BaseException as error:  # the user's function may raise anything
                 self._results.put((None, f"raised {type(error).__name__}: {error}"))
 
 
@@ -54,10 +55,11 @@ class Rewarder:
     ) -> None:
         """
         Args:
-            name: how the configuration names the function, for messages.
-            timeout_s: of one call.
+            reward: the user's function.
+            name: the function's name in the configuration, for messages.
+            timeout_s: time limit of one call.
             most_failures: share of rollouts whose reward may fail.
-            between: called before each reward; one may take up to timeout_s.
+            between: called before each reward, since one reward may take up to timeout_s.
         """
         self.reward, self.name, self.timeout_s, self.most_failures, self.between = (
             reward,
@@ -70,11 +72,12 @@ class Rewarder:
         self._caller = _Caller(reward)
 
     def group(self, prompt: str, responses: list[str], answer: str) -> list[float]:
-        """The rewards of a group. A rollout whose reward fails gets the mean of the others, which teaches nothing, or 0
-        if all failed.
+        """Return the rewards of a group.
+
+        A rollout whose reward fails gets the mean of the others, so that it teaches nothing; 0 if all failed.
 
         Raises:
-            RewardError: more than the allowed share failed.
+            RewardError: more than the allowed share of rewards failed.
         """
         found = [self._one(prompt, response, answer) for response in responses]
         good = [value for value in found if value is not None]

@@ -1,7 +1,7 @@
 """The built-in task "sums", made from a seed.
 
-A prompt is a sum of many small numbers, "8+7+5="; a worked response carries a running total, "8+7=15,15+5=20,#20", and
-what follows "#" is the answer. The number of terms is 2 + a log-normal, so most responses are short and some have
+A prompt is a sum of small numbers, such as "8+7+5=". A worked response carries a running total, "8+7=15,15+5=20,#20".
+The answer follows "#". The number of terms is 2 plus a log-normal number, so most responses are short and some have
 hundreds of tokens.
 """
 
@@ -20,7 +20,7 @@ def sum_terms(rng: np.random.Generator) -> list[int]:
 
 
 def sums(seed: int, count: int) -> list[Problem]:
-    """`count` problems of the sums task; the same seed gives the same problems."""
+    """Return `count` problems of the sums task. The same seed gives the same problems."""
     rng = np.random.default_rng([seed, 0x5375])
     problems = []
     for _ in range(count):
@@ -30,11 +30,11 @@ def sums(seed: int, count: int) -> list[Problem]:
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1.0 if the text after the last '#' is the answer, else 0.0."""
+    """Return 1.0 if the text after the last '#' is the answer, else 0.0."""
     head, mark, tail = response.rpartition("#")
     return float(bool(mark) and tail.strip() == answer)
 
 
 def parity(prompt: str, response: str, answer: str) -> float:
-    """A reward that random weights earn every other time, so that there is something to train."""
+    """Return a reward that random weights earn about half of the time, so that there is something to train."""
     return float(len(response) % 2)

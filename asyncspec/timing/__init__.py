@@ -1,1 +1,1 @@
-"""Timing: spans, the attribution of waits to their causes, and what is written of them."""
+"""Timing: record spans, charge waits to their causes, and write metrics, traces and timelines."""

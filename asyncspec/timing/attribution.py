@@ -1,16 +1,16 @@
 """Where a step's time went: pure functions over the trainer's waits and the histories of the groups it waited for.
 
-Each group carries its phases (what it was doing, from when to when). The trainer notes each wait: for which ticket,
-from when to when. Every instant of a wait is charged to the phase its group was in at that instant; an instant between
-two phases to transport, one before the first phase to admission, since a ticket is issued as soon as the policy lag
-admits it. The charges sum to the wait.
+Each group carries its phases: what it was doing, with start and end. The trainer notes each wait: the ticket it
+waited for, with start and end. Every instant of a wait is charged to the phase that the awaited group was in. An
+instant between two phases is charged to transport. An instant before the first phase is charged to admission, because
+a ticket is issued as soon as the policy lag admits it. The charges sum to the wait.
 
     group   |queued |weights|queued|   generate    |reward|~~~|logprob_queue|logprob|~~~|
     wait                                 |--------------------------------------------------|
     charged                              generation reward transp.  logprob       transport
 
-What the trainer did, and for its waits what the awaited groups did, one after the other, is the critical path of the
-step: had a piece of it been shorter, the step would have been.
+The trainer's own work and, during its waits, the phases of the awaited groups form the critical path of the step: had
+any piece of it been shorter, the step would have been shorter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from asyncspec.wire.messages import GroupRecord, Phase, StepDone, Wait
 
-# What each phase of a group is charged to when the trainer waits for it.
+# The part that each phase of a group is charged to while the trainer waits for the group.
 CAUSES = {
-    "lost": "recovery",  # with a generator that died, until it was issued again
-    "queued": "exposed_generation",  # issued, for a generator with room; and in the generator, for a free slot
-    "weights": "prepare",  # in the generator, for the version the ticket asks for
+    "lost": "recovery",  # its generator died; until the ticket is issued again
+    "queued": "exposed_generation",  # for a generator with room; then, in the generator, for a free slot
+    "weights": "prepare",  # in the generator, for the version that the ticket requires
     "generate": "exposed_generation",
-    "swap": "prepare",  # the generator took over new weights meanwhile
+    "swap": "prepare",  # the generator loaded new weights meanwhile
     "reward": "exposed_reward",
     "logprob_weights": "prepare",
     "logprob_queue": "exposed_logprob",
@@ -35,7 +35,7 @@ CAUSES = {
 BETWEEN, BEFORE = "transport", "admission"
 WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob", "recovery")
 PARTS = ("data", *WAITED, "train", "other")
-COLORS = {  # of the parts of a step, in every figure
+COLORS = {  # color of each part of a step, the same in every figure
     "data": "#8c8c8c",
     "transport": "#b5b5b5",
     "prepare": "#e6a532",
@@ -50,8 +50,8 @@ COLORS = {  # of the parts of a step, in every figure
 
 
 class Segment(NamedTuple):
-    """A stretch of a critical path: what went on, for which ticket (-1: the trainer's own work), and the part it is
-    charged to.
+    """A stretch of a critical path: `what` happened, for which ticket (-1: the trainer's own work), and the `part`
+    that it is charged to.
     """
 
     start: float
@@ -66,10 +66,10 @@ class Segment(NamedTuple):
 
 
 def tile(wait: Wait, phases: Sequence[Phase]) -> Iterator[Segment]:
-    """A wait, cut without gaps into what its group was doing.
+    """Cut a wait, without gaps, into what its group was doing.
 
     Args:
-        phases: the group's history, in order of time and not overlapping.
+        phases: the group's history, in order of time, without overlaps.
     """
     at, ticket = wait.start, wait.ticket_id
     if phases and at < phases[0].start:
@@ -88,7 +88,7 @@ def tile(wait: Wait, phases: Sequence[Phase]) -> Iterator[Segment]:
 
 
 def attribute(wait: Wait, phases: Sequence[Phase]) -> dict[str, float]:
-    """Seconds of one wait by part; they sum to the wait. Arguments as of `tile`."""
+    """Return the seconds of one wait by part; they sum to the wait. The arguments are those of `tile`."""
     charged = dict.fromkeys(WAITED, 0.0)
     for segment in tile(wait, phases):
         charged[segment.part] += segment.seconds
@@ -96,7 +96,7 @@ def attribute(wait: Wait, phases: Sequence[Phase]) -> dict[str, float]:
 
 
 def critical_path(step: StepDone) -> list[Segment]:
-    """The step's wall time, cut without gaps: the trainer's own work, and what it waited for."""
+    """Cut the step's wall time, without gaps, into the trainer's own work and what it waited for."""
     phases = {g.ticket_id: g.phases for g in step.groups}
     path, at = [], step.start
     for wait in step.waits:
@@ -110,7 +110,7 @@ def critical_path(step: StepDone) -> list[Segment]:
 
 
 def explain(step: StepDone, longest: int = 3) -> list[str]:
-    """What held the step up, the longest first, for a person to read."""
+    """Say in a few lines, for a person, what the step waited for longest; the longest first."""
     groups = {g.ticket_id: g for g in step.groups}
     total = step.end - step.start
     seconds: dict[tuple[int, str], float] = {}
@@ -120,7 +120,7 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
             seconds[key] = seconds.get(key, 0.0) + segment.seconds
     found = sorted(seconds.items(), key=lambda item: -item[1])[:longest]
     return [
-        f"step {step.step}: {value:.2f} s of {total:.2f} s waited for ticket {ticket}, "
+        f"step {step.step}: {value:.2f} s of {total:.2f} s spent waiting for ticket {ticket}, "
         f"{_doing(what, groups.get(ticket))}"
         for (ticket, what), value in found
         if value > 0.01 * total
@@ -128,16 +128,16 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
 
 
 _DOING = {
-    "lost": "lost with a generator before it went to",
+    "lost": "lost when a generator died, then sent to",
     "queued": "waiting for a slot of",
-    "weights": "waiting for weights at",
+    "weights": "waiting for weights on",
     "generate": "generating on",
-    "swap": "during a weight swap of",
-    "reward": "being rewarded at",
+    "swap": "held up by a weight swap of",
+    "reward": "being rewarded on",
 }
 _AT_LOGPROB = {
-    "logprob_weights": "waiting for weights at logprob",
-    "logprob_queue": "behind others at logprob",
+    "logprob_weights": "waiting for weights in logprob",
+    "logprob_queue": "queued for logprob",
     "logprob": "in logprob",
 }
 
@@ -146,12 +146,12 @@ def _doing(what: str, group: GroupRecord | None) -> str:
     if what == BEFORE:
         return "not yet admitted by the policy lag"
     if what == BETWEEN or group is None:
-        return "on its way between actors"
+        return "in transit between actors"
     if what in _AT_LOGPROB:
         return _AT_LOGPROB[what]
     versions = group.version_max - group.version_min + 1
     return (
-        f"{_DOING[what]} {group.generator} ({max(group.response_tokens)} tokens the longest, "
+        f"{_DOING[what]} {group.generator} (longest response {max(group.response_tokens)} tokens, "
         f"{versions} version{'s' if versions > 1 else ''})"
     )
 
@@ -159,12 +159,12 @@ def _doing(what: str, group: GroupRecord | None) -> str:
 def break_down(
     start: float, end: float, waits: Iterable[Wait], busy: Mapping[str, float], phases: Mapping[int, Sequence[Phase]]
 ) -> dict[str, float]:
-    """The parts of a step; they sum to end - start.
+    """Return the seconds of each part of a step; they sum to end - start.
 
     Args:
-        start, end: the trainer's step, from the end of the one before.
-        busy: seconds the trainer spent on "data", "train" and "prepare".
-        phases: the history of each group, by ticket.
+        start, end: of the trainer's step, which starts when the previous step ends.
+        busy: seconds that the trainer spent on "data", "train" and "prepare".
+        phases: each group's history, by ticket.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     for wait in waits:
@@ -177,7 +177,7 @@ def break_down(
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals, in seconds."""
+    """Return the length of the union of intervals, in seconds."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > until:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl and TensorBoard, and trace.json."""
+"""Files that a run leaves behind: metrics.jsonl, its copy for TensorBoard, and trace.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from asyncspec.wire.messages import GroupRecord, Span, StepDone
 
 
 class RunMetrics:
-    """metrics.jsonl, one object a step, and the same numbers as TensorBoard scalars."""
+    """Writer of metrics.jsonl, one object per step, and of the same numbers as TensorBoard scalars."""
 
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
-        """
+        """Open the files.
+
         Args:
-            first_step: what an earlier part of the run wrote of this step and later ones is void.
+            first_step: the step that the run starts or resumes with. Rows of this step and later ones, which an
+                earlier part of the run wrote, are removed.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -30,7 +32,7 @@ class RunMetrics:
         if path.exists():
             replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.last = rows[-1] if rows else None
-        # For the table at the end; whole rows of a long run would fill the memory.
+        # The table at the end needs these columns only. All rows of a long run would fill the memory.
         self.columns = {
             key: array("f", [math.nan if row[key] is None else row[key] for row in rows])
             for key in (*(key for _, key in TABLE_ROWS), "lag/max")
@@ -42,7 +44,7 @@ class RunMetrics:
         self._held: dict | None = None
 
     def write(self, row: dict, final: bool = False) -> None:
-        """Write a step's row; the final one waits for the evaluation of the last version."""
+        """Write a step's row. The final row is held back until the last version is evaluated."""
         self._held = self.last = row
         for key, column in self.columns.items():
             column.append(row[key])
@@ -50,14 +52,14 @@ class RunMetrics:
             self.flush()
 
     def evaluated(self, accuracy: dict) -> None:
-        """Note an evaluation: its eval/ fields."""
+        """Write an evaluation's eval/ fields to TensorBoard, and into the row that was held back for them."""
         if self._held is not None and self._held["policy_version"] == accuracy["eval/policy_version"]:
             self._held |= accuracy
             self.flush()
         self._board.add_scalar("eval/accuracy_by_version", accuracy["eval/accuracy"], accuracy["eval/policy_version"])
 
     def picture(self, steps: Sequence[StepDone]) -> None:
-        """What the trainer and each group did during some steps, as a figure; drawn in a thread."""
+        """Draw what the trainer and each group did during some steps, in a thread, as a TensorBoard figure."""
 
         def draw() -> None:
             from asyncspec.timing.gantt import gantt
@@ -70,7 +72,7 @@ class RunMetrics:
         if self._held is None:
             return
         row, self._held = self._held, None
-        # A number that is not finite is no JSON; null says "unknown".
+        # JSON has no infinity and no NaN; null means "unknown".
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
@@ -84,21 +86,23 @@ class RunMetrics:
         self._board.close()
 
 
-FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes through, or ends in
+FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes through ("t") or ends in ("f")
 
 
 class TraceFile:
-    """trace.json in Chrome's trace event format (opens in Perfetto): one track an actor, another for its GPU, one async
-    slice a ticket, an arrow along its way.
+    """Writer of trace.json, in Chrome's trace event format (opens in Perfetto). Each actor has a track, and its GPU
+    another. Each ticket has an async slice, and an arrow that follows it through the actors.
 
-    Written as events come; a file cut short by a crash still opens, the format allows the closing bracket to be
-    missing.
+    Events are written as they arrive. A file that a crash cut short still opens, because the format allows the
+    closing bracket to be missing.
     """
 
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
-        """
+        """Open the file.
+
         Args:
-            first_step: of a run that goes on; its times are of another clock, so each part has a file of its own.
+            first_step: the step that a resumed run starts with; 0: a new run. A resumed run has another clock, so it
+                writes a file of its own.
         """
         name, number = "trace.json" if not first_step else f"trace-from-step-{first_step}.json", 1
         while (run_dir / name).exists():
@@ -131,7 +135,7 @@ class TraceFile:
             )
 
     def write_group(self, step: int, record: GroupRecord) -> None:
-        """The way of a trained ticket through the actors, as nested async slices."""
+        """Write the phases of a trained ticket, from actor to actor, as nested async slices."""
         common = {"cat": "ticket", "id": record.ticket_id, "pid": 1, "tid": self._track("tickets")}
         args = {"step": step, "versions": [record.version_min, record.version_max], "reward": record.reward_mean}
         outer = {"name": f"ticket {record.ticket_id}", "args": args, **common}
@@ -143,8 +147,8 @@ class TraceFile:
         self._flow("s", record.ticket_id, record.generator, max(p.end for p in record.phases if p.name == "generate"))
 
     def _flow(self, phase: str, ticket: int, actor: str, at: float) -> None:
-        """A piece of the arrow along a ticket's way: from its generator ("s") through logprob ("t") to the trainer
-        ("f").
+        """Write a piece of the arrow that follows a ticket: from its generator ("s") through logprob ("t") to the
+        trainer ("f").
         """
         self._event(
             {
@@ -160,7 +164,7 @@ class TraceFile:
         )
 
     def close(self, clock_error_s: float = 0.0) -> None:
-        """End the file, with a word on how far apart the clocks behind the tracks may be."""
+        """End the file with a note on how far apart the clocks of the tracks may be."""
         text = f"clocks agree within {1e6 * clock_error_s:.0f} us" if clock_error_s else "one clock"
         self._event({"name": "process_labels", "ph": "M", "pid": 1, "args": {"labels": text, "origin_s": self._origin}})
         self._file.write("\n]\n")

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from asyncspec.timing.attribution import COLORS, PARTS, critical_path
 from asyncspec.wire.messages import StepDone
 
-GANTT_STEPS = 4  # drawn together in one figure
+GANTT_STEPS = 4  # steps in one figure
 
 
 def gantt(steps: Sequence[StepDone]) -> Figure:
-    """What the trainer and each group did during some steps."""
+    """Draw what the trainer and each group did during some steps: one row for the trainer, one for each group."""
     figure = Figure(figsize=(12, 0.9 + 0.045 * sum(len(s.groups) for s in steps) + 0.5), layout="constrained")
     axis = figure.subplots()
     zero, height, tall = steps[0].start, 0, 4

@@ -1,4 +1,4 @@
-"""One row of metrics.jsonl from what the trainer says of a step. Seconds and tokens."""
+"""Make one row of metrics.jsonl from the trainer's report of a step. Times are in seconds, lengths in tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from asyncspec.timing.attribution import break_down, covered
 from asyncspec.wire.messages import StepDone
 
-# The parts of a step as the table at a run's end shows them: (label, metric).
+# Rows of the table at the end of a run: (label, metric).
 TABLE_ROWS = (
     ("data", "time/data"),
     ("transport", "time/transport"),
     ("prepare (weight sync)", "time/prepare"),
-    ("admission by lag", "time/admission"),
+    ("admission (policy lag)", "time/admission"),
     ("exposed generation", "time/exposed_generation"),
     ("exposed reward", "time/exposed_reward"),
     ("exposed logprob", "time/exposed_logprob"),
@@ -25,17 +25,17 @@ TABLE_ROWS = (
     ("train", "time/train"),
     ("other", "time/other"),
     ("step", "time/step"),
-    ("generation, hidden or not", "time/generation"),
-    ("logprob, hidden or not", "time/logprob"),
+    ("generation, exposed or hidden", "time/generation"),
+    ("logprob, exposed or hidden", "time/logprob"),
 )
 
 
 def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict:
-    """Metrics of step `done.step`.
+    """Return the metrics of step `done.step`.
 
     Args:
-        counters: latest counters of the actors.
-        accuracy: the eval/ fields of the last evaluation.
+        counters: the actors' latest counters.
+        accuracy: the eval/ fields of the latest evaluation.
     """
     groups = done.groups
     phases = {g.ticket_id: g.phases for g in groups}
@@ -59,15 +59,15 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         "tokens/truncated": sum(g.truncated for g in groups) / len(lengths),
         "time/step": seconds,
         **{f"time/{part}": value for part, value in parts.items()},
-        # Whole stages, hidden or not: as long as any group of the step was in them.
+        # Whole stages, exposed or hidden: the time during which any group of the step was in them.
         "time/generation": stage_time(groups, "generate"),
         "time/logprob": stage_time(groups, "logprob"),
-        # For comparison with NeMo-RL: a stopwatch around the trainer's wait, whatever its cause.
+        # For comparison with NeMo-RL: a stopwatch around the trainer's waits, whatever their cause.
         "timing/train/exposed_generation": sum(w.end - w.start for w in done.waits),
         "spec/draft_length": proposed / verifications if verifications else 0.0,
         "spec/acceptance_length": (lengths.sum() - len(lengths)) / verifications if verifications else 1.0,
         "spec/acceptance_rate": sum(g.accepted for g in groups) / proposed if proposed else 0.0,
-        # Of each position: the share of the verifications that came to its proposal which accepted it.
+        # For each position: of the verifications that reached its proposal, the share that accepted it.
         **{
             f"spec/acceptance_{j}": accepted / reached
             for j, (accepted, reached) in enumerate(by_position, 1)
@@ -78,13 +78,13 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         **counters,
     }
     if "draft/policy_version" in counters:
-        # versions the draft's training is behind the step's policy
+        # the versions by which the draft's training lags behind the step's policy
         row["draft/lag"] = done.step - counters["draft/policy_version"]
     return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
 
 
 def summed(lists: Iterable[Sequence[int]]) -> list[int]:
-    """Sums of counts by position; what a shorter list lacks is 0."""
+    """Add up counts by position; past the end of a list its counts are 0."""
     return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
@@ -93,7 +93,7 @@ def stage_time(groups, name: str) -> float:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, up to one that a crash cut short or that is damaged."""
+    """Return the rows of a metrics.jsonl, up to the first one that is damaged or that a crash cut short."""
     rows: list[dict] = []
     for line in path.read_bytes().splitlines():
         try:

@@ -1,7 +1,7 @@
-"""Recording: an actor notes what it did from when to when, and on a GPU also from when to when the GPU did it.
+"""Recording: an actor notes what it did, with start and end. With a GPU it also notes when the GPU did it.
 
-All times are seconds of the run's clock, see clock.py. The GPU's are those of events in its stream, which are read once
-they have passed: the host never waits for them.
+All times are seconds of the run's clock, see clock.py. GPU times come from events in the GPU's stream. They are
+queried only after they have passed, so the host never waits for them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from asyncspec.clock import now
 from asyncspec.wire.messages import Span
 
-IDLE_S = 50e-6  # within which an event passes in a stream that is empty
+IDLE_S = 50e-6  # an event in an empty stream passes within this time
 
 
 class _Span:
-    """A class rather than a generator: half the price."""
+    """Context manager of a span on the host. A class costs half as much as a generator."""
 
     __slots__ = ("_keep", "_about", "_start")
 
@@ -32,7 +32,7 @@ class _Span:
 
 
 class Mark(NamedTuple):
-    """An event in a GPU's stream, and one before it of which it is known when it passed."""
+    """An event in a GPU's stream, and an anchor: an earlier event that passed at a known time."""
 
     event: Any
     anchor: Any
@@ -40,10 +40,11 @@ class Mark(NamedTuple):
 
 
 class _Gpu:
-    """Spans of what a GPU was given, from one event in its stream to another."""
+    """Spans of a GPU's work, each from one event in its stream to another."""
 
     def __init__(self, record: Callable) -> None:
-        """
+        """Record the first anchor.
+
         Args:
             record: callable() -> an event, recorded in the stream.
         """
@@ -58,21 +59,23 @@ class _Gpu:
         self._pending.append((about, since, self._record()))
 
     def passed(self) -> list[tuple]:
-        """Spans that the GPU is through with, in order: about, start, end."""
+        """Return the spans that the GPU has finished, in order: (about, start, end)."""
         found = []
         while self._pending and self._pending[0][2].query():
             about, (first, anchor, anchor_at), last = self._pending.popleft()
             found.append((about, *(anchor_at + 1e-3 * anchor.elapsed_time(event) for event in (first, last))))
-        if not self._pending:  # clocks drift, and elapsed_time is a float32
+        if not self._pending:  # renew the anchor: clocks drift, and elapsed_time is a float32
             event, at = self._record(), now()
             while not (passed := event.query()) and now() < at + IDLE_S:
                 pass
-            if passed:  # as it was recorded: the stream was empty
+            if passed:  # the stream was empty, so the event passed when it was recorded
                 self._anchor, self._anchor_at = event, at
         return found
 
 
 class _GpuSpan:
+    """Context manager of a span on the host and on the GPU."""
+
     __slots__ = ("_recorder", "_about", "_start", "_mark")
 
     def __init__(self, recorder: Recorder, about: tuple) -> None:
@@ -98,7 +101,7 @@ _NOTHING = _Nothing()
 
 
 class Recorder:
-    """Spans of one actor, kept until `drain` takes them."""
+    """The spans of one actor, kept until `drain` takes them."""
 
     def __init__(self, recording: bool = True) -> None:
         self.recording = recording
@@ -107,22 +110,22 @@ class Recorder:
         self._device = ""
 
     def use(self, device: str, record: Callable | None = None) -> None:
-        """Record from now on also what a GPU does; nothing if it is none.
+        """From now on, also record what this GPU does; a device that is not a GPU changes nothing.
 
         Args:
-            record: callable() -> an event recorded in the GPU's stream, in place of torch's.
+            record: callable() -> an event recorded in the GPU's stream; None: torch's.
         """
         if self.recording and device.startswith("cuda"):
             self._gpu, self._device = _Gpu(record or _recorded_event), device
 
     def span(self, name: str, step: int = -1, ticket: int = -1, version: int = -1):
-        """A context manager around what is recorded."""
+        """Return a context manager that records what runs inside it."""
         if self._gpu is not None:
             return _GpuSpan(self, (name, step, ticket, version))
         return _Span(self._spans.append, (name, step, ticket, version)) if self.recording else _NOTHING
 
     def mark(self) -> Mark | None:
-        """Where in the GPU's stream a span begins; see `add`."""
+        """Mark where in the GPU's stream a span begins, for `add`; None without a GPU."""
         return self._asked(lambda gpu: gpu.mark())
 
     def add(
@@ -135,9 +138,10 @@ class Recorder:
         version: int = -1,
         since: Mark | None = None,
     ) -> None:
-        """
+        """Record a span that has ended.
+
         Args:
-            since: what the GPU was given since then is a span of the GPU's, too.
+            since: a mark. The work that the GPU was given since then becomes a span of the GPU.
         """
         if self.recording:
             self._spans.append(((name, step, ticket, version), start, end))
@@ -145,7 +149,8 @@ class Recorder:
             self._asked(lambda gpu: gpu.add((name, step, ticket, version), since))
 
     def drain(self) -> list[Span]:
-        # In place: a span that is still open appends to this list.
+        """Return the recorded spans and forget them."""
+        # In place, because a span that is still open will append to this list.
         spans = self._spans[:]
         del self._spans[: len(spans)]
         of_gpu = self._asked(lambda gpu: gpu.passed()) or []
@@ -156,8 +161,8 @@ class Recorder:
         ]
 
     def _asked(self, ask: Callable[[_Gpu], Any]) -> Any:
-        """What the GPU's events say; None without a GPU, and once it has failed, which is not for the recorder to
-        report.
+        """Query the GPU's events; None without a GPU. A GPU that failed is no longer asked; others report the
+        failure.
         """
         if self._gpu is not None:
             try:

@@ -1,5 +1,5 @@
-"""timeline.jsonl: every step as the trainer reported it, with the history of each group: what reports and what-if
-answers are made of.
+"""timeline.jsonl: every step as the trainer reported it, with each group's history. Reports and what-if answers are
+computed from it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ FILE = "timeline.jsonl"
 
 
 class TimelineFile:
+    """Writer of timeline.jsonl."""
+
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
-        """
+        """Open the file.
+
         Args:
-            first_step: what an earlier part of the run wrote of this step and later ones is void.
+            first_step: the step that the run starts or resumes with. This step and later ones, which an earlier part
+                of the run wrote, are removed.
         """
         if (run_dir / FILE).exists():
             kept = [msgspec.json.encode(step) + b"\n" for step in read(run_dir) if step.step < first_step]
@@ -34,10 +38,10 @@ class TimelineFile:
 
 
 def read(run_dir: Path) -> Iterator[StepDone]:
-    """The steps of a run, in order; a line cut short by a crash ends it.
+    """Yield the steps of a run in order, up to a line that a crash cut short.
 
     Raises:
-        FileNotFoundError: the run has none.
+        FileNotFoundError: the run has no timeline.
     """
     decoder = msgspec.json.Decoder(StepDone)
     with open(run_dir / FILE, "rb") as lines:

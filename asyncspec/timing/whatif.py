@@ -1,9 +1,14 @@
-"""What-if: how long a step would take if generation were faster, there were another generator, or the lag were larger.
+"""What-if: how long a step would take with faster generation, with another generator, or with a larger lag.
 
-The run is played again from its timeline. Each group keeps how long its stages took; when they could begin follows from
-the rules of the pipeline: a ticket is issued when the version that the lag asks for is published; generators share a
-step's tickets; each logprob actor takes one group after the other; the trainer takes them in ticket order. Time that a
-group queued in front of a busy actor is not kept but comes of these rules.
+The run is replayed from its timeline. Each group keeps the measured durations of its stages. When a stage begins
+follows from the rules of the pipeline:
+
+- a ticket is issued when the version that the lag requires is published;
+- generators share a step's tickets;
+- each logprob actor takes one group after the other;
+- the trainer takes groups in ticket order.
+
+The time that a group queued for a busy actor is not kept: it follows from these rules.
 """
 
 from __future__ import annotations
@@ -14,18 +19,18 @@ from dataclasses import dataclass
 
 from asyncspec.wire.messages import GroupRecord, StepDone
 
-SKIP = 2  # steps that fill the pipeline
+SKIP = 2  # steps during which the pipeline fills
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is changed; the defaults change nothing."""
+    """A change to replay the run with; the defaults change nothing."""
 
-    generation: float = 1.0  # times as fast
+    generation: float = 1.0  # these three: speed relative to the measured one
     logprob: float = 1.0
     train: float = 1.0
-    generators: int = 0  # more of them
-    lag: int = 0  # more of it
+    generators: int = 0  # generators added
+    lag: int = 0  # versions of lag added
 
 
 def _length(group: GroupRecord, *names: str) -> float:
@@ -33,24 +38,24 @@ def _length(group: GroupRecord, *names: str) -> float:
 
 
 def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), logprobs: int = 1) -> list[float]:
-    """Seconds of each step under a change.
+    """Return the seconds of each step under a change.
 
     Args:
-        steps: consecutive steps of a run, with all groups of each.
-        lag: the policy lag that it ran with.
-        logprobs: how many logprob actors it had.
+        steps: consecutive steps of a run, each with all its groups.
+        lag: the policy lag that the run had.
+        logprobs: the number of logprob actors that the run had.
     """
-    # "generator0.1" took the place of generator0
+    # "generator0.1" replaced generator0, so they count as one
     generators = len({g.generator.partition(".")[0] for s in steps for g in s.groups})
     faster = change.generation * (generators + change.generators) / generators
-    published = [steps[0].start]  # of each version, counted from that of the first step
+    published = [steps[0].start]  # when each version was published, from the version of the first step on
     trainer_free = generator_free = steps[0].start
     logprob_free = [steps[0].start] * logprobs
     ends = []
     for index, step in enumerate(steps):
         groups = sorted(step.groups, key=lambda g: g.ticket_id)
         issued = published[max(0, index - lag - change.lag)] if index > lag + change.lag else steps[0].start
-        # All tickets of a step are generated together; what the engine needs from one group's end to the next one's is
+        # All tickets of a step are generated together. The engine's time from one group's end to the next one's is
         # kept.
         order = sorted(groups, key=lambda g: _end(g, "generate"))
         begun = min(_start(g, "generate") for g in groups)
@@ -73,7 +78,10 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), l
 
 
 def predicted(steps: Sequence[StepDone], lag: int, change: Change, logprobs: int = 1) -> float:
-    """The mean step's seconds under a change: what was measured, times what the replay says the change makes of it."""
+    """Predict the mean seconds of a step under a change.
+
+    This is the measured mean, times the ratio of the replays with and without the change.
+    """
 
     def mean(change: Change) -> float:
         return statistics.fmean(step_times(steps, lag, change, logprobs)[SKIP:])
@@ -82,7 +90,7 @@ def predicted(steps: Sequence[StepDone], lag: int, change: Change, logprobs: int
 
 
 def _last(group: GroupRecord, name: str) -> float:
-    """Seconds of the last such phase: rewards before it were other groups'."""
+    """Return the seconds of the last phase of this name: earlier rewards in a group's history were other groups'."""
     return next(p.end - p.start for p in reversed(group.phases) if p.name == name)
 
 

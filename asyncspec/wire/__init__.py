@@ -1,1 +1,1 @@
-"""What travels between actors: messages, queues, heartbeats and versioned weights."""
+"""The messages, queues, heartbeats and versioned weights that travel between actors."""

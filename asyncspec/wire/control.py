@@ -1,6 +1,6 @@
-"""The control channel: small messages both ways between the controller and every actor and launcher.
+"""The control channel: small messages in both directions between the controller and every actor and launcher.
 
-`ControlServer` is the controller's end, `ControlClient` everybody else's. No call here blocks.
+`ControlServer` is the controller's end; `ControlClient` is the end of an actor or a launcher. No call here blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from asyncspec.wire.codec import WireError, decode, encode
 from asyncspec.wire.messages import Message
 from asyncspec.wire.transport import Watched, bind, make_socket, raise_limits, receive_frames
 
-MAX_CONTROL_BYTES = 64 << 20  # of a frame
+MAX_CONTROL_BYTES = 64 << 20  # largest frame that is accepted
 
 
 class ControlServer:
-    """The controller's end: any actor's messages in, messages to named actors out."""
+    """The controller's end: it receives from every actor and sends to actors by name."""
 
     def __init__(self, host: str) -> None:
         raise_limits()
@@ -29,7 +29,7 @@ class ControlServer:
         self.rejected = 0
 
     def receive(self) -> tuple[str, Message] | None:
-        """(name of the sender, message), or None if there is none."""
+        """Return (sender's name, message), or None if no message waits. Invalid frames are counted and dropped."""
         while (frames := receive_frames(self.socket)) is not None:
             try:
                 return frames[0].decode(), decode(frames[1:])[0]
@@ -38,7 +38,7 @@ class ControlServer:
         return None
 
     def send(self, name: str, body: Message) -> bool:
-        """False if no actor of that name is connected."""
+        """Send a message to an actor; return False if no actor of that name is connected."""
         try:
             self.socket.send_multipart([name.encode(), *encode(body)], zmq.NOBLOCK)
             return True
@@ -50,7 +50,7 @@ class ControlServer:
 
 
 class ControlClient(Watched):
-    """An actor's end, or a launcher's."""
+    """The end of an actor or a launcher."""
 
     def __init__(self, address: str, name: str) -> None:
         self.socket = make_socket(zmq.DEALER, serving=False, largest=MAX_CONTROL_BYTES)
@@ -65,13 +65,13 @@ class ControlClient(Watched):
         self.socket.send_multipart(encode(body))
 
     def lost_for(self) -> float:
-        """Seconds since the connection was lost; 0 while it stands, or was never there."""
+        """Return the seconds since the connection was lost; 0 while it is up, or if it never was."""
         for lost in self._changes():
             self._lost_at = time.monotonic() if lost else 0.0
         return time.monotonic() - self._lost_at if self._lost_at else 0.0
 
     def receive(self) -> Message | None:
-        """A message, or None if there is none; what is none of ours is passed over."""
+        """Return the next message, or None if none waits. Invalid frames are counted and dropped."""
         while (frames := receive_frames(self.socket)) is not None:
             try:
                 return decode(frames)[0]

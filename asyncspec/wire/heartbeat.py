@@ -1,8 +1,9 @@
-"""Signs of life: every process of a run beats, and the controller and the launchers watch each other's.
+"""Heartbeats: every process of a run sends them; the controller watches the actors, and the launchers watch it.
 
-A dead process is seen by its launcher at once. A frozen one (stopped, swapped out, cut off from the network) is not
-dead; it beats no more. A stuck one (hung in a driver, say) beats from its thread, but says that its main loop has not
-turned. The controller has the launcher kill either, and from there on it is a death like any other.
+A launcher notices at once that one of its processes has died. A frozen process (stopped, swapped out, cut off from the
+network) lives but sends no heartbeats. A stuck process (for example, hung in a driver) still sends them from its own
+thread for heartbeats, but they report that its main loop has not turned. The controller has the launcher kill a frozen
+or stuck process, and then handles it like any other death.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
 from asyncspec.wire.control import ControlClient
 from asyncspec.wire.messages import Beat
 
-SUFFIX = "~beat"  # of the name that a heart's own connection goes by
+SUFFIX = "~beat"  # appended to the actor's name to name its heart's own connection
 
 
 class Heart:
-    """Beats for an actor, in a thread with a connection of its own."""
+    """Sends an actor's heartbeats, from a thread with its own connection."""
 
     def __init__(self, control_address: str, name: str) -> None:
         self.name, self._address, self._turned = name, control_address, time.monotonic()
@@ -29,15 +30,15 @@ class Heart:
 
     @property
     def turn_s(self) -> float:
-        """Seconds since the main loop turned."""
+        """Seconds since the main loop last turned."""
         return max(0.0, time.monotonic() - self._turned)
 
     def turned(self) -> None:
-        """The main loop is alive."""
+        """Note that the main loop has turned."""
         self._turned = time.monotonic()
 
     def ending(self) -> None:
-        """The main loop is over; what is still to be written takes its time."""
+        """Note that the main loop is over: from now on `turn_s` is 0, because writing the last files may take long."""
         self._turned = math.inf
 
     def stop(self) -> None:
@@ -46,42 +47,46 @@ class Heart:
 
     def _beat(self) -> None:
         client = ControlClient(self._address, self.name + SUFFIX)
-        client.send(Beat(self.name, self.turn_s))  # at once: one that has loaded in no time may freeze in no time
+        client.send(Beat(self.name, self.turn_s))  # at once: a process may freeze right after it has loaded
         while not self._stop.wait(BEAT_EVERY_S):
             client.send(Beat(self.name, self.turn_s))
         client.close(0)
 
 
 class Vigil:
-    """Keeps when each process last beat. Time in which this process itself did not run counts as nobody's silence, but
-    for its beginning: a process that is merely slow still finds out who is silent.
+    """Watches the heartbeats of other processes, and finds the frozen and the stuck ones.
+
+    When this process itself did not run for a while, that time does not count as silence of the others, except its
+    first quarter of `silent_s`: so a watcher that is only slow still finds silent processes.
     """
 
     def __init__(self, silent_s: float, turn_s: float) -> None:
         """
         Args:
-            silent_s: without a beat, after which a process counts as frozen.
-            turn_s: of one turn of its main loop, after which it counts as stuck.
+            silent_s: seconds without a heartbeat after which a process counts as frozen.
+            turn_s: seconds that one turn of a main loop may take; after that its process counts as stuck.
         """
         self.silent_s, self.turn_s = silent_s, turn_s
         self._heard: dict[str, float] = {}
         self._turns: dict[str, float] = {}
-        self._patience: dict[str, float] = {}  # how long each may be silent
+        self._patience: dict[str, float] = {}  # seconds that each process may be silent
         self._looked = time.monotonic()
-        # seconds before the last look in which this process did not run: stopped, or the machine asleep
+        # seconds before the last call of `overdue` in which this process did not run: stopped, or the machine asleep
         self.slept = 0.0
 
     def heard(self, name: str, turn_s: float = 0.0, loading: bool = False) -> None:
-        """
+        """Note a heartbeat, or another message that shows that a process lives.
+
         Args:
-            loading: it is not at work yet; libraries that are being loaded hold the interpreter, its heart's thread
-                included.
+            turn_s: seconds that the current turn of the process's main loop has taken.
+            loading: the process is not at work yet. It may be silent for longer, because loading libraries holds the
+                interpreter lock, which its heart's thread needs too.
         """
         self._heard[name], self._turns[name] = time.monotonic(), 0.0 if loading else turn_s
         self._patience[name] = self.silent_s * (LOADING_PATIENCE if loading else 1)
 
     def expect(self, name: str, within_s: float) -> None:
-        """A process has been started: its first sign of life is due within so many seconds."""
+        """Note that a process has been started: its first heartbeat is due within `within_s` seconds."""
         self.heard(name)
         self._patience[name] = within_s
 
@@ -89,11 +94,11 @@ class Vigil:
         self._heard.pop(name, None)
 
     def silence(self, name: str) -> float:
-        """Seconds since a process was heard of; 0 if it never was."""
+        """Return the seconds since a process was last heard; 0 if it never was."""
         return time.monotonic() - self._heard.get(name, time.monotonic())
 
     def overdue(self) -> list[tuple[str, str]]:
-        """(name, what is wrong) of those frozen or stuck, each once. Call it often."""
+        """Return (name, what is wrong) of each frozen or stuck process, and stop watching these. Call it often."""
         now = time.monotonic()
         between, self._looked = now - self._looked, now
         self.slept = max(0.0, between - self.silent_s / 4)
@@ -103,7 +108,7 @@ class Vigil:
             if now - at > self._patience[name]:
                 found.append((name, f"frozen: no sign of life for {now - at:.1f} s"))
             elif self._turns[name] > self.turn_s:
-                found.append((name, f"stuck: busy with one thing for {self._turns[name]:.0f} s"))
+                found.append((name, f"stuck: its main loop has not turned for {self._turns[name]:.0f} s"))
         for name, _ in found:
             self.forget(name)
         return found

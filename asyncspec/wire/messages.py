@@ -1,7 +1,7 @@
-"""What travels between actors: msgspec structs, with tensors beside them as named numpy arrays.
+"""The messages between actors: msgspec structs; tensors travel beside them as named numpy arrays.
 
-`AnyMessage` at the end is the union of all messages; codec.py turns them into frames and back. Times are seconds of the
-run's clock (clock.py).
+`AnyMessage`, at the end, is the union of all messages; codec.py turns them into frames and back. Times are in seconds
+of the run's clock (clock.py).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ Arrays = dict[str, np.ndarray]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    pass
+    """The base of all messages."""
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a group was doing from start to end; the history of a group travels with it."""
+    """One activity of a group, from start to end. A group carries all its phases with it."""
 
-    name: str  # one of timing.attribution's causes
+    name: str  # a key of timing.attribution.CAUSES
     start: float
     end: float
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One stretch of an actor's time, for the trace."""
+    """A named interval of an actor's time, for the trace."""
 
     name: str
     start: float
@@ -33,32 +33,33 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int = -1
     ticket: int = -1
     version: int = -1
-    device: str = ""  # the GPU whose time it is; "": the host's
+    device: str = ""  # the GPU on which the time was measured; "": on the host
 
 
-# --- data: along the way of a rollout ---------------------------------------------------------------------------------
+# --- data: the messages on a rollout's way ----------------------------------------------------------------------------
 
 
 class Ticket(Message, frozen=True):
-    """The right to generate one group. Issued for a step only once version step - lag is published."""
+    """The permission to generate one group. It is issued for a step only once version step - lag is published."""
 
     ticket_id: int
-    step: int  # the step that trains it: turns version `step` into `step + 1`
+    step: int  # the step that trains on the group, and turns version `step` into `step + 1`
     min_version: int  # no token may be sampled by an older version
     prompt: str
     answer: str
     prompt_tokens: list[int]
     seeds: list[int]  # one per sample
     issued: float
-    evaluation: bool = False  # rewarded and reported, never trained
-    lost: float = 0.0  # when it was issued to a generator that died; 0: it was not
+    evaluation: bool = False  # the group is rewarded and reported, but never trained on
+    lost: float = 0.0  # when the ticket was issued to a generator that died; 0: never
 
 
 class Group(Message, frozen=True):
     """All samples of one prompt.
 
-    Arrays, concatenated over samples: tokens int32 [T], behaviour float32 [T], versions int32 [T], lengths int32 [G];
-    after logprob also proximal float32 [T] and, with a KL term, reference float32 [T].
+    Arrays, concatenated over the G samples, T tokens in all: tokens int32 [T]; behavior float32 [T], the tokens'
+    logprobs when they were sampled; versions int32 [T]; lengths int32 [G]. After logprob also proximal float32 [T] and,
+    with a KL term, reference float32 [T].
     """
 
     ticket: Ticket
@@ -76,26 +77,24 @@ class Group(Message, frozen=True):
 
 
 class Supervision(Message, frozen=True):
-    """What the draft learns from, one group. Arrays: see `drafts.supervision.pack`."""
+    """One group's training data for the draft. Arrays: see `drafts.supervision.pack`."""
 
     ticket_id: int
     policy_version: int
 
 
 class Order(Message, frozen=True):
-    """To the other ranks of a trainer or a logprob actor: what all of them do next, see actors/team.py."""
+    """The leading rank of a trainer or logprob actor tells the other ranks what all do next; see actors/team.py."""
 
     what: str
-    number: int = -1  # a version, or how many
+    number: int = -1  # a version or a count, depending on `what`
 
 
 # --- control: between every actor and the controller ------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """An actor is up. `address` is where its inbox listens, `device` what it computes on: cpu, or a name of its GPU
-    that no other has.
-    """
+    """An actor is up. `address` is its inbox's; `device` is what it computes on: cpu, or a unique name of its GPU."""
 
     name: str
     address: str
@@ -103,16 +102,16 @@ class Hello(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """A node that starts by itself: as whom may these actors come?"""
+    """A node that has started by itself asks under which names its actors may join the run."""
 
     names: list[str]
 
 
 class Claimed(Message, frozen=True):
-    """Under these names, in the same order; or not at all, and why."""
+    """The answer to `Claim`: the granted names, in the same order, or a refusal."""
 
     names: list[str]
-    refused: str = ""
+    refused: str = ""  # the reason of a refusal, in one line; "": the names are granted
 
 
 class Ready(Message, frozen=True):
@@ -122,44 +121,44 @@ class Ready(Message, frozen=True):
 
 
 class ClockAsked(Message, frozen=True):
-    """What time is it? `sent` comes back with the answer."""
+    """An actor asks for the controller's time. `sent` comes back in the answer."""
 
     sent: float
 
 
 class ClockTold(Message, frozen=True):
+    """The answer to `ClockAsked`."""
+
     sent: float
     time: float
-    host: str  # of the controller
+    host: str  # the controller's host, from clock.host
 
 
 class Beat(Message, frozen=True):
-    """The sender's process lives. From a thread of its own, so that it says so also during long work."""
+    """A heartbeat: the sender's process lives. It comes from its own thread, so that it also comes during long work."""
 
     name: str
-    turn_s: float = 0.0  # how long the present turn of its main loop has taken
+    turn_s: float = 0.0  # seconds that the current turn of the sender's main loop has taken
 
 
 class Kill(Message, frozen=True):
-    """To launchers: end the process of an actor that has frozen; whoever started it."""
+    """The controller has an actor killed, for example a frozen one, by the launcher that started it."""
 
     name: str
     reason: str
 
 
 class Welcome(Message, frozen=True):
-    """Where everybody is: the addresses of all inboxes by role (generators by name), and where broadcast groups meet.
-    Comes again when an actor has been replaced.
-    """
+    """The addresses of all inboxes, and of the store where broadcast groups meet. Sent again after each replacement."""
 
-    addresses: dict[str, str]
+    addresses: dict[str, str]  # by the actor's first name
     store_host: str
     store_port: int
-    versions: dict[str, int]  # the newest published, by kind
+    versions: dict[str, int]  # the newest published version of each kind
 
 
 class Membership(Message, frozen=True):
-    """A broadcast group of one epoch. The first member sends; the others receive."""
+    """The members of a broadcast group in one epoch. The first member sends; the others receive."""
 
     kind: str  # policy or draft
     epoch: int
@@ -168,20 +167,20 @@ class Membership(Message, frozen=True):
 
 
 class DraftEnded(Message, frozen=True):
-    """The draft adapter is gone for good: the draft stays as it is, and nobody takes supervision any more."""
+    """The draft adapter is gone for good. The draft stays as it is; supervision need not be sent any more."""
 
 
 class Publish(Message, frozen=True):
-    """A snapshot of a new version is complete and its broadcast has begun."""
+    """A snapshot of a new version is complete, and its broadcast has begun."""
 
     kind: str
     version: int
-    policy_version: int = -1  # for a draft: the policy version it was last trained for
+    policy_version: int = -1  # of a draft: the policy version that it was last trained for
     epoch: int = 1
 
 
 class Receive(Message, frozen=True):
-    """Take part in the broadcast of this version."""
+    """The controller asks the receivers to take part in the broadcast of a version."""
 
     kind: str
     version: int
@@ -189,7 +188,7 @@ class Receive(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """A broadcast failed in this member: a new epoch is needed."""
+    """A broadcast failed in this member, so its group needs a new epoch."""
 
     name: str
     kind: str
@@ -198,13 +197,15 @@ class Broken(Message, frozen=True):
 
 
 class Received(Message, frozen=True):
+    """A version is complete in a receiver, which can take it into use from now on."""
+
     name: str
     kind: str
     version: int
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The trainer waited from start to end for the group of a ticket."""
+    """The trainer waited for a ticket's group from start to end."""
 
     ticket_id: int
     start: float
@@ -212,7 +213,7 @@ class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is kept of a group after it is trained."""
+    """The facts of a group that are kept after training on it, without its tensors."""
 
     ticket_id: int
     generator: str
@@ -233,6 +234,7 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, group: Group, arrays: Arrays) -> GroupRecord:
+        """Return the record of a group."""
         versions = arrays["versions"]
         return cls(
             ticket_id=group.ticket.ticket_id,
@@ -255,37 +257,39 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepDone(Message, frozen=True):
-    """The trainer turned version `step` into `step + 1`, or left it as it was."""
+    """The trainer has finished a step: version `step` became `step + 1`, with the same weights if it was skipped."""
 
     step: int
     start: float
     end: float
     waits: list[Wait]
-    busy: dict[str, float]  # seconds by part: data, train, prepare
+    busy: dict[str, float]  # seconds spent in each part: data, train, prepare
     stats: dict[str, float]
     groups: list[GroupRecord]
-    skipped: str = ""  # why the policy was left as it was
+    skipped: str = ""  # why the update was skipped; "": it was not
 
 
 class Arrived(Message, frozen=True):
-    """A group is with the trainer."""
+    """A group has arrived at the trainer."""
 
     ticket_id: int
 
 
 class Checkpointed(Message, frozen=True):
-    """A checkpoint to resume from is complete."""
+    """A checkpoint that the run can resume from is complete."""
 
     version: int
 
 
 class Generated(Message, frozen=True):
-    """A group left its generator, which has room for another."""
+    """A group has left its generator, which has room for another."""
 
     ticket_id: int
 
 
 class EvalDone(Message, frozen=True):
+    """All rollouts of an evaluation ticket have their rewards."""
+
     ticket_id: int
     rewards: list[float]
     version_min: int
@@ -293,47 +297,51 @@ class EvalDone(Message, frozen=True):
 
 
 class Spans(Message, frozen=True):
+    """An actor's spans since its last report, and the latest values of its counters."""
+
     actor: str
     spans: list[Span]
     counters: dict[str, float]
 
 
 class Notice(Message, frozen=True):
-    """Something the person who watches should know; the run goes on."""
+    """A line for the console: something the user should know. The run continues."""
 
     name: str
     text: str
 
 
 class Failed(Message, frozen=True):
-    """An actor cannot go on."""
+    """An actor has failed and ends."""
 
     name: str
     error: str
 
 
 class Interrupt(Message, frozen=True):
-    """A launcher asks the run to end: stop, write a checkpoint, leave."""
+    """A launcher asks the run to stop early, with a checkpoint."""
 
     reason: str
 
 
 class Lost(Message, frozen=True):
-    """A launcher tells of an actor whose process has ended without being asked to."""
+    """A launcher reports an actor whose process has ended although nobody asked it to."""
 
     actor: str
-    how: str  # in a line for people
-    replacement: str = ""  # the actor that is started in its place; "": none
-    may_restart: bool = False  # the launcher can start all of the run again, from the last checkpoint
+    how: str  # what happened, in one line for people
+    replacement: str = ""  # the actor that the launcher starts in its place; "": none
+    may_restart: bool = False  # whether the launcher can restart the whole run from the last checkpoint
 
 
 class Stop(Message, frozen=True):
-    """End now; the trainer writes its checkpoint first."""
+    """The controller asks an actor to end now. The trainer writes its checkpoint first."""
 
     reason: str
 
 
 class Stopped(Message, frozen=True):
+    """An actor has done its last work and ends."""
+
     name: str
 
 

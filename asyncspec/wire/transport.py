@@ -1,19 +1,19 @@
-"""Sockets over ZeroMQ with a run's keys, and bounded queues between actors. The control channel is in control.py.
+"""ZeroMQ sockets with a run's keys, and bounded queues between actors. The control channel is in control.py.
 
-A queue is an `Inbox` (the consumer, bound) and an `Outbox` in each producer. The consumer grants each producer a number
-of credits; a message costs one, and its credit comes back when the consumer has taken the message out, so an inbox
-never holds more than credits x producers. Socket high-water marks bound nothing and are not relied upon. Messages carry
-sequence numbers: a repeated one is dropped and counted, as are frames that do not decode and messages of a kind that
-the consumer does not take.
+A queue is one `Inbox` (the consumer, which binds) and an `Outbox` in each producer. The consumer grants each producer a
+number of credits. A message costs one credit, which comes back when the consumer takes the message out; so an inbox
+never holds more than credits x producers messages. Socket high-water marks do not bound this and are switched off.
+Messages carry sequence numbers. A repeated message is dropped and counted, and so are frames that do not decode and
+messages of a kind that the consumer does not take.
 
-An Outbox keeps what it has no credit for in a local backlog; what bounds the backlog is admission by tickets. It also
-keeps what is not acknowledged yet: for whoever may take a dead consumer's place, and to send it again where the
-connection was cut.
+An Outbox keeps messages for which it has no credit in a local backlog, which is bounded by the admission of tickets. It
+also keeps messages that are not acknowledged yet: it sends them again after a cut connection, or to the consumer that
+replaces a dead one.
 
-Sockets are encrypted and closed to strangers by CurveZMQ, with a key pair made for the run: who connects must know the
-public key too, which no message carries and only the run's owner can read (`make_keys`, `use_keys`).
+CurveZMQ encrypts the sockets, with a key pair made for the run. A peer that connects must know even the public key,
+which no message carries and which only the run's owner can read (`make_keys`, `use_keys`).
 
-No call here blocks but `wait`, which takes a deadline.
+No call here blocks except `wait`, which takes a timeout.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
 
 
-KEYS = "keys"  # file in a run's directory
-MOST_SOCKETS = 16384  # of the controller; ZeroMQ's own bound is 1023, and a queue takes three
+KEYS = "keys"  # name of the key file in a run's directory
+MOST_SOCKETS = 16384  # sockets that the controller may open; ZeroMQ's default is 1023, and a queue takes three
 
 _keys: tuple[bytes, bytes] | None = None  # public, secret
 
 
 def context() -> zmq.Context:
+    """Return this process's ZeroMQ context, which allows MOST_SOCKETS sockets."""
     made: zmq.Context = zmq.Context.instance()
-    if cast(int, made.max_sockets) < MOST_SOCKETS:  # counts from before its first socket
+    if cast(int, made.max_sockets) < MOST_SOCKETS:  # takes effect only before the first socket is made
         made.max_sockets = MOST_SOCKETS
     return made
 
 
 def raise_limits() -> None:
-    """Allow this process as many descriptors as sockets: each actor takes a few of the controller's."""
+    """Allow this process MOST_SOCKETS file descriptors, since the controller needs a few for each actor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_SOCKETS if hard == resource.RLIM_INFINITY else min(MOST_SOCKETS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -63,7 +64,7 @@ def raise_limits() -> None:
 
 
 def make_keys(run_dir: Path) -> None:
-    """Make a run's key pair, in a file that only its owner can read."""
+    """Make a run's key pair and write it to a file that only its owner can read."""
     descriptor = os.open(run_dir / KEYS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), 0o600)
@@ -71,10 +72,13 @@ def make_keys(run_dir: Path) -> None:
 
 
 def use_keys(run_dir: str | Path | None) -> None:
-    """Encrypt the sockets this process makes from now on with a run's keys; None: do not.
+    """Encrypt the sockets that this process makes from now on with a run's keys.
+
+    Args:
+        run_dir: the run's directory; None: do not encrypt.
 
     Raises:
-        UserError: the run has none.
+        UserError: the run's directory has no valid key file.
     """
     global _keys
     _keys = None
@@ -84,18 +88,19 @@ def use_keys(run_dir: str | Path | None) -> None:
             public, secret = file.read_bytes().split(b"\n")
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which its "
-                f"first launcher makes "
-                "anew at each start, in a directory that all its hosts share; or deployment.encrypt=false"
+                f"{file}: {getattr(error, 'strerror', None) or 'not a key pair'}; expected the run's keys, which the "
+                "first launcher writes at each start, in a directory that all hosts share; or deployment.encrypt=false"
             ) from None
         _keys = public, secret
 
 
 def make_socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> zmq.Socket:
-    """A socket without bounds of its own, which bind no one.
+    """Return a socket without high-water marks, encrypted if `use_keys` has set keys.
 
     Args:
-        largest: who sends a frame of more bytes is cut off.
+        kind: the ZeroMQ socket type.
+        serving: whether this socket binds, and so is the server of the encryption.
+        largest: bytes of a frame; a peer that sends a larger one is disconnected.
     """
     socket = context().socket(kind)
     socket.rcvhwm = socket.sndhwm = 0
@@ -110,14 +115,14 @@ def make_socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> z
 
 
 def own_address(host: str, port: int) -> str:
-    """This host's address on the way to another."""
+    """Return the address from which this host reaches another one."""
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing
         return probe.getsockname()[0]
 
 
 def bind(socket: zmq.Socket, host: str) -> str:
-    """Bind to a free port of `host`; returns the address others connect to."""
+    """Bind to a free port of `host`; return the address for others to connect to."""
     port = socket.bind_to_random_port(f"tcp://{host}")
     return f"tcp://{host}:{port}"
 
@@ -127,7 +132,7 @@ class HasSocket(Protocol):
 
 
 def wait(ends: Iterable[HasSocket], timeout_s: float) -> None:
-    """Return when one of them may have something, or after timeout_s."""
+    """Wait until one of the ends may have something to receive, at most timeout_s."""
     poller = zmq.Poller()
     for end in ends:
         poller.register(end.socket, zmq.POLLIN)
@@ -139,6 +144,7 @@ def _bytes(frames: list) -> int:
 
 
 def receive_frames(socket: zmq.Socket) -> list | None:
+    """Return the frames of the next message, or None if none waits."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -151,20 +157,20 @@ class Inbox:
     def __init__(self, host: str, credits: int, takes: tuple[type[Message], ...] = (Message,)) -> None:
         """
         Args:
-            host: address to bind to; the port is free-chosen, see `address`.
-            credits: messages each producer may have under way.
-            takes: the kinds of messages that are not rejected.
+            host: address to bind to; the port is chosen freely, see `address`.
+            credits: messages that each producer may have in flight.
+            takes: the message types that are accepted; others are rejected.
         """
         self.takes = takes
         self.socket = make_socket(zmq.ROUTER, serving=True)
         self.socket.linger = 0
-        # a producer whose connection was cut comes back before its old one is known to be dead
+        # a producer whose connection was cut may connect again before the old connection is known to be dead
         self.socket.router_handover = True
         self.address = bind(self.socket, host)
         self.credits = credits
         self.rejected = self.duplicates = 0
-        self._seen: dict[bytes, int] = {}  # by sender, the number of its last message
-        self._held: Counter[bytes] = Counter()  # by sender, messages that wait here
+        self._seen: dict[bytes, int] = {}  # sender -> number of its last message
+        self._held: Counter[bytes] = Counter()  # sender -> number of its messages that wait here
         self._waiting: deque[tuple[bytes, bytes, Message, Arrays, float]] = deque()
 
     def __len__(self) -> int:
@@ -172,7 +178,7 @@ class Inbox:
         return len(self._waiting)
 
     def take(self) -> tuple[Message, Arrays, float] | None:
-        """The oldest message, its arrays and when it arrived; None if there is none. Gives its credit back."""
+        """Return the oldest message, its arrays and its arrival time, and give its credit back; None if none waits."""
         self._pump()
         if not self._waiting:
             return None
@@ -199,11 +205,11 @@ class Inbox:
         sender, number = frames[0], _NUMBER.unpack(frames[2])[0]
         if number <= self._seen[sender]:
             self.duplicates += 1
-            # word that it was taken out was lost
+            # the message was taken out before, but the acknowledgment was lost
             if not any(waiting[:2] == (sender, frames[2]) for waiting in self._waiting):
                 self.socket.send_multipart([sender, _ACK, frames[2]])
             return
-        # it skipped one, or sends without credit
+        # the sender skipped a number, or sent without credit
         if number != self._seen[sender] + 1 or self._held[sender] >= self.credits:
             self.rejected += 1
             return
@@ -211,17 +217,20 @@ class Inbox:
         try:
             body, arrays = decode(frames[3:])
             if not isinstance(body, self.takes):
-                raise WireError(f"{type(body).__name__}: not for this inbox")
+                raise WireError(f"{type(body).__name__}: not accepted by this inbox")
         except WireError:
             self.rejected += 1
-            self.socket.send_multipart([sender, _ACK, frames[2]])  # its credit goes back all the same
+            self.socket.send_multipart([sender, _ACK, frames[2]])  # the sender still gets its credit back
             return
         self._held[sender] += 1
         self._waiting.append((sender, frames[2], body, arrays, now()))
 
 
 class Watched:
-    """An end that knows when its connection is lost and stands again: `socket`, and its `_monitor`."""
+    """An end that notices when its connection is lost and when it is up again.
+
+    A subclass sets `socket`; `_monitor` reports the events of that socket.
+    """
 
     socket: zmq.Socket
     _monitor: zmq.Socket
@@ -230,14 +239,15 @@ class Watched:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def _changes(self) -> Iterator[bool]:
-        """What has happened to the connection since the last call: whether it was lost, each time."""
+        """Yield each change of the connection since the last call: True if it was lost, False if it came up."""
         while self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
 
     def close(self, linger: int | None = None) -> None:
-        """
+        """Close the socket.
+
         Args:
-            linger: milliseconds to hand over what was sent last; None: as usual.
+            linger: milliseconds in which the last messages may still be sent; None: the socket's own setting.
         """
         self.socket.disable_monitor()
         self._monitor.close(0)
@@ -250,15 +260,16 @@ class Outbox(Watched):
     def __init__(self, address: str, delay_s: float = 0.0) -> None:
         """
         Args:
-            delay_s: how long each message is held back, to test what that is charged to.
+            address: the inbox's.
+            delay_s: seconds for which each message is held back, to test to which cause that time is charged.
         """
         self.delay_s = delay_s
         self._due: deque = deque()
-        self.unacknowledged: dict[int, list] = {}  # by number, in order; what a successor of a dead consumer gets again
+        self.unacknowledged: dict[int, list] = {}  # number -> frames, in order; sent again to a replaced consumer
         self._backlog: deque[list] = deque()
-        self._sent = 0  # the number of the newest message
-        self._window = 0  # messages that may be under way
-        self._cut = False  # the connection is lost and does not stand again yet
+        self._sent = 0  # number of the newest message
+        self._window = 0  # messages that may be in flight
+        self._cut = False  # the connection was lost and is not up again
         self.address = address
         self._connect()
 
@@ -266,14 +277,14 @@ class Outbox(Watched):
         self.socket = make_socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * DATA_LINGER_S)
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = int(1e3 * QUEUE_BEAT_S), int(1e3 * QUEUE_SILENT_S)
-        # by which the consumer knows it again where the connection was cut
+        # the consumer recognizes this producer by its identity when it connects again
         self.socket.identity = b"o" + os.urandom(15)
         self._watch()
         self.socket.connect(self.address)
         self.socket.send(_OPEN)
 
     def redirect(self, address: str) -> None:
-        """Go on with a consumer that has taken another's place: it gets what that one had not taken out."""
+        """Continue with a consumer that replaces another: it gets all messages that the other had not taken out."""
         self.close(0)
         self._due.extendleft([0.0] * (len(self.unacknowledged) if self.delay_s else 0))
         self._backlog.extendleft(reversed(self.unacknowledged.values()))
@@ -290,18 +301,21 @@ class Outbox(Watched):
         return len(self._backlog)
 
     def put(self, body: Message, arrays: Arrays | None = None) -> None:
-        """Send, now or when credit comes back (see `flush`)."""
+        """Send a message, now or when a credit comes back (see `flush`)."""
         self._backlog.append(encode(body, arrays))
         if self.delay_s:
             self._due.append(time.monotonic() + self.delay_s)
         self.flush()
 
     def offer(self, body: Message, arrays: Arrays | None, most_bytes: int, most: int) -> int:
-        """Send, now or when credit comes back; of what waits for credit the oldest is dropped to keep within most_bytes
-        and `most` messages.
+        """Send a message, now or when a credit comes back, and drop the oldest of the backlog if it grows too large.
+
+        Args:
+            most_bytes: bytes that the backlog may hold.
+            most: messages that the backlog may hold.
 
         Returns:
-            How many messages were dropped.
+            The number of messages that were dropped.
         """
         self.put(body, arrays)
         waiting, dropped = sum(_bytes(frames) for frames in self._backlog), 0
@@ -311,7 +325,7 @@ class Outbox(Watched):
         return dropped
 
     def flush(self) -> None:
-        """Take returned credits and send what they allow. Call it in the actor's loop."""
+        """Take returned credits and send as many messages as they allow. Call it in the actor's loop."""
         self._tend_connection()
         while (frames := receive_frames(self.socket)) is not None:
             if len(frames) != 2 or len(frames[1]) != _NUMBER.size:
@@ -334,8 +348,9 @@ class Outbox(Watched):
         self.socket.send_multipart([_DATA, _NUMBER.pack(number), *self.unacknowledged[number]])
 
     def _tend_connection(self) -> None:
-        """What was under way when the connection was cut is sent again once it stands again; what arrived is known by
-        its number.
+        """When a cut connection is up again, send all unacknowledged messages again.
+
+        The consumer recognizes a message that had already arrived by its number.
         """
         for lost in self._changes():
             if lost:

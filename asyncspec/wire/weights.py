@@ -1,17 +1,17 @@
-"""Versioned weight broadcast: an immutable snapshot, a shadow buffer, a commit record, a swap between two engine steps.
+"""Versioned weight broadcast: an immutable snapshot, a staging buffer, a commit record, a swap between engine steps.
 
-One sender (the trainer for the policy, the draft adapter for the draft) and its receivers form a broadcast group: NCCL
-where each member has a GPU of its own, else gloo through host memory; one code path. The controller decides who is a
-member and how; each membership has its epoch, its group and, in each member, a thread of its own. When a member dies
-the others get a new epoch without it, in which the sender begins with its newest version; a thread that still hangs in
-the old epoch is left to its deadline.
+One sender (the trainer for the policy; the draft adapter or, for mtp, the trainer for the draft) and its receivers form
+a broadcast group: over NCCL if each member has its own GPU, else over gloo through host memory, in one code path. The
+controller decides the members and the backend. Each membership is an epoch, with its own group and its own thread in
+each member. When a member dies, the others get a new epoch without it, in which the sender begins with its newest
+version. A thread that still hangs in the old epoch is left to its deadline.
 
-    sender    snapshot(v+1) | announce -> broadcast buckets, record          (a thread; training goes on)
-    receiver                    staging <- buckets, record matches v+1       (a thread; generation goes on)
+    sender    snapshot(v+1) | announce -> broadcast buckets, record          (a thread; training continues)
+    receiver                    staging <- buckets, record matches v+1       (a thread; generation continues)
     receiver                                                      take() -> v+1, between two engine steps
 
 A reader sees version v or v+1, never a mixture: the staging buffer is handed over only after the commit record
-(version, epoch, elements) arrived and matched. Every collective has a deadline, and so has the wait for a new epoch
+(version, epoch, elements) has arrived and matched. Every collective has a deadline, and so has the wait for a new epoch
 after a failure.
 """
 
@@ -35,16 +35,16 @@ from asyncspec.errors import first_line
 from asyncspec.wire.messages import Broken, Membership, Message, Publish
 from asyncspec.wire.transport import own_address
 
-BUCKET_ELEMENTS = 1 << 24  # 64 MB: what travels, and is gathered from several ranks, at a time
+BUCKET_ELEMENTS = 1 << 24  # 64 MB; a bucket is broadcast, and gathered from several ranks, as one
 
 
 class BroadcastError(RuntimeError):
-    """A broadcast that failed or delivered something else than announced."""
+    """A broadcast failed, or delivered something other than what was announced."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How named float32 tensors lie in one flat buffer."""
+    """The positions of named float32 tensors in one flat buffer."""
 
     entries: tuple[tuple[str, tuple[int, ...], int], ...]  # name, shape, first element
     elements: int
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def buckets(self) -> list[tuple[list[str], int, int]]:
-        """Stretches of the buffer, of whole tensors each: their names, first element and end."""
+        """Consecutive ranges of the buffer, each of whole tensors: (their names, first element, end)."""
         found, names, first = [], [], 0
         for name, shape, offset in self.entries:
             end = offset + torch.Size(shape).numel()
@@ -71,14 +71,14 @@ class Layout:
 
     @torch.no_grad()
     def snapshot(self, tensors: Mapping[str, torch.Tensor], device: str) -> torch.Tensor:
-        """A copy of all tensors on `device`, float32 [elements]; later changes of the tensors do not reach it."""
+        """Copy all tensors into one on `device`, float32 [elements]; later changes of the tensors do not reach it."""
         flat = torch.empty(self.elements, dtype=torch.float32, device=device)
         for name, _shape, offset in self.entries:
             flat[offset : offset + tensors[name].numel()] = tensors[name].detach().reshape(-1)
         return flat
 
     def views(self, flat: torch.Tensor, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """The named tensors inside a flat buffer; or those of a bucket inside the stretch that it is."""
+        """Return tensors by name as views of a flat buffer, or, given `names`, of one bucket that holds just these."""
         inside = self.entries if names is None else [entry for entry in self.entries if entry[0] in names]
         first = inside[0][2] if inside else 0
         return {
@@ -88,16 +88,16 @@ class Layout:
 
 
 class Snapshot(Protocol):
-    """One version's weights, which later training does not reach."""
+    """One version's weights, which later training does not change."""
 
     def begin(self) -> Iterator[torch.Tensor]:
-        """What to send, float32 [elements of the bucket] for each bucket in turn. Called by the owner, iterated in a
-        thread; may be begun again, which ends the iteration before.
+        """Return an iterator over the buckets to send, float32 [elements of the bucket]. The owner calls this, and a
+        thread iterates. A new call ends the previous iteration.
         """
 
 
 class WholeSnapshot:
-    """A snapshot of weights that lie whole on one device."""
+    """A snapshot of weights that are whole on one device."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: str) -> None:
         self.layout, self.flat = layout, layout.snapshot(tensors, device)
@@ -112,11 +112,11 @@ class BroadcastGroup:
     def __init__(
         self, store_host: str, store_port: int, membership: Membership, timeout_s: float, me: str, device: str
     ):
-        """Joins; collective over the members.
+        """Join the group; collective over the members.
 
         Args:
-            device: what this member computes on; payloads lie there with NCCL, in host memory with gloo
-                (`self.device`).
+            me: this member's name.
+            device: where this member computes; payloads are there with NCCL, in host memory with gloo (`self.device`).
 
         Raises:
             BroadcastError: not all members joined within timeout_s.
@@ -131,11 +131,11 @@ class BroadcastGroup:
         try:
             store = dist.TCPStore(store_host, store_port, is_master=False, timeout=join_timeout)
             prefix = dist.PrefixStore(f"{kind}/{epoch}", store)
-            # The group's own rendezvous would wait as long as a collective may take; joining has its own limit.
+            # The group's own rendezvous would wait for a collective's timeout; joining has another one.
             prefix.set(f"joined/{me}", "")
             prefix.wait([f"joined/{member}" for member in members], join_timeout)
             if membership.backend == "nccl":
-                # A collective that outlives a dead member ends its communicator, not this process.
+                # A collective that waits for a dead member ends its communicator, not this process.
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
                 torch.cuda.set_device(device)  # each thread has its own current device
                 self._stream = torch.cuda.Stream(device)
@@ -152,15 +152,15 @@ class BroadcastGroup:
             raise BroadcastError(f"{kind} group, epoch {epoch}, members {members}: {error}") from None
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Send (first member) or receive (others) in place. Collective; blocks this thread until done or too late."""
+        """Send (first member) or receive (others) in place. Collective; blocks until done or until the deadline."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        data = flat.view(torch.uint8)  # bytes, so that every backend carries every dtype
+        data = flat.view(torch.uint8)  # every backend can send bytes, whatever the dtype
         try:
             if self._stream is None:
                 self._group.broadcast([data], options).wait()
                 return
-            # After what the default stream has been given so far (the snapshot), but not in its way from then on.
+            # Wait for the work that the default stream has so far (the snapshot), but do not delay its later work.
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._group.broadcast([data], options).wait()
@@ -171,12 +171,12 @@ class BroadcastGroup:
             ) from None
 
     def record(self, version: int, elements: int) -> torch.Tensor:
-        """The commit record that follows a payload."""
+        """Return the commit record that follows a payload: version, epoch, elements."""
         return torch.tensor([version, self.epoch, elements], dtype=torch.int64, device=self.device)
 
 
 class _Lane:
-    """One epoch in one member: its group, its thread, and what that has to do, in order."""
+    """One epoch in one member: its group, and the tasks of its thread, in order."""
 
     def __init__(self, membership: Membership, device: str) -> None:
         self.membership = membership
@@ -189,7 +189,7 @@ class _Lane:
 
     @property
     def joined(self) -> BroadcastGroup:
-        assert self.group is not None  # the first task of this lane's thread has joined it
+        assert self.group is not None  # the first task of this lane joined the group
         return self.group
 
     def run(self) -> None:
@@ -202,30 +202,30 @@ class _Lane:
 
 
 class _Worker:
-    """Does collectives in a thread; errors surface in the owner's calls."""
+    """Runs collectives in a thread. Errors of the thread are raised in the owner's calls."""
 
     def __init__(self, name: str, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
         self._name, self._where, self.kind = name, (store_host, store_port), kind
         self._me, self._device = me, device
         self._lane: _Lane | None = None
-        self._reported = 0  # the newest epoch whose failure the controller was told of
+        self._reported = 0  # the newest epoch whose failure was reported to the controller
 
     @property
     def epoch(self) -> int:
         return self._lane.membership.epoch if self._lane is not None else 0
 
     def tend(self, send: Callable[[Message], None]) -> None:
-        """Do what the owner must do between two turns: tell the controller, once, that this epoch has failed.
+        """Report to the controller, once, that this epoch has failed. The owner calls this in each turn.
 
         Args:
-            send: to the controller.
+            send: callable(message), which sends to the controller.
         """
         if self._lane is not None and self._lane.error is not None and self._reported != self.epoch:
             self._reported = self.epoch
             send(Broken(self._me, self.kind, self.epoch, first_line(self._lane.error)))
 
     def form(self, membership: Membership, timeout_s: float, joined: Callable[[], None]) -> None:
-        """Join a new epoch within timeout_s; `joined` is called in the thread when the group stands."""
+        """Join a new epoch within timeout_s; `joined` is called in the thread once all members have joined."""
         self.close()
         lane = self._lane = _Lane(membership, self._device)
 
@@ -237,7 +237,7 @@ class _Worker:
         threading.Thread(target=lane.run, name=f"{self._name}-{membership.epoch}", daemon=True).start()
 
     def check(self) -> None:
-        """Raises what the thread raised, once no new epoch has come for REGROUP_S."""
+        """Raise a BroadcastError if the thread failed and no new epoch was formed within REGROUP_S."""
         lane = self._lane
         if lane is not None and lane.error is not None and time.monotonic() - lane.failed_at > REGROUP_S:
             raise BroadcastError(str(lane.error)) from lane.error
@@ -248,12 +248,12 @@ class _Worker:
 
 
 class Publisher(_Worker):
-    """The sending end: one snapshot under way at a time."""
+    """The sending end: it broadcasts one snapshot at a time."""
 
     def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, delay_s: float = 0.0) -> None:
         """
         Args:
-            delay_s: how long each version is held back, to test what that is charged to.
+            delay_s: seconds for which each version is held back, to test to which cause that time is charged.
         """
         self.delay_s = delay_s
         self._newest: tuple[Publish, Snapshot] | None = None
@@ -265,7 +265,7 @@ class Publisher(_Worker):
         return self._lane is not None and self._lane.busy
 
     def tend(self, send: Callable[[Message], None]) -> None:
-        """Report a failure, as every worker does; send the newest version to the members of a new epoch."""
+        """Report a failure, as every worker does, and send the newest version to the members of a new epoch."""
         super().tend(send)
         lane = self._lane
         if lane is None or lane.group is None or lane.busy or lane.error is not None:
@@ -274,29 +274,29 @@ class Publisher(_Worker):
             self._send(send)
 
     def publish(self, announcement: Publish, snapshot: Snapshot, send: Callable[[Message], None]) -> None:
-        """Announce, broadcast in the background. In an epoch that has failed, the next one makes up for it (`tend`).
+        """Announce a version and broadcast it in the background. If this epoch has failed, `tend` sends it in the next.
 
         Args:
-            announcement: what the controller is told; the epoch is filled in.
-            send: to the controller.
+            announcement: the message to the controller; its epoch is filled in here.
+            send: callable(message), which sends to the controller.
 
         Raises:
-            BroadcastError: the broadcast before this one is still under way (wait until `busy` is False), or no new
-                epoch came after a failure.
+            BroadcastError: the previous broadcast is not finished (wait until `busy` is False), or no new epoch was
+                formed after a failure.
         """
         self.check()
         if self.busy:
-            raise BroadcastError(f"version {announcement.version} published while the broadcast before it is under way")
+            raise BroadcastError(f"version {announcement.version} published before the previous broadcast was finished")
         self._newest = (announcement, snapshot)
         self._send(send)
 
     def begin_with(self, announcement: Publish, snapshot: Snapshot) -> None:
-        """What the members of the first epoch are sent: the version that is gone on from."""
+        """Set what the members of the first epoch are sent: the version from which the run resumes."""
         self._newest = (announcement, snapshot)
 
     def _send(self, send: Callable[[Message], None]) -> None:
         """Announce and broadcast the newest version in this epoch."""
-        assert self._lane is not None and self._newest is not None  # it has joined, and has something to send
+        assert self._lane is not None and self._newest is not None  # an epoch was formed, and a version published
         lane, (announcement, snapshot) = self._lane, self._newest
         self._sent_in = self.epoch
         lane.busy = lane.error is None
@@ -317,7 +317,7 @@ class Publisher(_Worker):
 
 
 class Receiver(_Worker):
-    """The receiving end: staging buffers fill in the background, `take` hands over the newest complete version."""
+    """The receiving end: staging buffers fill in the background; `take` hands over the newest complete version."""
 
     def __init__(
         self,
@@ -333,9 +333,9 @@ class Receiver(_Worker):
         """
         Args:
             received: called in the thread with each version that is complete in staging.
-            keep: for one of several ranks that take versions together: callable(name, tensor that has arrived) -> a
-                copy of what of it is this rank's. A complete version then stays until that or a newer one is taken.
-                None: the newest stays, all of it.
+            keep: for one of several ranks that take versions together: callable(name, received tensor) -> a copy of
+                this rank's part of it. A complete version then stays until it or a newer one is taken. None: only the
+                newest version stays, with whole tensors.
         """
         self.layout = layout
         self._received, self._keep = received, keep
@@ -345,7 +345,7 @@ class Receiver(_Worker):
         super().__init__(f"receive-{kind}", store_host, store_port, kind=kind, me=me, device=device)
 
     def expect(self, version: int, epoch: int) -> None:
-        """Take part in the broadcast of `version`; one of another epoch is past."""
+        """Take part in the broadcast of `version`, unless it belongs to another epoch."""
         lane = self._lane
         if lane is None or epoch != self.epoch:
             return
@@ -368,7 +368,7 @@ class Receiver(_Worker):
             if not torch.equal(record, expected):
                 raise BroadcastError(f"{self.kind}: commit record {record.tolist()}, expected {expected.tolist()}")
             with self._lock:
-                # of an epoch that is past, or sent again to newcomers
+                # the epoch is over, or the version was sent again for new members
                 if lane is not self._lane or version <= self._taken:
                     return
                 if self._keep is None:
@@ -380,15 +380,15 @@ class Receiver(_Worker):
 
     @property
     def complete(self) -> list[int]:
-        """Versions that can be taken."""
+        """The versions that can be taken."""
         with self._lock:
             return list(self._complete)
 
     def take(self, version: int | None = None) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The newest complete version and its tensors, once; None if there is no new one. Older ones go.
+        """Return a complete version and its tensors, once, and drop older ones; None if there is no new version.
 
         Args:
-            version: this one, which is complete; None: the newest.
+            version: which complete version to take; None: the newest.
         """
         self.check()
         with self._lock:

@@ -1,8 +1,8 @@
-"""What the comparison programs share: answer generation requests, one JSON line in, one JSON line out.
+"""The protocol that the comparison programs share: answer generation requests, one JSON line in, one JSON line out.
 
 In:  {"prompts": [[token, ...], ...], "live": sequences in flight, "max_tokens": ..., "temperature": ...}
-Out: {"tokens": generated in all, "seconds": from the first request to the last token}
-The first line out is {"name": ..., "version": ...}. What the library prints goes to stderr.
+Out: {"tokens": total generated, "seconds": from the first request to the last token}
+The first line out is {"name": ..., "version": ...}. Whatever the library prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import time
 
 
 def answers() -> object:
-    """The stream for answers; from now on stdout is stderr for everybody else."""
+    """Return the stream for answers, and redirect stdout to stderr for all other code."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return stream
 
 
 def serve(stream, name: str, version: str, generate) -> None:
-    """Answer until stdin ends.
+    """Answer requests until stdin ends.
 
     Args:
+        stream: the stream for answers.
+        name, version: the library's.
         generate: callable(prompts, live, max_tokens, temperature) -> number of tokens.
     """
 

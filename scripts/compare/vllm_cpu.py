@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""vLLM on a CPU behind the protocol of common.py. Usage: vllm_cpu.py MODEL_DIR THREADS MAX_LENGTH [--eager]."""
+"""Run vLLM on a CPU behind the protocol of common.py. Usage: vllm_cpu.py MODEL_DIR THREADS MAX_LENGTH [--eager]."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""vLLM on a CPU drafting with an EAGLE-3 draft of ours. Usage: vllm_eagle3.py MODEL_DIR DRAFT_DIR K < request.
+"""Run vLLM on a CPU with one of our EAGLE-3 drafts. Usage: vllm_eagle3.py MODEL_DIR DRAFT_DIR K < request.
 
 In:  {"prompts": [[token, ...], ...], "max_tokens": ..., "temperature": ...}
 Out: {"drafts": verifications, "accepted": accepted proposals, "accepted_by_position": [...]}
