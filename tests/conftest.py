@@ -7,13 +7,13 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("untimed", deadline=None)  # how long an example takes tells of the machine
+settings.register_profile("untimed", deadline=None)  # an example's duration depends on the machine
 settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
 def small_shape():
-    """A policy small enough that its distribution over whole sequences can be written down."""
+    """A policy small enough to compute its distribution over whole sequences exactly."""
     from asyncspec.models.policy import PolicyShape
 
     return PolicyShape(
@@ -45,14 +45,14 @@ def small_policy(small_shape):
 
 @pytest.fixture(scope="session", params=["llama", "llama, tied", "qwen3_moe", "qwen3_moe, unnormed"])
 def other(request, small_shape):
-    """(shape, policy) of other families than dense Qwen3."""
+    """(shape, policy) of a model family other than dense Qwen3."""
     from dataclasses import replace
 
     from asyncspec.models import policy
     from asyncspec.models.shape import Experts, RopeScaling
 
     shape = {
-        # Wavelengths on both sides of what is stretched, and between; two tokens that end a response.
+        # Some RoPE wavelengths are kept, some scaled, some interpolated. Two tokens end a response.
         "llama": replace(
             small_shape,
             model_type="llama",
@@ -69,7 +69,7 @@ def other(request, small_shape):
     model.init_states()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # which are all ones else
+            if "norm" in name:  # norm weights start as ones
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return shape, model.requires_grad_(False)
 
@@ -101,7 +101,7 @@ def contrary_mtp(small_shape, small_policy):
 
 @pytest.fixture
 def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
-    """method -> make_drafter, with drafts that disagree with the policy."""
+    """{method: make_drafter}, with drafts that disagree with the policy."""
     from asyncspec.drafters.draft_model import DraftModelDrafter
     from asyncspec.drafters.make import drafter_for, drafter_maker
     from asyncspec.drafts import draft as drafts

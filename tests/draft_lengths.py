@@ -1,4 +1,4 @@
-"""A made-up engine for the tests of draft lengths: step times and acceptance are given, the choices come back."""
+"""A simulated engine for the tests of draft lengths: it takes step times and acceptance and returns the choices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from asyncspec.speculation.draft_length import LONGEST, Observation
 
 
 def costs(*seconds):
-    """Seconds of a step of each draft length, float [LONGEST + 2]: the first as given, each longer one more by what the
-    last two differ; drafts cost nothing, and what is read of them alone.
+    """Seconds of a step at each draft length, float [LONGEST + 2], continued linearly beyond the given ones.
+
+    The extra entry is for the longest draft with fewer proposals verified. It equals the last given time.
     """
     more = [seconds[-1] + (seconds[-1] - seconds[-2]) * n for n in range(1, LONGEST + 2 - len(seconds))]
     return np.array([*seconds, *more, seconds[-1]])
 
 
 def none(live):
-    """Rows that have kept nothing."""
+    """Kept proposals of rows that have kept none, int64 [live]."""
     return np.zeros(live, dtype=np.int64)
 
 
@@ -25,17 +26,17 @@ def step(k, seconds, kept_B, **more):
 
 
 def kept(rng, live, k, acceptance):
-    """Accepted proposals of each row. acceptance: of each proposal, or of all."""
+    """Accepted proposals of each row. acceptance: probability for each proposal, or one for all."""
     return (rng.random((live, LONGEST)) < acceptance).cumprod(1)[:, :k].sum(1)
 
 
 def play(chooser, seconds, acceptance, live=8, steps=4000, seed=0, noise=0.05):
-    """Draft lengths that are chosen in so many steps, int64 [steps].
+    """Return the draft length chosen at each step, int64 [steps].
 
     Args:
         seconds: of a step, for each draft length.
-        acceptance: of each proposal, or of all; or a function of the step's number.
-        noise: deviation of the logarithm of a step's time.
+        acceptance: probability for each proposal, or one for all; or a function of the step's number.
+        noise: standard deviation of the logarithm of a step's time.
     """
     rng, chosen = np.random.default_rng(seed), []
     for number in range(steps):
@@ -46,11 +47,11 @@ def play(chooser, seconds, acceptance, live=8, steps=4000, seed=0, noise=0.05):
 
 
 def emitted(acceptance):
-    """Expected tokens of a step for each draft length, float [LONGEST + 1]."""
+    """Expected tokens of a step at each draft length, float [LONGEST + 1]."""
     return np.append(1.0, 1 + np.cumprod(np.broadcast_to(acceptance, LONGEST)).cumsum())
 
 
 def over_best(chosen, seconds, acceptance):
-    """Tokens a second of these steps over those of the best length."""
+    """Tokens per second of the chosen lengths, divided by those of the best length."""
     tokens_K, seconds_K = emitted(acceptance), seconds[: LONGEST + 1]
     return tokens_K[chosen].sum() / seconds_K[chosen].sum() / max(tokens_K / seconds_K)

@@ -19,7 +19,7 @@ ALPHA = 1e-4  # chance that one distribution test fails though the engine is exa
 
 
 class RandomLength(FixedLength):
-    """Another k at every step, chosen by nothing; features are kept always, or now and then."""
+    """Choose k at random for every step; keep features always, or at random."""
 
     def __init__(self, always_keeps=False):
         self.longest, self.rng, self.always_keeps = LONGEST, np.random.default_rng(0), always_keeps
@@ -49,7 +49,7 @@ def run(engine, prompts, samples=1, length=24, first_seed=0):
 
 
 def exact_sequences(policy, sampling, length, eos, prompt=PROMPT):
-    """{tokens: probability} of every response of at most `length` tokens."""
+    """Return {tokens: probability} for every response of at most `length` tokens."""
     result, open_ = {}, {(): 1.0}
     for _ in range(length):
         prefixes = list(open_)
@@ -66,8 +66,8 @@ def exact_sequences(policy, sampling, length, eos, prompt=PROMPT):
 
 
 def check_distribution(engine, policy, shape):
-    """That responses are as probable as the policy says; returns how many tokens were proposed and accepted."""
-    # Many samples of one prompt that repeats itself: n-gram and suffix find plenty to copy.
+    """Check that responses are as probable as the policy says; return the numbers of tokens proposed and accepted."""
+    # Many samples of one repetitive prompt, so that n-gram and suffix find plenty to copy.
     prompt, length, n = [2, 3, 5, 2, 3, 4, 2, 3], 4, 20_000
     done = run(engine, [prompt], samples=n, length=length)
     exact = exact_sequences(policy, engine.sampling, length, shape.eos_token_id, prompt)

@@ -1,4 +1,4 @@
-"""Tickets and groups for tests of what happens to them."""
+"""Tickets and groups for tests."""
 
 from asyncspec.wire import messages as m
 

@@ -1,9 +1,8 @@
-"""MockSglangServer: a test double for an SGLang 0.5.23 server. It is no SGLang: behind its HTTP interface is our
-TorchEngine.
+"""MockSglangServer: a test double for an SGLang 0.5.23 server. It runs our TorchEngine behind SGLang's HTTP interface.
 
-It knows the paths, the fields and the refusals that engine/sglang_server.py and sglang_engine.py count on, as that
-version's sources have them, and refuses every other field. Tokens, logprobs and their versions are real; so are
-weights, which it reads from the folders it is given.
+It has the paths, the fields and the refusals that engine/sglang_server.py and sglang_engine.py rely on, as in the
+sources of that version, and refuses every other field. Tokens, logprobs and their versions are real. So are weights,
+which it loads from the given folders.
 """
 
 import json
@@ -27,16 +26,16 @@ UPDATE = {"model_path", "load_format", "weight_version", "flush_cache"}
 
 
 class Refusal(Exception):
-    """HTTP 400, with this message."""
+    """Answer HTTP 400 with this message."""
 
 
 class MockSglangServer:
     def __init__(self, *, slots=8, temperature=1.0, max_response_tokens=64, method="none", draft_length=3, info=None):
         """
         Args:
-            slots: sequences that it computes at a time, as --max-running-requests.
+            slots: sequences computed at a time, like --max-running-requests.
             method: none or ngram.
-            info: fields of /server_info that are to be others.
+            info: fields of /server_info to replace.
         """
         model, self.shape = policy.load(POLICY)
         self.engine = TorchEngine(
@@ -60,11 +59,11 @@ class MockSglangServer:
             "speculative_accept_threshold_single": 1.0,
             "speculative_accept_threshold_acc": 1.0,
         } | (info or {})
-        self.faults = {}  # path -> callable(handler), which answers in its own way
-        self.change = lambda path, content: content  # of every answer
-        self.most = self.swaps = 0  # requests under way at once; updates
+        self.faults = {}  # path -> callable(handler) that answers instead
+        self.change = lambda path, content: content  # applied to every answer
+        self.most = self.swaps = 0  # most requests open at once; weight updates
         self._lock, self._paused, self._ended = threading.Lock(), False, False
-        self._open, self._requests = {}, 0  # the queue of each request under way
+        self._open, self._requests = {}, 0  # by request number, the queue for its answer
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -107,7 +106,7 @@ class MockSglangServer:
             for completion in done:
                 if completion.request_id in self._open:
                     self._open[completion.request_id].put(completion)
-            time.sleep(0.0005 if busy else 0.005)  # whoever waits for the lock gets it
+            time.sleep(0.0005 if busy else 0.005)  # lets other threads take the lock
 
     def _handle(self, handler, body):
         if handler.path in self.faults:
@@ -136,7 +135,7 @@ class MockSglangServer:
     def _generate(self, body):
         settings = body["sampling_params"]
         if set(body) - GENERATE or set(settings) - SAMPLING:
-            raise Refusal(f"fields it does not know: {set(body) - GENERATE | set(settings) - SAMPLING}")
+            raise Refusal(f"unknown fields: {set(body) - GENERATE | set(settings) - SAMPLING}")
         if (settings["temperature"], settings["stop_token_ids"], body["stream"]) != (
             self.temperature,
             [self.shape.eos_token_id],
@@ -159,7 +158,7 @@ class MockSglangServer:
 
     def _pause(self, body):
         if body != {"mode": "retract"}:
-            raise Refusal(f"this double pauses in mode retract only: {body}")
+            raise Refusal(f"this double pauses only in mode retract: {body}")
         with self._lock:
             self._paused = True
         return {"message": "Generation paused successfully.", "status": "ok"}
@@ -171,7 +170,7 @@ class MockSglangServer:
 
     def _update(self, body):
         if set(body) - UPDATE or body["load_format"] != "safetensors" or not self._paused or not body["flush_cache"]:
-            raise Refusal(f"this double updates while it is paused, from safetensors, and flushes: {body}")
+            raise Refusal(f"this double updates only while paused, from safetensors, with a flush: {body}")
         try:
             model, _ = policy.load(Path(body["model_path"]))
             with self._lock:
@@ -202,7 +201,7 @@ def reply(handler, status, content):
 
 
 def answer(number, body, done, weight_version, eos, speculating):
-    """What /generate answers.
+    """Return the answer of /generate.
 
     Args:
         done: the engine's Completion; None: aborted.

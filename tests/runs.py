@@ -1,4 +1,4 @@
-"""Whole runs for tests: started as a user starts them, small, and watched from outside."""
+"""Small whole runs for tests: started like a user starts them, and watched from outside."""
 
 import json
 import os
@@ -24,14 +24,16 @@ SMALL = [
     "data.eval_prompts=6",
     "data.train_prompts=200",
     "eval.every=2",
-    # auto calibrates for seconds
     "sampling.max_response_tokens=64",
     "engine.slots=16",
+    # A fixed draft length, because auto calibrates for seconds.
     "speculation.draft_length=3",
+    # On two slow cores, five Ray actors may start beside another test.
     "deployment.start_timeout_s=300",
-]  # five of Ray's actors beside another test, on two slow cores
-ENDED_S = 20  # what was told to end, on a busy machine; in time, deployment.stop_timeout_s bounds it
-# where actors are frozen; in two seconds those of two runs on two cores are not always heard
+]
+# How long a process that was told to end may take on a busy machine. deployment.stop_timeout_s is the usual bound.
+ENDED_S = 20
+# For tests that freeze actors. With 2 s, two runs on two cores sometimes lose an actor that is alive.
 SILENT = "deployment.silent_timeout_s=3"
 
 
@@ -45,12 +47,12 @@ def events(run_dir):
 
 
 def ledger(run_dir):
-    """Events of tickets."""
+    """The ledger's events about tickets."""
     return [event for event in events(run_dir) if "ticket" in event]
 
 
 def pid_of(run_dir, actor):
-    """Of the newest process that plays it."""
+    """Pid of the newest process that plays this actor."""
     return int(re.findall(r"starts, pid (\d+)", (run_dir / "logs" / f"{actor}.log").read_text())[-1])
 
 
@@ -81,7 +83,7 @@ def alive(pids):
 
 
 def outliving(pids):
-    """Those that are still alive though they had time to end."""
+    """Return the pids that are still alive after ENDED_S."""
     deadline = time.monotonic() + ENDED_S
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -89,7 +91,7 @@ def outliving(pids):
 
 
 def forking():
-    """A multiprocessing context whose processes need not load the libraries."""
+    """Return a multiprocessing context whose processes start with the libraries loaded."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -104,7 +106,7 @@ def forking():
 
 
 class Running:
-    """A run under way; its output goes to a file beside its directory."""
+    """A run in progress; its output goes to a file beside its directory."""
 
     def __init__(self, run_dir, *args, launcher=(sys.executable, SCRIPT), seconds=580):
         self.run_dir, self.deadline = run_dir, time.monotonic() + seconds
@@ -143,7 +145,7 @@ class Running:
         os.kill(pid_of(self.run_dir, actor), number)
 
     def end(self, code=0):
-        """Wait for it; returns what it printed."""
+        """Wait until the run ends with this exit code; return its output."""
         try:
             self.process.wait(max(1, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -153,7 +155,7 @@ class Running:
         return self.output
 
     def kill(self):
-        """The launcher and all it started, at once."""
+        """Kill the launcher and every process it started, at once."""
         everyone = [self.process.pid, *descendants(self.process.pid)]
         for pid in everyone:
             try:
@@ -170,7 +172,7 @@ def train(run_dir, *args, launcher=(sys.executable, "-m", "asyncspec.cli", "trai
 
 
 def check_finished(run_dir, steps, lag=1):
-    """Whatever happened: every step once, within the lag, every ticket accounted for."""
+    """Check that every step was trained once, within the lag, and that every ticket is accounted for."""
     metrics = rows(run_dir)
     assert [row["step"] for row in metrics] == list(range(steps)) and max(row["lag/max"] for row in metrics) <= lag
     assert audit(str(run_dir)) == 0

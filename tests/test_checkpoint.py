@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, the newest whole one is found, damage is named."""
+"""Checkpoints: each is whole or ignored, the newest whole one is found, and damage is named."""
 
 import resource
 
@@ -21,14 +21,14 @@ def step(module, optimizer, seed):
 
 
 def saved(tmp_path, versions, keep=2):
-    """Checkpoints of a module in training, one a step; returns what it was in each."""
+    """Train a module and save a checkpoint at each version; return {version: parameters}."""
     module, optimizer = module_and_optimizer()
     checkpoints, states = checkpoint.Checkpoints(tmp_path, "trainer", keep), {}
     for version in versions:
         step(module, optimizer, version)
         checkpoints.save(version, {"learned": checkpoint.learned(module, optimizer), "version": version})
         states[version] = [p.detach().clone() for p in module.parameters()]
-        step(module, optimizer, 1000)  # training goes on while it is written
+        step(module, optimizer, 1000)  # training continues while the checkpoint is written
         with torch.no_grad():
             for parameter, kept in zip(module.parameters(), states[version]):
                 parameter.copy_(kept)
@@ -36,7 +36,7 @@ def saved(tmp_path, versions, keep=2):
     return states
 
 
-def test_what_is_loaded_is_what_was_saved_and_goes_on_the_same(tmp_path):
+def test_a_loaded_checkpoint_continues_exactly_like_the_saved_model(tmp_path):
     module, optimizer = module_and_optimizer()
     step(module, optimizer, 1)
     checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 1)
@@ -51,7 +51,7 @@ def test_what_is_loaded_is_what_was_saved_and_goes_on_the_same(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters()))
 
 
-def test_the_newest_ones_stay_and_the_newest_is_found(tmp_path):
+def test_the_newest_checkpoints_are_kept_and_the_newest_is_found(tmp_path):
     saved(tmp_path, range(1, 5), keep=2)
     assert checkpoint.newest(tmp_path, "trainer") == (4, tmp_path / "checkpoints" / "trainer-000004")
     assert checkpoint.newest(tmp_path, "trainer", at_most=3)[0] == 3
@@ -68,20 +68,20 @@ def test_the_newest_ones_stay_and_the_newest_is_found(tmp_path):
             "__0_0.distcp has",
         ),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
-        (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp is not what was written"),
-        (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
+        (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp has changed since it was written"),
+        (lambda path: flip(path / ".metadata"), ".metadata has changed since it was written"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"files": 3}'), "manifest.json is damaged"),
     ],
     ids=["shortened", "missing", "bit", "metadata", "no manifest", "torn manifest", "other manifest"],
 )
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, harm, named):
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, harm, named):
     saved(tmp_path, [1, 2])
     harm(checkpoint.where(tmp_path, "trainer", 2))
     told = []
     assert checkpoint.newest(tmp_path, "trainer", told.append)[0] == 1
-    assert len(told) == 1 and told[0].startswith("checkpoint trainer-000002 is passed over: ") and named in told[0]
+    assert len(told) == 1 and told[0].startswith("checkpoint trainer-000002 is skipped: ") and named in told[0]
 
 
 def flip(file):
@@ -90,15 +90,15 @@ def flip(file):
     file.write_bytes(content)
 
 
-def test_one_that_was_cut_short_was_never_there(tmp_path):
+def test_an_unfinished_checkpoint_is_ignored(tmp_path):
     saved(tmp_path, [1])
     final = checkpoint.where(tmp_path, "trainer", 1)
     final.rename(final.with_name("trainer-000007.partial"))
     assert checkpoint.newest(tmp_path, "trainer") is None
 
 
-def test_a_full_disk_is_an_error_and_leaves_the_checkpoints_before(tmp_path):
-    """The limit on a file's size stands for the disk: the same error comes from the same calls."""
+def test_a_full_disk_raises_an_error_and_leaves_earlier_checkpoints_intact(tmp_path):
+    """A limit on the size of a file stands in for a full disk: the same calls fail with an error."""
     module, optimizer = module_and_optimizer()
     saved(tmp_path, [1])
     checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 2)

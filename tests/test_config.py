@@ -50,8 +50,8 @@ from asyncspec.config.fields import describe
         ("engine.kind=foo", "nearest valid choice: engine.kind=torch"),
         (
             "engine.kind=vllm",
-            "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: its k is fixed; "
-            "nearest valid choice: speculation.draft_length=3",
+            "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: vLLM's draft length is "
+            "fixed; nearest valid choice: speculation.draft_length=3",
         ),
         (
             "engine.compile=true",
@@ -67,7 +67,7 @@ from asyncspec.config.fields import describe
             "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: "
             "logprob.tensor_parallel=1",
         ),
-        ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file beside it"),
+        ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file as well"),
         ("steps=1000000000000", "steps=1000000000000: expected at most 1000000; nearest valid choice: steps=1000000"),
         (
             "engine.slots=999999999999999999999999999999",
@@ -89,7 +89,7 @@ from asyncspec.config.fields import describe
         ),
     ],
 )
-def test_wrong_overrides_are_one_clear_line(override, expected):
+def test_wrong_overrides_give_one_clear_line(override, expected):
     with pytest.raises(ConfigError) as caught:
         load("tiny", [override])
     assert expected in str(caught.value)
@@ -108,20 +108,20 @@ def test_wrong_overrides_are_one_clear_line(override, expected):
         ("trainer.kind=mock", "trainer.kind='mock': expected torch with engine.kind=vllm"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused(override, expected):
+def test_settings_that_vllm_does_not_support_are_refused(override, expected):
     with pytest.raises(ConfigError) as caught:
         load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", override])
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_vllm_takes_no_policy_with_an_mtp_module_in_its_file(tmp_path):
+def test_vllm_refuses_a_policy_file_that_contains_an_mtp_module(tmp_path):
     source = resolve_path("asset:tiny/policy")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     (tmp_path / "config.json").write_text(
         json.dumps(json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1})
     )
     with pytest.raises(
-        ConfigError, match="holds an MTP module too; expected a policy without one with engine.kind=vllm"
+        ConfigError, match="also contains an MTP module; expected a policy without one with engine.kind=vllm"
     ):
         load("tiny", ["engine.kind=vllm", "speculation.method=none", f"model.path={tmp_path}"])
 
@@ -165,7 +165,7 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
                 "moe_intermediate_size": 8,
             },
             ("trainer.ranks=2", "trainer.tensor_parallel=2"),
-            "trainer.tensor_parallel=2: expected 1 with a policy of experts",
+            "trainer.tensor_parallel=2: expected 1 with a mixture-of-experts policy",
         ),
         (
             {
@@ -176,13 +176,13 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
                 "moe_intermediate_size": 8,
             },
             ("logprob.ranks=2", "logprob.tensor_parallel=2"),
-            "logprob.tensor_parallel=2: expected 1 with a policy of experts",
+            "logprob.tensor_parallel=2: expected 1 with a mixture-of-experts policy",
         ),
         (
             {"num_key_value_heads": 1},
             ("logprob.ranks=2", "logprob.tensor_parallel=2"),
-            "logprob.tensor_parallel=2: expected a divisor of the policy's 1 heads of keys and values; nearest valid "
-            "choice: logprob.tensor_parallel=1",
+            "logprob.tensor_parallel=2: expected a divisor of the policy's 1 key-value heads; nearest valid choice: "
+            "logprob.tensor_parallel=1",
         ),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
@@ -191,7 +191,7 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
         ),
     ],
 )
-def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, expected):
+def test_settings_that_the_policy_does_not_support_give_one_clear_line(tmp_path, change, override, expected):
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((resolve_path("asset:tiny/policy") / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | change))
@@ -201,7 +201,7 @@ def test_what_a_policy_cannot_do_is_one_clear_line(tmp_path, change, override, e
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_compiling_without_a_compiler_is_one_line(device, monkeypatch):
+def test_compiling_without_a_compiler_gives_one_line(device, monkeypatch):
     monkeypatch.setattr("asyncspec.config.check.cxx_compiler", lambda: None)
     by_vllm = ["engine.kind=vllm", "speculation.draft_length=3", "engine.compile=true"]
     with pytest.raises(ConfigError) as caught:
@@ -213,22 +213,22 @@ def test_compiling_without_a_compiler_is_one_line(device, monkeypatch):
     load("tiny", [*by_vllm, "deployment.device=cuda"])
 
 
-def test_a_draft_of_another_policy_is_refused(tmp_path):
+def test_a_draft_made_for_another_policy_is_refused(tmp_path):
     config = json.loads((resolve_path("asset:tiny/eagle3") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
     with pytest.raises(ConfigError, match="made for hidden_size=128; expected 64"):
         load("tiny", [f"speculation.draft_path={tmp_path}"])
 
 
-def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path):
+def test_a_reference_with_another_vocabulary_is_refused_if_it_is_used(tmp_path):
     config = json.loads((resolve_path("asset:tiny/policy") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
-    load("tiny", [f"model.reference_path={tmp_path}"])  # without a KL term nobody reads it
+    load("tiny", [f"model.reference_path={tmp_path}"])  # without a KL term it is not used
     load("tiny", ["model.reference_path=asset:tiny/policy", "rl.kl_coef=0.1"])
     with pytest.raises(
         ConfigError,
-        match=f"model.reference_path='{tmp_path}': made for vocab_size=128; expected {config['vocab_size']}, as the "
-        f"policy",
+        match=f"model.reference_path='{tmp_path}': has vocab_size=128; expected {config['vocab_size']}, as in "
+        f"model.path",
     ):
         load("tiny", [f"model.reference_path={tmp_path}", "rl.kl_coef=0.1"])
 
@@ -250,7 +250,7 @@ def test_a_reference_of_another_vocabulary_is_refused_where_it_is_read(tmp_path)
         (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
     ],
 )
-def test_wrong_command_lines_are_one_clear_line(args, expected, capsys):
+def test_wrong_command_lines_give_one_clear_line(args, expected, capsys):
     from asyncspec.cli import main
 
     try:
@@ -261,12 +261,12 @@ def test_wrong_command_lines_are_one_clear_line(args, expected, capsys):
     assert code == 2 and expected in error and error.count("\n") == 1
 
 
-def test_an_unknown_config_names_the_known_ones():
+def test_the_error_for_an_unknown_config_names_the_nearest_one():
     with pytest.raises(ConfigError, match="nearest: tiny"):
         load("tinny")
 
 
-def test_a_wrong_key_in_a_file_names_the_file(tmp_path):
+def test_the_error_for_a_wrong_key_in_a_file_names_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("rl:\n  groupsize: 4\n")
     with pytest.raises(ConfigError, match="rl.groupsize in mine.yaml: .*rl.group_size"):
@@ -286,15 +286,15 @@ def test_defaults_file_and_overrides_are_merged_in_this_order(tmp_path):
     assert (config.steps, config.trainer.optimizer.lr, config.rl.group_size, config.run_dir) == (7, 1e-4, 8, "2026")
 
 
-def test_the_resolved_configuration_reads_back(tmp_path):
+def test_the_resolved_configuration_loads_back_unchanged(tmp_path):
     config = load("tiny", ["seed=5", "rl.kl_coef=0.25"])
     assert from_yaml(to_yaml(config)) == config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load(str(tmp_path / "config.yaml")) == config
 
 
-def test_every_shipped_config_loads_or_names_the_model_that_its_user_brings():
-    """Those that name one are loaded with one in test_topology.py."""
+def test_every_shipped_config_loads_or_names_the_model_the_user_must_supply():
+    """test_topology.py loads the configs that name a model, with a model."""
     for path in CONFIG_DIR.glob("*.yaml"):
         if "models/" not in path.read_text():
             load(path.stem)
@@ -312,7 +312,7 @@ def test_help_lists_flags_and_every_field_with_its_meaning():
     for word in ("--config", "--policy-lag", "--steps", "--run-dir", "--seed"):
         assert word in text
     for name, default, metadata in describe(Config):
-        assert metadata["help"] and f"{name}={default}\n      {metadata['help']}" in text
+        assert metadata["help"] and f"{name}={default} {metadata['help']}" in " ".join(text.split())
 
 
 def test_a_typo_ends_the_command_with_one_line():
@@ -324,8 +324,8 @@ def test_a_typo_ends_the_command_with_one_line():
 
 
 @pytest.mark.slow
-def test_damaged_configurations_are_refused_in_one_line_or_mean_what_they_say():
-    """bench fuzz, shorter."""
+def test_damaged_configurations_are_refused_in_one_line_or_load_as_written():
+    """A shorter version of `bench fuzz`."""
     from asyncspec.bench.fuzz import fuzz_configs
 
     counts = fuzz_configs(np.random.default_rng(4), 200)
@@ -335,7 +335,7 @@ def test_damaged_configurations_are_refused_in_one_line_or_mean_what_they_say():
 @pytest.mark.parametrize(
     "override", ["engine.compile=1", "steps=true", "steps=!!python/object:os.system {}", "engine.compile='yes'"]
 )
-def test_yes_and_no_are_no_numbers_and_nothing_is_executed(override):
+def test_booleans_are_not_numbers_and_yaml_tags_are_not_executed(override):
     with pytest.raises(ConfigError) as error:
         load("tiny", [override])
     assert override.split("=")[0] in str(error.value) and "\n" not in str(error.value)

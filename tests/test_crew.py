@@ -1,4 +1,4 @@
-"""The life of an actor, and what the controller decides about actors that are lost; without processes."""
+"""An actor's states, and the controller's decisions about lost actors, without processes."""
 
 import math
 import time
@@ -16,7 +16,10 @@ from asyncspec.wire.heartbeat import SUFFIX, Vigil
 
 
 def recovery_of(*settings, sent=None):
-    """Of actors that are all being started; and the lines it says. What it sends comes into `sent`."""
+    """Return a Recovery whose actors are all starting, and the list of the lines it prints.
+
+    Messages that it sends are appended to `sent`.
+    """
     lines, sent = [], [] if sent is None else sent
     ledger = SimpleNamespace(write=lambda event, ticket, **of: None)
     records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={}, ledger=ledger)
@@ -32,7 +35,7 @@ def came(recovery, *names):
         recovery.crew.members[name].said_ready()
 
 
-WAY = {  # how an actor comes into each state
+WAY = {  # the transitions that bring an actor into each state
     Life.STARTING: [],
     Life.UP: [Life.UP],
     Life.READY: [Life.UP, Life.READY],
@@ -54,7 +57,7 @@ LEGAL = {
 
 @pytest.mark.parametrize("to", Life)
 @pytest.mark.parametrize("life", Life)
-def test_an_actor_goes_from_one_state_to_another_only_where_the_table_says_so(life, to):
+def test_an_actor_makes_only_the_transitions_in_the_table(life, to):
     member = Member("generator0", "generator")
     for state in WAY[life]:
         member.transition(state)
@@ -69,7 +72,7 @@ def test_an_actor_goes_from_one_state_to_another_only_where_the_table_says_so(li
 
 
 @pytest.mark.parametrize("life", Life)
-def test_whoever_says_hello_and_ready_is_where_it_came_to_be_once_it_is_heard_of_again(life):
+def test_hello_and_ready_are_recorded_in_every_state_of_an_actor(life):
     member = Member("logprob", "logprob")
     for state in WAY[life]:
         member.transition(state)
@@ -81,7 +84,7 @@ def test_whoever_says_hello_and_ready_is_where_it_came_to_be_once_it_is_heard_of
     assert member.reached is Life.READY
 
 
-def test_one_that_freezes_right_after_loading_is_not_waited_for_as_while_it_loads():
+def test_an_actor_that_freezes_right_after_loading_gets_no_loading_patience():
     recovery, _ = recovery_of("deployment.silent_timeout_s=2")
     vigil = recovery.crew.vigil
     recovery.arrived(m.Hello("trainer", "tcp://127.0.0.1:1", "cpu"))
@@ -92,7 +95,7 @@ def test_one_that_freezes_right_after_loading_is_not_waited_for_as_while_it_load
     assert [name for name, _ in vigil.overdue()] == ["trainer"]
 
 
-def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatch):
+def test_the_first_of_two_cut_off_logprob_actors_to_be_replaced_frees_the_run(monkeypatch):
     recovery, lines = recovery_of("deployment.logprobs=2")
     crew, both = recovery.crew, ("logprob", "logprob1")
     came(recovery, *(member.name for member in crew.present))
@@ -101,17 +104,17 @@ def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatc
         crew.members[name].condemned_at -= KILLED_S
     recovery.watch()
     recovery.watch()
-    assert lines == [
-        f"nobody answers for {name}: it is waited for, the run cannot go on without it" for name in both
-    ] and {crew.members[name].life for name in both} == {Life.CUT_OFF}
+    assert lines == [f"nobody answers for {name}: the run cannot continue without it and waits" for name in both] and {
+        crew.members[name].life for name in both
+    } == {Life.CUT_OFF}
     recovery.lost(m.Lost("logprob", "logprob died", "logprob.1"))
     came(recovery, "logprob.1")
     recovery.watch()
     assert crew.members["logprob1"].life is Life.GIVEN_UP
     assert crew.addresses["logprob1"] == crew.members["logprob.1"].hello.address == crew.addresses["logprob"]
-    # Its launcher, reached again, has none to put in its place; and another node that claims its part.
+    # Its launcher can be reached again but has no replacement. Then another node claims its part.
     recovery.lost(m.Lost("logprob1", "logprob1 died: SIGKILL"))
-    assert lines[-1] == "logprob1 died: SIGKILL; no replacement is left for it: the others go on"
+    assert lines[-1] == "logprob1 died: SIGKILL; no replacement is left, so the others continue"
     recovery.run.broadcasts = SimpleNamespace(
         devices={}, port=1, versions={}, members={"draft": []}, add=lambda hello, kinds: None
     )
@@ -123,7 +126,7 @@ def test_of_two_that_are_cut_off_the_first_to_come_back_frees_the_run(monkeypatc
 
 @pytest.fixture
 def under_way():
-    """callable(*settings) -> recovery of a run whose actors have all come, the lines it says, and what it sends."""
+    """callable(*settings) -> (recovery of a run with all actors ready, lines it prints, messages it sends)."""
     made = []
 
     def make(*settings):
@@ -140,18 +143,18 @@ def under_way():
             outbox.close(0)
 
 
-def test_the_run_goes_on_without_the_draft_adapter_and_tells_who_has_to_do_with_it(under_way):
+def test_a_run_continues_without_its_draft_adapter_and_tells_the_actors_concerned(under_way):
     recovery, lines, sent = under_way()
     recovery.lost(m.Lost("draft_adapter", "draft_adapter died: SIGKILL"))
-    assert lines == ["the draft adapter is gone (draft_adapter died: SIGKILL): the draft stays as it is"]
+    assert lines == ["the draft adapter is gone (draft_adapter died: SIGKILL): the draft no longer changes"]
     assert [name for name, message in sent if message == m.DraftEnded()] == ["draft_adapter", "generator0", "logprob"]
     assert not recovery.run.stop_reason and recovery.crew.members["draft_adapter"].life is Life.GONE
-    recovery.lost(m.Lost("draft_adapter", "draft_adapter died: SIGKILL"))  # nobody is lost twice
+    recovery.lost(m.Lost("draft_adapter", "draft_adapter died: SIGKILL"))  # a second report changes nothing
     assert len(lines) == 1
 
 
 @pytest.mark.parametrize("may_restart", [False, True])
-def test_without_its_trainer_a_run_ends_or_is_started_again(may_restart, under_way):
+def test_a_run_that_loses_its_trainer_ends_or_restarts(may_restart, under_way):
     recovery, _, _ = under_way()
     recovery.lost(m.Lost("trainer", "trainer died: SIGKILL", may_restart=may_restart))
     run = recovery.run
@@ -159,7 +162,7 @@ def test_without_its_trainer_a_run_ends_or_is_started_again(may_restart, under_w
     assert run.failure == ("" if may_restart else "trainer died: SIGKILL")
 
 
-def test_whoever_was_given_up_is_killed_when_it_comes_back_to_life_and_one_that_is_waited_for_goes_on(under_way):
+def test_a_given_up_actor_that_returns_is_killed_and_a_cut_off_one_continues(under_way):
     recovery, _, sent = under_way("deployment.generators=2")
     crew = recovery.crew
     crew.heard("launcher", m.Beat("launcher"))
@@ -177,7 +180,7 @@ def test_whoever_was_given_up_is_killed_when_it_comes_back_to_life_and_one_that_
     assert crew.members["trainer"].life is Life.READY
 
 
-def test_a_replacement_that_says_hello_before_its_launcher_tells_of_it_is_taken_in(under_way):
+def test_a_replacement_may_say_hello_before_its_launcher_reports_it(under_way):
     recovery, lines, _ = under_way()
     hello = m.Hello("generator0.1", "tcp://127.0.0.1:9", "cpu")
     recovery.arrived(hello)
@@ -190,8 +193,8 @@ def test_a_replacement_that_says_hello_before_its_launcher_tells_of_it_is_taken_
     assert recovery.crew.generators == ["generator0.1"] and "generator0.1 has joined" in lines[-1]
 
 
-def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():
-    """Also where signs of life before it came too early to count: the launcher had not told of the actor yet."""
+def test_a_hello_counts_as_a_sign_of_life_and_the_next_one_is_due_soon():
+    """This holds even if earlier signs of life did not count, because the launcher had not reported the actor yet."""
     recovery, _ = recovery_of("deployment.silent_timeout_s=1")
     crew = recovery.crew
     recovery.arrived(m.Hello("generator0", "tcp://127.0.0.1:1", "cpu"))
@@ -202,7 +205,7 @@ def test_a_hello_is_a_sign_of_life_and_the_next_is_due_soon():
     assert [name for name, _ in found] == ["generator0"]
 
 
-def test_who_looks_seldom_finds_out_who_is_silent_and_nobody_else():
+def test_a_vigil_that_looks_rarely_finds_the_silent_actor_and_no_other():
     vigil, looks, found = Vigil(silent_s=0.2, turn_s=math.inf), 0, []
     vigil.heard("silent")
     while not found and looks < 20:

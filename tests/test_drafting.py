@@ -1,4 +1,4 @@
-"""Drafting as one compiled function: the proposals of passes launched one by one, and what numba keeps of it."""
+"""Drafting as one function compiled by numba: same proposals as passes launched one by one, and numba's cache."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ from asyncspec.speculation.verify import Sampling
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("method", ["eagle3", "eagle3 of few tokens", "mtp"])
-def test_numba_proposes_what_passes_launched_one_by_one_do(small_shape, small_policy, maker, method, temperature):
+def test_numba_proposes_the_same_as_passes_launched_one_by_one(small_shape, small_policy, maker, method, temperature):
     check_numba(engine_of(small_shape, small_policy, maker[method], 12, "random", Sampling(temperature)))
 
 
@@ -31,7 +31,10 @@ def test_numba_drafts_for_other_families(other, method):
 
 
 def check_numba(engine):
-    """While sequences come and go, at once and in parts, and prompts of one token among them."""
+    """Check numba's proposals while sequences enter and leave, all at once and a few at a time.
+
+    Some prompts have only one token.
+    """
     drafter, of = engine.drafter, []
     by_numba = drafter._draft
 
@@ -49,12 +52,12 @@ def check_numba(engine):
     run(engine, [[2 + i % 4] * (1 + i % 8) for i in range(24)], samples=3)
     rows = {B for B, _ in of}
     assert min(rows) < 6 and max(rows) == 12 and {K for _, K in of} == {1, 2, 3, 4}, of
-    assert len(numba_draft.propose.signatures) == 1, "compiled for arguments of several kinds"
+    assert len(numba_draft.propose.signatures) == 1, "compiled for more than one set of argument types"
 
 
-def test_a_proposal_of_numba_has_the_distributions_it_was_drawn_from():
-    """Whatever logits and uniform numbers: what is drawn is where the cumulative sum passes, never a token of
-    probability zero.
+def test_numba_returns_the_distribution_that_it_draws_from():
+    """For any logits and uniform number, the drawn token is where the cumulative sum passes that number, and never a
+    token of probability zero.
     """
     rng = np.random.default_rng(0)
     for scale in (0.0, 1.0, 30.0, 1e4):
@@ -78,8 +81,8 @@ def test_a_proposal_of_numba_has_the_distributions_it_was_drawn_from():
             )
 
 
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index of a function, and what it lists
-def test_what_was_compiled_and_kept_damaged_is_compiled_again(tmp_path, monkeypatch, suffix):
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index of a function, and the compiled code it lists
+def test_a_function_is_compiled_again_if_its_cache_is_damaged(tmp_path, monkeypatch, suffix):
     file = tmp_path / "kept.py"
     file.write_text(
         "from asyncspec.drafters.numba_draft import _numba\n\n\n@_numba()\ndef double(x):\n    return 2 * x\n"

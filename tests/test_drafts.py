@@ -1,4 +1,4 @@
-"""Drafts: what they learn from, how they are trained offline, and that learning them reaches nothing else."""
+"""Drafts: their supervision, their offline training, and that training them changes nothing else."""
 
 import json
 import os
@@ -26,7 +26,7 @@ VOCABULARY = 6
 
 
 def rollouts(seed=0, B=5, L=14):
-    """Token rows with prompts and responses of several lengths, one of them without a response."""
+    """Token rows, and masks of their responses. Lengths vary, and one row has no response."""
     rng = np.random.default_rng(seed)
     tokens_BL = torch.from_numpy(rng.integers(2, VOCABULARY, (B, L)))
     first_B, end_B = rng.integers(1, 5, B), rng.integers(6, L + 1, B)
@@ -39,8 +39,8 @@ def rollouts(seed=0, B=5, L=14):
 
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, VOCABULARY - 1))
-def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, kept):
-    """Coarse-graining: KL over the kept tokens and the rest is at most the whole KL, acceptance at least as much."""
+def test_a_truncated_distribution_never_overstates_the_divergence(seed, kept):
+    """Coarse-graining: KL over the kept tokens and the rest is at most the whole KL; acceptance is at least as high."""
     generator = torch.Generator().manual_seed(seed)
     logp, logq = (3 * torch.randn(1, 4, VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(2))
     logp, logq = logp.log_softmax(-1), logq.log_softmax(-1)
@@ -58,9 +58,9 @@ def test_what_is_kept_of_a_distribution_never_overstates_the_divergence(seed, ke
 
 @settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, VOCABULARY))
-def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
-    """With all tokens kept, truncated and whole targets agree within a draft's vocabulary; with fewer, acceptance stays
-    a bound.
+def test_a_draft_with_few_tokens_gets_no_credit_for_the_others(seed, kept):
+    """With all tokens kept, truncated and whole targets agree within a draft's vocabulary. With fewer, acceptance is
+    still an upper bound.
     """
     generator = torch.Generator().manual_seed(seed)
     logp = (3 * torch.randn(1, 4, VOCABULARY, generator=generator, dtype=torch.float64)).log_softmax(-1)
@@ -75,8 +75,10 @@ def test_a_draft_of_few_tokens_is_not_credited_with_the_others(seed, kept):
         torch.testing.assert_close(coarse, whole, atol=1e-5, rtol=1e-5)
 
 
-def test_a_draft_that_cannot_be_the_policy_learns_what_is_accepted_more():
-    """One distribution for two contexts, one of them four times in five. By cross-entropy it becomes their mean."""
+def test_a_draft_that_cannot_match_the_policy_learns_to_be_accepted_more():
+    """The draft has one distribution for two contexts; one of them occurs four times in five. Trained with
+    cross-entropy it becomes their mean.
+    """
     target, weight = (
         Target(torch.tensor([[[0.49, 0.49, 0.02]], [[0.49, 0.02, 0.49]]]).log()),
         torch.tensor([[0.8], [0.2]]),
@@ -97,7 +99,7 @@ def test_a_draft_that_cannot_be_the_policy_learns_what_is_accepted_more():
 
 @settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(0, VOCABULARY))
-def test_nothing_is_learned_where_the_draft_is_the_policy(seed, kept):
+def test_a_draft_that_equals_the_policy_learns_nothing(seed, kept):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, 1, VOCABULARY, generator=generator, dtype=torch.float64, requires_grad=True)
     logq = logits.log_softmax(-1)
@@ -107,9 +109,10 @@ def test_nothing_is_learned_where_the_draft_is_the_policy(seed, kept):
 
 
 @pytest.mark.parametrize("method", drafts.METHODS)
-def test_at_another_temperature_the_best_draft_is_the_one_that_will_be_sampled_from(small_shape, small_policy, method):
-    """A draft whose logits, divided by the temperature, are the target's has the least loss: the engine divides them,
-    too.
+def test_a_draft_is_trained_for_the_temperature_it_will_be_sampled_at(small_shape, small_policy, method):
+    """The loss is least if the draft's logits, divided by the temperature, equal the target's logits.
+
+    The engine divides them, too.
     """
     tokens_BL, mask_BL = rollouts()
     torch.manual_seed(1)
@@ -118,9 +121,9 @@ def test_at_another_temperature_the_best_draft_is_the_one_that_will_be_sampled_f
     trainer = DraftTrainer(draft.module, draft.loss(1, 0.5), 5e-3)
     for _ in range(150):
         _, rates = trainer.step(made)
-    assert rates[0] > 0.9  # learned by heart
+    assert rates[0] > 0.9  # the draft has memorized the batch
     _, wrong = drafts.Draft(draft.method, draft.module, draft.shape).loss(1, 1.0)(draft.module, made)
-    assert rates[0] > wrong[0] + 0.02  # and not the distribution at temperature 1
+    assert rates[0] > wrong[0] + 0.02  # it has not learned the distribution at temperature 1
 
 
 @pytest.mark.parametrize("window,top", [(0, 0), (0, 3), (5, 0), (5, 2), (100, 100)])
@@ -146,7 +149,7 @@ def test_supervision_arrives_as_it_was_sent(small_shape, small_policy, window, t
                     assert set(got.target.token_BLM[b, t].tolist()) == set(logprob.topk(top).indices.tolist())
     if window == 5:
         assert got.tokens_BL.shape[1] <= 5 and got.mask_BL[0].any()
-    if (window, top) == (0, 0):  # what is learned from it is the same, too
+    if (window, top) == (0, 0):  # then the loss is the same, too
         for method in drafts.METHODS:
             torch.manual_seed(1)
             draft = drafts.new(method, small_shape, small_policy)
@@ -157,8 +160,8 @@ def test_supervision_arrives_as_it_was_sent(small_shape, small_policy, window, t
             )
 
 
-def test_a_stretch_is_learned_from_wherever_it_starts(small_shape, small_policy):
-    """Rotary positions are relative, so the same stretch further on gives the same loss."""
+def test_the_loss_of_a_window_does_not_depend_on_where_it_starts(small_shape, small_policy):
+    """Rotary positions are relative, so the same window further on gives the same loss."""
     tokens_BL, mask_BL = rollouts()
     torch.manual_seed(1)
     draft = drafts.new("eagle3", small_shape, small_policy).module
@@ -167,7 +170,7 @@ def test_a_stretch_is_learned_from_wherever_it_starts(small_shape, small_policy)
     torch.testing.assert_close(unrolled_loss(draft, there, 3)[0], unrolled_loss(draft, made, 3)[0])
 
 
-def test_a_draft_of_few_tokens_is_written_and_read_as_vllm_does(tmp_path, small_shape, small_policy):
+def test_a_draft_with_few_tokens_is_saved_and_loaded_in_vllms_format(tmp_path, small_shape, small_policy):
     tokens = torch.tensor([1, 2, 4])
     draft = drafts.new("eagle3", small_shape, small_policy, tokens)
     draft.save(tmp_path)
@@ -217,7 +220,7 @@ def draft_train(cwd, *args, **kwargs):
 
 
 @pytest.mark.slow
-def test_draft_train_makes_a_draft_the_engine_takes_and_goes_on_with_it(tmp_path):
+def test_draft_train_makes_a_draft_and_trains_it_further(tmp_path):
     small = ("--threads", "1", "--held-out", "32")
     done = draft_train(tmp_path, "--minutes", "0", "--steps", "60", "--draft-vocab", "20", *small)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -265,9 +268,9 @@ ONE_GROUP = ("speculation.draft_length=3", "eval.every=0", "data.eval_prompts=0"
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 @pytest.mark.slow
-def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
-    """Bitwise, under lag 0, with k fixed and the draft that proposes fixed: one group a step, so that batches are
-    alike.
+def test_training_a_draft_changes_no_weight_of_the_policy(tmp_path, method):
+    """The policies are bitwise equal. Lag is 0, and k and the proposing draft are fixed. One group per step makes the
+    batches identical.
     """
     trained = {}
     for adapt in (True, False):
@@ -297,7 +300,7 @@ def test_learning_a_draft_reaches_no_weight_of_the_policy(tmp_path, method):
 
 
 @pytest.mark.slow
-def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(tmp_path):
+def test_mtp_is_trained_and_exported_with_the_policy_and_drafts_from_the_export(tmp_path):
     done = train(tmp_path / "run", "--steps", "3", "speculation.method=mtp")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
@@ -322,7 +325,7 @@ def test_mtp_is_trained_with_the_policy_exported_with_it_and_drafts_from_there(t
     assert rows(tmp_path / "more")[-1]["spec/acceptance_length"] > 2.5
 
 
-def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
+def test_vllm_accepts_as_many_proposals_of_our_draft_as_our_engine():
     python = os.environ.get("ASYNCSPEC_VLLM_PYTHON")
     if not python:
         pytest.skip("ASYNCSPEC_VLLM_PYTHON is not set; scripts/compare/make_environments.sh makes the environment")
@@ -337,7 +340,7 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
 
         def observe(self, step):
             kept_B = step.kept_B
-            if step.found_B is not None:  # rows that have kept all up to their ends; vLLM counts what comes behind, too
+            if step.found_B is not None:  # if a row kept all up to its end, vLLM counts the proposals beyond it, too
                 kept_B = np.where(kept_B >= step.found_B, step.draft_length, kept_B)
             self.verified, self.accepted = self.verified + step.live, self.accepted + int(kept_B.sum())
 
@@ -356,8 +359,8 @@ def test_vllm_accepts_as_many_of_our_drafts_proposals_as_our_engine():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = json.loads(done.stdout)
-    # Each mean has a standard error of 0.7% (about 2,500 verifications, standard deviation 1 of 3.6): 3% is three of
-    # the difference.
+    # Each mean has a standard error of 0.7% (about 2,500 verifications; mean 3.6, standard deviation 1), so 3% is three
+    # standard errors of the difference.
     assert 1 + theirs["accepted"] / theirs["drafts"] == pytest.approx(
         1 + counting.accepted / counting.verified, rel=0.03
     )

@@ -1,4 +1,4 @@
-"""Expected tokens for every draft length, from verifications of some."""
+"""Expected tokens for every draft length, learned from verifications with some lengths."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,16 @@ from asyncspec.speculation.draft_length import LONGEST
 from asyncspec.speculation.emitted import LENT_ROWS, Emitted, Survival
 
 
-def test_a_place_not_tried_is_taken_for_like_the_one_before_it():
+def test_an_untried_position_is_expected_to_behave_like_the_one_before_it():
     survival = Survival(4)
-    survival.add(np.tile([0, 2, 2, 2], 512), 2)  # 3 in 4 go beyond the first, all of those beyond the second
+    survival.add(np.tile([0, 2, 2, 2], 512), 2)  # 3 in 4 rows pass the first position, and all of these the second
     assert survival.beyond() == pytest.approx([0.75, 0.75, 0.75, 0.75], rel=0.02)
-    survival.add(np.tile([0, 1, 1, 1], 512), 2)  # then none, and half of what was before is forgotten
+    survival.add(np.tile([0, 1, 1, 1], 512), 2)  # then none pass the second, and half of the past is forgotten
     assert survival.beyond() == pytest.approx([0.75, 0.75 / 3, 0.75 / 9, 0.75 / 27], rel=0.05)
 
 
 @pytest.mark.parametrize("held", [1, 3, 7, LONGEST])
-def test_what_one_length_emits_tells_of_all(held):
+def test_verifications_of_one_length_predict_all_lengths(held):
     rng, acceptance_J = np.random.default_rng(0), np.array([0.7 - 0.03 * j for j in range(LONGEST)])
     kept_R, result = (rng.random((40000, LONGEST)) < acceptance_J).cumprod(1)[:, :held].sum(1), Emitted()
     for kept_B in kept_R.reshape(-1, 100):
@@ -26,8 +26,8 @@ def test_what_one_length_emits_tells_of_all(held):
         assert tokens == pytest.approx(true, rel=0.05 if k <= held else 0.25), k
 
 
-def test_what_a_length_emitted_itself_counts_beside_what_others_tell_of_it():
-    """Every third token is never proposed: k=2 begins before it each time and emits one token, k=1 emits 1.5."""
+def test_a_lengths_own_verifications_count_beside_those_of_other_lengths():
+    """Every third token is never proposed: k=2 always starts right before it and emits one token; k=1 emits 1.5."""
     result = Emitted()
     for _ in range(40):
         result.add(np.tile([1, 0], 50), 1)

@@ -1,4 +1,4 @@
-"""A process that is ended by force tells where its threads are, and no other does."""
+"""A process that is ended by force prints the stacks of its threads, if it was prepared and is not frozen."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ waits()
 @pytest.mark.parametrize(
     "what,told", [("waits", True), ("holds_the_interpreter", True), ("stops", False), ("is_new", False)]
 )
-def test_a_process_that_is_ended_tells_where_its_threads_are(what, told):
+def test_a_process_ended_by_force_prints_the_stacks_of_its_threads(what, told):
     process = subprocess.Popen(
         [sys.executable, "-c", PROCESS, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -50,7 +50,7 @@ def test_a_process_that_is_ended_tells_where_its_threads_are(what, told):
     said = process.communicate(timeout=60)[1]
     assert process.returncode == (-signal.SIGKILL if what == "stops" else -signal.SIGUSR2)
     assert (f"in {what}" in said) == ("in waits" in said) == told and bool(said) == told, said
-    ending.end(descriptor)  # which has ended
+    ending.end(descriptor)  # the process has ended already
     os.close(descriptor)
     ending.end(descriptor := ending.pidfd(process.pid))
     os.close(descriptor)
@@ -69,7 +69,7 @@ def holds(prompt, response, answer):
 
 
 @pytest.mark.slow
-def test_an_actor_that_a_function_of_the_users_freezes_tells_of_the_function(tmp_path, monkeypatch):
+def test_the_log_of_an_actor_frozen_by_a_users_function_names_the_function(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(HOLDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     output = Running.new(tmp_path / "run", "--steps", "2", SILENT, "data.reward=mine:holds", "eval.every=0").end()

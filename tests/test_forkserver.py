@@ -1,4 +1,7 @@
-"""Processes that a fork server makes are to whoever starts them like any others."""
+"""Processes made by the fork server behave like any others.
+
+Each is forked for a client: the process that was started in its place and stands for it.
+"""
 
 import os
 import resource
@@ -45,7 +48,7 @@ elif what == "sleep":
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """callable(what, ...) -> the process; and the server."""
+    """callable(what, ...) -> client process; its attribute `server` is the fork server."""
     (tmp_path / "played.py").write_text(PLAYED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
@@ -68,37 +71,37 @@ def started(tmp_path, monkeypatch):
     yield start
     server.close()
     for process in processes:
-        process.kill()  # one without the server
+        process.kill()  # a client that runs the module itself does not end with the server
         process.communicate(timeout=60)
 
 
-def test_it_has_a_directory_an_environment_arguments_and_streams_of_its_own(started, tmp_path):
+def test_a_forked_process_has_its_own_directory_environment_arguments_and_streams(started, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    environment = {**os.environ, "WHAT": "first \udcff"}  # a byte that is no character
+    environment = {**os.environ, "WHAT": "first \udcff"}  # a byte that is not valid UTF-8
     process = started("say", "two words", "", stdin=subprocess.PIPE, cwd=tmp_path / "elsewhere", env=environment)
     said, more = process.communicate("given", timeout=60)[0].splitlines()
     assert (
         said.startswith(f"{tmp_path / 'elsewhere'} 'first \\udcff' True __main__ ['two words', ''] given")
         and more == "and more"
     )
-    # Nothing of the server's, or of other processes that it has forked, is open in it: 0, 1, 2 and the listing itself.
+    # It inherits no descriptor of the server or of other forked processes. Open are 0, 1, 2 and the listing itself.
     others = [started("sleep") for _ in range(2)]
     for other in others:
         other.stdout.readline()
     assert started("say").communicate(timeout=60)[0].splitlines()[0].split()[-1] == "4"
 
 
-def test_it_may_inherit_more(started):
+def test_a_forked_process_may_inherit_further_descriptors(started):
     read, write = os.pipe()
     process = started("tell", str(write), keep=[write])
     os.close(write)
-    assert os.read(read, 100) == b"told" and os.read(read, 100) == b""  # nobody holds the other end any more
+    assert os.read(read, 100) == b"told" and os.read(read, 100) == b""  # no process holds the write end anymore
     os.close(read)
     assert process.wait(10) == 0
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_is_one_that_nothing_comes_from(started, closed):
+def test_a_process_may_be_forked_with_closed_streams(started, closed):
     command = started.server.command("played", "end", "5")
     assert (
         subprocess.run(
@@ -108,14 +111,14 @@ def test_a_closed_stream_is_one_that_nothing_comes_from(started, closed):
     )
 
 
-def test_threads_are_waited_for_and_chance_is_each_ones_own(started):
+def test_a_forked_process_waits_for_its_threads_and_has_its_own_random_numbers(started):
     assert started("thread").communicate(timeout=60)[0].split() == ["begun", "finished"]
     said = [started("chance").communicate(timeout=60)[0].split() for _ in range(3)]
     assert all(len(set(of)) == 3 for of in zip(*said)), said
 
 
-def test_who_asks_and_is_stopped_holds_nobody_up(started):
-    """In the middle of asking."""
+def test_a_client_that_is_stopped_mid_request_blocks_no_other_client(started):
+    """The client has sent its descriptor, but not the request itself."""
     mine, theirs = socket.socketpair()
     with socket.socket(fileno=os.dup(started.server.descriptor)) as requests:
         socket.send_fds(requests, [b"?"], [theirs.fileno()])
@@ -124,7 +127,7 @@ def test_who_asks_and_is_stopped_holds_nobody_up(started):
     theirs.close()
 
 
-def test_where_no_descriptor_is_left_who_asks_runs_it_by_itself_and_nobody_dies(started):
+def test_a_client_runs_the_module_itself_if_the_server_has_no_descriptors_left(started):
     first = started("sleep")
     pid = int(first.stdout.readline())
     resource.prlimit(started.server._process.pid, resource.RLIMIT_NOFILE, (16, 16))
@@ -135,7 +138,7 @@ def test_where_no_descriptor_is_left_who_asks_runs_it_by_itself_and_nobody_dies(
 
 @pytest.mark.slow
 def test_libraries_are_loaded_without_asking_for_gpus(tmp_path):
-    """Which would begin CUDA, and no forked process could."""
+    """Asking would initialize CUDA in the server, and then no forked process could use it."""
     text = """
 import sys, torch
 asked, real = [], torch.cuda.is_available
@@ -156,12 +159,12 @@ forkserver._main()
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, stdin=socket.socketpair()[0], timeout=60
     )
-    assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # this test's own
+    assert done.stdout == "['is_available']\n", done.stdout + done.stderr  # only the call in this test
 
 
 @pytest.mark.slow
-def test_numba_is_loaded_for_the_embedded_engine_alone():
-    """vLLM's engine looks at every value in every module, and does not start where numba's are."""
+def test_numba_is_loaded_only_for_the_embedded_engine():
+    """vLLM's engine inspects every value in every module, and does not start if numba is among them."""
     text = """
 import sys
 from asyncspec.config import load
@@ -186,7 +189,7 @@ print("numba" in sys.modules)
         (("kill", "11"), -11),
     ],
 )
-def test_its_end_is_that_of_the_process_that_stands_for_it(started, what, code):
+def test_the_client_ends_the_way_its_forked_process_ended(started, what, code):
     process = started(*what)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == code
@@ -195,7 +198,7 @@ def test_its_end_is_that_of_the_process_that_stands_for_it(started, what, code):
     ] in said
 
 
-def test_it_ends_with_the_process_that_stands_for_it_and_the_server_goes_on(started):
+def test_a_forked_process_ends_with_its_client_and_the_server_continues(started):
     frozen, other = started("sleep"), started("sleep")
     pids = [int(process.stdout.readline()) for process in (frozen, other)]
     os.kill(pids[0], signal.SIGSTOP)
@@ -203,10 +206,10 @@ def test_it_ends_with_the_process_that_stands_for_it_and_the_server_goes_on(star
     assert not outliving(pids[:1]) and alive(pids[1:]) and other.poll() is None
     assert started("end", "3").wait(60) == 3
     other.kill()
-    assert "played.py" in other.stdout.read() and not frozen.stdout.read()  # where it was
+    assert "played.py" in other.stdout.read() and not frozen.stdout.read()  # the stack of `other`
 
 
-def test_it_ends_with_the_server_and_another_server_is_begun(started):
+def test_a_forked_process_ends_with_its_server_and_another_server_is_started(started):
     process = started("sleep")
     pid, first = int(process.stdout.readline()), started.server._process.pid
     os.kill(first, signal.SIGKILL)
@@ -217,7 +220,7 @@ def test_it_ends_with_the_server_and_another_server_is_begun(started):
     assert started.server._process.pid != first and len(descendants(started.server._process.pid)) == 1
 
 
-def test_without_a_server_the_module_is_run_as_python_would_and_ends_with_who_asked(started):
+def test_a_client_without_a_server_runs_the_module_and_ends_with_its_parent(started):
     command = started.server.command("played", "sleep")
     started.server._process.kill()
     started.server._process.wait()

@@ -1,4 +1,4 @@
-"""On a GPU: the engine, the broadcast and the default job, held to what a CPU gives. Skipped where there is none."""
+"""The engine, the broadcast and the default job on a GPU, compared with a CPU. Skipped without a GPU."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
 
 @pytest.mark.parametrize("launched", ["kernels", "graphs"])
 @pytest.mark.parametrize("method", [None, *METHODS])
-def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method, launched):
+def test_gpu_and_cpu_give_the_same_greedy_output(small_shape, small_policy, maker, method, launched):
     torch.manual_seed(9)
     new, results = (
         {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in small_policy.named_parameters()},
@@ -45,7 +45,7 @@ def test_greedy_output_is_a_processors(small_shape, small_policy, maker, method,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
+def test_a_mixture_of_experts_gives_the_same_output_with_graphs(small_shape, dtype):
     shape = replace(small_shape, model_type="qwen3_moe", experts=Experts(5, 2, 32, normed=True))
     torch.manual_seed(3)
     model, results = build(shape), []
@@ -66,7 +66,7 @@ def test_a_mixture_gives_the_same_by_graphs(small_shape, dtype):
             engine.launch_by(None)
         results.append({key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()})
     assert results[0] == results[1]
-    assert bool(engine.decode.graphs) == (dtype is torch.bfloat16)  # in float32 grouped products wait for the host
+    assert bool(engine.decode.graphs) == (dtype is torch.bfloat16)  # float32 grouped products wait for the host
 
 
 @pytest.mark.parametrize("sampling", [AS_IS, Sampling(0.7, 0.9, 4)])
@@ -94,7 +94,7 @@ def test_no_token_of_probability_zero_is_ever_drawn():
     assert (weights[0, drawn] > 0).all()
 
 
-def test_nccl_carries_versions_at_world_size_1():
+def test_nccl_broadcasts_versions_at_world_size_1():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     live, joined = {name: torch.full(shape, 1.0, device="cuda:0") for name, shape in SHAPES.items()}, threading.Event()
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cuda:0")
@@ -117,4 +117,4 @@ def test_the_default_job_runs_on_a_gpu_that_all_actors_share(tmp_path, dtype):
     Running.new(run_dir, "deployment.device=cuda", f"model.dtype={dtype}", "--steps", "4").end()
     assert len(rows(run_dir)) == 4 and audit(str(run_dir)) == 0
     trace = json.loads((run_dir / "trace.json").read_text())
-    assert any("cuda" in event.get("args", {}).get("device", "") for event in trace)  # timed by the GPU's own events
+    assert any("cuda" in event.get("args", {}).get("device", "") for event in trace)  # spans timed by the GPU

@@ -1,4 +1,4 @@
-"""The engine's passes as graphs, by a double that records operations and repeats them on the same tensors."""
+"""The engine's passes as graphs, with a test double that records operations and repeats them on the same tensors."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from asyncspec.speculation.draft_length import LONGEST, FixedLength
 
 
 class NowAndThen(FixedLength):
-    """Two steps without a draft, whose features wait, then one with."""
+    """Two steps without a draft, whose features are kept for later, then one step with a draft."""
 
     def __init__(self):
         super().__init__(LONGEST)
@@ -30,7 +30,7 @@ class NowAndThen(FixedLength):
 
 
 class MockCudaGraphs:
-    """As `CudaGraphs`, for a CPU."""
+    """A stand-in for `CudaGraphs` on a CPU."""
 
     def capture(self, call):
         return MockCudaGraph(call)
@@ -40,8 +40,8 @@ class MockCudaGraphs:
 
 
 class MockCudaGraph:
-    """Records the operations of a call and repeats them on the same tensors, as a CUDA graph does; a look at a value is
-    an error.
+    """Record the operations of a call and repeat them on the same tensors, like a CUDA graph. Reading a value is an
+    error.
     """
 
     def __init__(self, call):
@@ -66,8 +66,8 @@ class MockCudaGraph:
 
 
 @pytest.mark.parametrize("method,k", [(None, 3), *((method, 3) for method in METHODS), ("eagle3", "now and then")])
-def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy, maker, method, k):
-    # what numpy computes is no operation of torch's to be recorded
+def test_graphs_give_the_same_output_as_passes(monkeypatch, small_shape, small_policy, maker, method, k):
+    # numpy must not compute anything: only torch operations are recorded
     monkeypatch.setattr(matrix, "slowed_by_mkl", lambda *_: False)
     monkeypatch.setattr(torch_engine, "backend_for", TorchBackend)
     prompts = [list(p) for p in itertools.product(range(2, 6), repeat=3)][::2]
@@ -93,7 +93,7 @@ def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy
         done = run(engine, prompts)
         engine.submit(Request(100, prompts[-1], [5, 6, 7], 24))
         engine.poll()
-        for version in range(1, 5):  # with live rows; what was captured before reads the new weights
+        for version in range(1, 5):  # rows are live, and graphs captured earlier must use the new weights
             engine.load_policy(new, version)
         results.append(
             [{key: (c.tokens.tolist(), c.accepted) for key, c in some.items()} for some in (done, run(engine, prompts))]
@@ -104,14 +104,14 @@ def test_graphs_give_what_the_passes_give(monkeypatch, small_shape, small_policy
 
 
 @given(st.integers(1, 10**6))
-def test_padding_costs_a_quarter_at_most_and_gives_four_numbers_in_an_octave(count):
+def test_padding_costs_at_most_a_quarter_and_gives_four_sizes_per_octave(count):
     more = graph_size(count)
     assert count <= more < 1.25 * count + 1 and graph_size(more) == more
     assert len({graph_size(n) for n in range(count, 2 * count)}) <= 5 if count < 2000 else True
 
 
 class Wrong:
-    """Graphs that give something else."""
+    """Graphs that give wrong results."""
 
     def capture(self, call):
         self.results = call()
@@ -126,7 +126,7 @@ class Wrong:
 
 
 class Impossible(Wrong):
-    """An operation that no graph can hold."""
+    """Graphs that cannot capture the operation."""
 
     def capture(self, call):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -135,13 +135,13 @@ class Impossible(Wrong):
 @pytest.mark.parametrize(
     "backend,why", [(Wrong, "differs by .*%"), (Impossible, "could not be captured .operation not permitted")]
 )
-def test_a_graph_that_fails_or_gives_something_else_is_not_used(backend, why):
+def test_a_graph_that_fails_or_gives_other_results_is_not_used(backend, why):
     class Twice:
         def of(self, x_B, spans):
             return [2 * x_B]
 
     twice, launcher, x_B = Twice(), Graphs(8, backend()), torch.rand(3, 1)
-    with torch.inference_mode(), pytest.warns(UserWarning, match=f"{why}.*; going on without graphs"):
+    with torch.inference_mode(), pytest.warns(UserWarning, match=f"{why}.*; continuing without graphs"):
         for _ in range(TIMES):
             assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)
     assert torch.equal(launcher(twice.of, (x_B,), [(3, 1)])[0], 2 * x_B)

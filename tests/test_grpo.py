@@ -30,7 +30,7 @@ def test_a_group_without_signal_has_no_advantage():
 
 
 @pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
-def test_a_token_whose_logprobs_are_worlds_apart_leaves_the_gradient_finite(advantage):
+def test_a_token_with_far_apart_logprobs_leaves_the_gradient_finite(advantage):
     logprob = torch.tensor([-1.0, -0.5], requires_grad=True)
     far = torch.tensor([-200.0, -0.5])
     loss, _ = policy_loss(logprob, far, 2 * far, torch.full((2,), advantage), far, RLConfig(kl_coef=0.1))
@@ -60,20 +60,20 @@ def test_on_policy_gradient_is_the_policy_gradient(seed):
 
 @given(st.integers(0, 10**6))
 def test_the_importance_weight_is_truncated_and_clipped_tokens_have_no_gradient(seed):
-    logprob, proximal, behaviour, advantage = loss_inputs(seed)
+    logprob, proximal, behavior, advantage = loss_inputs(seed)
     cfg = RLConfig(correction_cap=1.5)
-    policy_loss(logprob, proximal, behaviour, advantage, None, cfg)[0].backward()
+    policy_loss(logprob, proximal, behavior, advantage, None, cfg)[0].backward()
     ratio = (logprob.detach() - proximal).exp()
-    weight = (proximal - behaviour).exp().clamp(max=1.5)
+    weight = (proximal - behavior).exp().clamp(max=1.5)
     live = torch.where(advantage > 0, ratio < 1 + cfg.clip_high, ratio > 1 - cfg.clip_low)
     torch.testing.assert_close(logprob.grad, torch.where(live, -weight * advantage * ratio, 0.0))
 
 
 def test_kl_is_zero_at_the_reference_and_positive_elsewhere():
-    logprob, proximal, behaviour, advantage = loss_inputs(0)
+    logprob, proximal, behavior, advantage = loss_inputs(0)
     cfg = RLConfig(kl_coef=0.1)
-    assert policy_loss(logprob, proximal, behaviour, advantage, logprob.detach(), cfg)[1]["loss/kl"] == 0
-    assert policy_loss(logprob, proximal, behaviour, advantage, proximal, cfg)[1]["loss/kl"] > 0
+    assert policy_loss(logprob, proximal, behavior, advantage, logprob.detach(), cfg)[1]["loss/kl"] == 0
+    assert policy_loss(logprob, proximal, behavior, advantage, proximal, cfg)[1]["loss/kl"] > 0
 
 
 def group(ticket_id, prompt, lengths, seed, vocabulary=6):
@@ -82,7 +82,7 @@ def group(ticket_id, prompt, lengths, seed, vocabulary=6):
     ticket = ticket_of(ticket_id, prompt, list(range(len(lengths))))
     arrays = {
         "tokens": g.integers(0, vocabulary, n).astype(np.int32),
-        "behaviour": (-g.random(n)).astype(np.float32),
+        "behavior": (-g.random(n)).astype(np.float32),
         "proximal": (-g.random(n)).astype(np.float32),
         "versions": np.zeros(n, np.int32),
         "lengths": np.array(lengths, np.int32),
@@ -91,7 +91,7 @@ def group(ticket_id, prompt, lengths, seed, vocabulary=6):
 
 
 def gradients(model, batches, **options):
-    """The gradient the optimizer is given, and the step's statistics."""
+    """Return the gradient that the optimizer gets, and the step's statistics."""
     accumulator = GradientAccumulator(model, OptimizerConfig(lr=1e-3), RLConfig(advantage="mean"), 1.0, **options)
     grads = {}
     accumulator.optimizer.register_step_pre_hook(
@@ -125,7 +125,7 @@ def test_streaming_groups_does_not_change_the_gradient(trainable):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_logits_of_a_pass_are_kept_only_where_they_are_asked_for(trainable, keep):
+def test_logits_of_a_pass_are_kept_only_on_request(trainable, keep):
     accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0, tokens_per_pass=8, keep_first=keep)
     group_, arrays = group(0, [2, 3], [3, 4, 5], 1)
     make, made, alive = accumulator._logits, [], []
@@ -143,8 +143,8 @@ def test_logits_of_a_pass_are_kept_only_where_they_are_asked_for(trainable, keep
 
 
 def test_other_families_learn(other):
-    """Their gradient is the written-out one, repeats itself bit by bit, and makes what was rewarded likelier than what
-    was not.
+    """The gradient equals the explicit one, is bitwise repeatable, and makes the rewarded response likelier than the
+    other.
     """
     shape, model = other
     check_gradient(copied(shape, model))
@@ -176,7 +176,7 @@ def logprobs(model, group_, arrays):
 
 
 def check_gradient(trainable):
-    """The loss over all groups at once, written out here, against groups added one at a time and in another order."""
+    """Compare the explicit loss over all groups at once with groups added one by one, in both orders."""
     from asyncspec.models.policy import hidden_states
     from asyncspec.rl.batch import padded, response_logprobs
 
@@ -191,7 +191,7 @@ def check_gradient(trainable):
         part, _ = policy_loss(
             logprob,
             torch.from_numpy(arrays["proximal"]),
-            torch.from_numpy(arrays["behaviour"]),
+            torch.from_numpy(arrays["behavior"]),
             group_advantages(group_.rewards, "mean").repeat_interleave(lengths),
             None,
             RLConfig(advantage="mean"),
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
     before = {n: p.clone() for n, p in trainable.named_parameters()}
     accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0)
     group_, arrays = group(0, [2], [3, 3], 1)
-    arrays["behaviour"] = np.full(6, np.nan, np.float32)
+    arrays["behavior"] = np.full(6, np.nan, np.float32)
     accumulator.add(group_, arrays)
     with pytest.raises(FloatingPointError, match="the step was not taken"):
         accumulator.step()
@@ -220,7 +220,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
         assert torch.equal(parameter, before[name])
 
 
-def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path, trainable):
+def test_a_step_without_a_finite_gradient_is_skipped_saved_and_reported(tmp_path, trainable):
     """A NaN in the data must not reach a weight."""
     from asyncspec import config as configuration
     from asyncspec.rl.learner import Learner
@@ -229,7 +229,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
     learner = Learner(config, tmp_path, "cpu")
     learner.accumulator = GradientAccumulator(model, config.trainer.optimizer, config.rl, 1.0)
     group_, arrays = group(0, [2, 3], [3, 4], 1)
-    bad = {**arrays, "behaviour": np.full_like(arrays["behaviour"], np.nan)}
+    bad = {**arrays, "behavior": np.full_like(arrays["behavior"], np.nan)}
     before = {name: p.clone() for name, p in model.named_parameters()}
 
     def step(number, arrays):
@@ -240,7 +240,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert "step 7 left the policy as it was" in said[0]
     kept = np.load(tmp_path / "skipped" / "step-7.npz")
-    assert np.isnan(kept[f"{group_.ticket.ticket_id}/behaviour"]).all() and '"ticket_id"' in str(kept["groups"])
+    assert np.isnan(kept[f"{group_.ticket.ticket_id}/behavior"]).all() and '"ticket_id"' in str(kept["groups"])
     step(8, bad)
     assert np.isfinite(step(9, arrays)["grad/norm"])
     for number in (10, 11):
@@ -250,7 +250,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_kept_and_reported(tmp_path
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 6), st.integers(1, 200))
-def test_a_group_is_divided_into_passes_that_hold_all_of_it_within_the_limit(lengths, prompt, most):
+def test_a_group_is_divided_into_passes_that_cover_it_within_the_limit(lengths, prompt, most):
     n = sum(lengths)
     arrays = {"tokens": np.arange(n), "lengths": np.array(lengths, np.int32)}
     parts = passes([0] * prompt, arrays, most)

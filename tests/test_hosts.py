@@ -1,6 +1,4 @@
-"""Nodes of a run that Monarch has played on hosts elsewhere: here all of one machine, at loopback addresses of their
-own.
-"""
+"""Nodes of a run that Monarch plays on other hosts; here all hosts are this machine, at several loopback addresses."""
 
 import os
 import signal
@@ -22,7 +20,7 @@ NODES = "deployment.nodes=trainer+logprob,2*generator"
 
 
 class Served:
-    """`asyncspec host` on an address of this machine."""
+    """A process of `asyncspec host` at an address of this machine."""
 
     def __init__(self, tmp_path, number, cwd=None, **environment):
         self.address = f"127.0.1.{number}:{26600 + os.getpid() % 10000}"
@@ -80,7 +78,7 @@ def joined(run_dir):
 
 
 @pytest.mark.slow
-def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, served):
+def test_hosts_play_nodes_take_over_lost_ones_and_serve_the_next_run(tmp_path, served):
     run_dir, (one, two, spare) = tmp_path / "run", served(3)
     given = ("--hosts", ",".join(host.address for host in (one, two, spare)))
     run = Running.new(run_dir, "--steps", "100000", NODES, *given, SILENT, "checkpoint.every=5")
@@ -88,21 +86,21 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     assert (
         one.plays(run_dir, "generator0") and two.plays(run_dir, "generator1") and not spare.plays(run_dir, "generator1")
     )
-    # What plays a node there dies: it is started again on its host.
+    # A node's process dies: it is started again on the same host.
     os.kill(descendants(one.process.pid)[0], signal.SIGKILL)
     run.wait_for(lambda: any(name.startswith("generator0.") for name in joined(run_dir)), "node 1 to come back")
     assert f"node 1 at {one.address}: its process ended" in run.output
-    # A host is lost: the one that played none takes its node.
+    # A host is lost: the spare host takes over its node.
     two.end()
     run.wait_for(lambda: any(name.startswith("generator1.") for name in joined(run_dir)), "node 2 to move")
     assert spare.plays(run_dir, next(name for name in joined(run_dir) if name.startswith("generator1.")))
-    # The trainer dies: all start again, on the hosts too.
+    # The trainer dies: all actors start again, also those on the hosts.
     count = run.output.count("plays generator0")
     run.signal("trainer", signal.SIGKILL)
     run.wait_for(lambda: run.output.count("plays generator0") > count, "the nodes to join again")
     run.wait_for_steps(len(rows(run_dir)) + 3)
-    assert "all is started again from the last checkpoint" in run.output and "Traceback" not in run.output, run.output
-    run.kill()  # what it had started on the hosts is still there when the next launcher comes
+    assert "all actors restart from the last checkpoint" in run.output and "Traceback" not in run.output, run.output
+    run.kill()  # the processes that it started on the hosts still exist when the next launcher comes
     again = Running.resumed(run_dir, "--hosts", f"{spare.address},{one.address}")
     again.wait_for_steps((steps := len(rows(run_dir))) + 3)
     os.kill(again.process.pid, signal.SIGINT)
@@ -116,7 +114,7 @@ def test_hosts_play_nodes_move_them_when_lost_and_serve_the_next_run(tmp_path, s
     playing = [
         pid for host in (one, spare) for pid in descendants(host.process.pid) if b"asyncspec.launch" in command_of(pid)
     ]
-    assert not outliving(playing) and one.process.poll() is None and spare.process.poll() is None  # the hosts serve on
+    assert not outliving(playing) and one.process.poll() is None and spare.process.poll() is None  # hosts keep serving
 
 
 ALONE = """
@@ -131,28 +129,28 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_what_plays_a_node_ends_when_its_launcher_is_gone(tmp_path):
-    # of a run that nobody has begun
+def test_a_nodes_process_ends_when_its_launcher_is_gone(tmp_path):
+    # the directory of a run that was never started
     (tmp_path / "config.yaml").write_text("run_dir: .\ndeployment: {nodes: 'trainer+logprob,generator'}\n")
     process = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     assert process.wait(60) == 1 and not outliving([child])
     left = subprocess.Popen([sys.executable, "-m", "asyncspec.launch.join", str(os.getpid()), str(tmp_path), "1", "7"])
     time.sleep(8)
-    assert left.poll() is None  # it would wait for the run
+    assert left.poll() is None  # it waits for the run to start
     Rendezvous("tcp://127.0.0.1:1", -1, 1, launch=8).write(str(tmp_path))
-    assert left.wait(60) == 1  # but for no other launcher's
+    assert left.wait(60) == 1  # but not for a run of another launcher
 
 
 def of(config, *names, answering=lambda address: True, monkeypatch):
-    """The nodes of a run, where nothing is really played: `played` notes what would be."""
+    """Return the nodes of a run that starts no processes, and a list for what it would play."""
     nodes, played = hosts.Hosts(load("tiny", config), [hosts.Address.parse(name, "") for name in names]), []
     monkeypatch.setattr(hosts, "HOST_RETRY_S", 0.01)
     monkeypatch.setattr(hosts.Address, "answers", answering)
     return nodes, played
 
 
-def test_a_node_is_tried_again_a_few_times_and_elsewhere_if_its_host_is_gone(monkeypatch, capsys):
+def test_a_node_is_retried_a_few_times_and_moves_if_its_host_is_gone(monkeypatch, capsys):
     nodes, played = of(
         [NODES, "deployment.replacements=2"],
         "here",
@@ -166,18 +164,18 @@ def test_a_node_is_tried_again_a_few_times_and_elsewhere_if_its_host_is_gone(mon
         "_play",
         lambda node, address: nodes._played.add(node) or played.append((node, address.host)) or (1, "the reason"),
     )
-    for starts in (1, 2):  # of all actors: the next one may try as often
+    for starts in (1, 2):  # after each start of all actors, a node has all its tries again
         nodes.play(7)
         for thread in nodes._threads.values():
             thread.join(10)
         assert sorted(played) == [(1, "here")] * 3 * starts + [(2, "other")] * 3 * starts and not nodes.wrong
     printed = capsys.readouterr().out
-    assert printed.count("node 1 at here:26600: the reason; it is started again") == 4
-    assert printed.count("node 2 at other:26600: the reason; deployment.replacements of it are used up") == 2
+    assert printed.count("node 1 at here:26600: the reason; restarting the node") == 4
+    assert printed.count("node 2 at other:26600: the reason; its deployment.replacements are used up") == 2
 
 
 @pytest.mark.parametrize("code, tries", [(2, 1), (1, 3)])
-def test_a_node_that_cannot_be_played_at_all_is_wrong(code, tries, monkeypatch):
+def test_a_node_that_cannot_be_played_is_an_error(code, tries, monkeypatch):
     nodes, played = of(
         ["deployment.nodes=trainer+logprob,generator", "deployment.replacements=2"], "a:1", monkeypatch=monkeypatch
     )
@@ -204,7 +202,7 @@ def test_a_node_leaves_a_host_that_is_unfit_for_it(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_on_a_host_ends_the_run_in_a_line(tmp_path, served):
+def test_an_error_on_a_host_ends_the_run_with_one_line(tmp_path, served):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (host,) = served(1, cwd=elsewhere, PYTHONPATH=str(elsewhere))
@@ -237,24 +235,24 @@ def test_what_is_wrong_on_a_host_ends_the_run_in_a_line(tmp_path, served):
         ("tcp://a:4444@tcp://0.0.0.0:4444", "a", 4444, "tcp://a:4444@tcp://0.0.0.0:4444"),
     ],
 )
-def test_addresses_are_ours_or_monarchs(text, host, port, url):
+def test_addresses_may_have_our_form_or_monarchs(text, host, port, url):
     address = hosts.Address.parse(text, "")
     assert (address.host, address.port, address.url()) == (host, port, url)
 
 
 @pytest.mark.parametrize("name", ["nowhere.invalid", "a..b", "a" * 70])
-def test_a_name_that_nobody_knows_does_not_answer(name):
+def test_an_unknown_host_name_does_not_answer(name):
     assert hosts.Address.parse(name, "").answers() is None
 
 
 @pytest.mark.parametrize("text", ["", ":", "a:", "a:0", "a:1:2", "tcp://a", "a b", "[::1]:4"])
-def test_what_is_no_address_is_one_line(text):
+def test_an_invalid_address_gives_one_line(text):
     with pytest.raises(UserError, match="expected HOST or HOST:PORT; nearest valid choice: ") as caught:
         hosts.Address.parse(text, "--hosts:")
     assert "\n" not in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_one_line():
+def test_a_port_that_is_taken_gives_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

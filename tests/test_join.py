@@ -1,4 +1,4 @@
-"""Nodes that start by themselves and join a run, and start again alone."""
+"""Nodes that are started separately and join a run, and that restart alone."""
 
 import os
 import signal
@@ -16,16 +16,16 @@ NODES = "deployment.nodes=trainer+logprob,2*generator"
 
 
 def signal_node(running, number):
-    """As if its link went down (SIGSTOP) and came up again (SIGCONT): launcher and actors neither speak nor answer
-    meanwhile.
+    """Take a node's network link down (SIGSTOP) or up again (SIGCONT), in effect: in between, its launcher and actors
+    neither send nor answer.
     """
     for pid in [running.process.pid, *descendants(running.process.pid)]:
-        with suppress(ProcessLookupError):  # a launcher that goes on may end an actor that does not yet
+        with suppress(ProcessLookupError):  # a launcher that continues may end an actor before its SIGCONT
             os.kill(pid, number)
 
 
 def nodes_of(run_dir, layout, *args):
-    """A run's first node and those that have joined it, by number."""
+    """Start a run's first node and let the others join it; return all, by number."""
     first = Running.new(
         run_dir,
         "--steps",
@@ -48,7 +48,7 @@ def nodes_of(run_dir, layout, *args):
 
 
 @pytest.mark.slow
-def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path):
+def test_a_run_continues_without_cut_off_nodes_and_takes_them_back(tmp_path):
     run_dir, away = tmp_path / "run", {1: "logprob", 3: "draft_adapter", 4: "generator1"}
     nodes = nodes_of(run_dir, "trainer+generator,2*logprob,draft_adapter,generator")
     nodes[0].wait_for_steps(2)
@@ -65,14 +65,14 @@ def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path)
             {event["actor"] for event in events(run_dir) if event["event"] == "joined"}
             >= {f"{actor}.1" for actor in away.values()}
         ),
-        "others in their place",
+        "their replacements to join",
     )
-    os.kill(nodes[4].process.pid, signal.SIGINT)  # which ends that node alone
+    os.kill(nodes[4].process.pid, signal.SIGINT)  # this ends that node alone
     nodes[4].end(130)
     nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
     os.kill(nodes[0].process.pid, signal.SIGINT)
     output = nodes[0].end(130)
-    assert "all is started again" not in output and all(node.end(130) for node in nodes[1:4])
+    assert "all actors restart" not in output and all(node.end(130) for node in nodes[1:4])
     trained = len(rows(run_dir))
     assert [row["step"] for row in rows(run_dir)] == list(range(trained)) and violations(
         events(run_dir), 1, 4, trained
@@ -80,22 +80,22 @@ def test_nodes_that_are_cut_off_are_gone_on_without_and_taken_in_again(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_node_that_the_run_cannot_do_without_is_waited_for_while_it_is_cut_off(tmp_path):
+def test_a_run_waits_for_a_cut_off_node_that_it_needs(tmp_path):
     run_dir = tmp_path / "run"
     nodes = nodes_of(run_dir, "generator,trainer+logprob", "deployment.stall_timeout_s=15", "checkpoint.every=2")
     nodes[0].wait_for_steps(5)
     signal_node(nodes[1], signal.SIGSTOP)
     nodes[0].wait_for(
-        lambda: "nobody answers for trainer: it is waited for" in nodes[0].output, "the trainer to be missed"
+        lambda: "nobody answers for trainer: the run cannot continue" in nodes[0].output, "the trainer to be missed"
     )
     signal_node(nodes[1], signal.SIGCONT)
     nodes[0].wait_for(lambda: nodes[1].output.count("node 1 plays trainer, logprob") >= 2, "all to start again")
     nodes[0].wait_for_steps(len(rows(run_dir)) + 3)
-    signal_node(nodes[1], signal.SIGSTOP)  # for good
+    signal_node(nodes[1], signal.SIGSTOP)  # permanently
     output = nodes[0].end(1)
     signal_node(nodes[1], signal.SIGKILL)
     assert (
-        "nothing moved for 15 s: waiting for logprob, trainer, for which nobody answers" in output
+        "no progress for 15 s: waiting for logprob, trainer, for which nobody answers" in output
         and f"asyncspec train --resume {run_dir}" in output
     ), output
     trained = len(rows(run_dir))
@@ -112,9 +112,9 @@ def said(*args):
     return done.stderr
 
 
-def test_what_cannot_join_is_told_so_in_a_line(tmp_path):
+def test_a_node_that_cannot_join_gets_one_line(tmp_path):
     assert "no config.yaml in it" in said("--join", str(tmp_path), "--node", "1")
-    assert "expected --node K beside it and nothing else" in said("--join", str(tmp_path))
+    assert "expected --node K with it and nothing else" in said("--join", str(tmp_path))
     assert "names 3 nodes; expected 0 to 2" in said(NODES, "--node", "3", "deployment.host=127.0.0.1")
     assert "expected the address at which the other nodes reach this one" in said(NODES, "--node", "0")
     assert "expected deployment.nodes to say" in said("--node", "0")

@@ -1,6 +1,4 @@
-"""The slot KV caches: which rows are attended to together, which tokens are computed at all, and that each attends to
-what was read before it.
-"""
+"""The slot KV caches: which rows are grouped for attention, which tokens are computed, and what each attends to."""
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from asyncspec.engine.workspace import LayerShape
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=64))
-def test_rows_are_parted_where_less_is_read(lengths):
+def test_rows_are_split_into_groups_only_where_less_is_read(lengths):
     length_B = np.array(lengths)
     ends, read = kv_cache.split(length_B)
     groups = np.split(length_B, ends[:-1])
@@ -23,7 +21,7 @@ def test_rows_are_parted_where_less_is_read(lengths):
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=20))
-def test_a_packing_holds_what_is_needed_and_tells_where(counts):
+def test_a_packing_contains_the_needed_tokens_and_their_positions(counts):
     J, count_B = 8, np.array(counts)
     L, packed, of_BJ = numpy_cache.packing(count_B, J)
     B, token_BL = len(counts), np.arange(len(counts))[:, None] * 100 + np.arange(L)
@@ -32,7 +30,7 @@ def test_a_packing_holds_what_is_needed_and_tells_where(counts):
     needed_BJ = np.arange(J) < count_B[:, None]
     assert L == max(counts) and found_BJ.shape == (B, J)
     assert (found_BJ[needed_BJ] == (np.arange(B)[:, None] * 100 + np.arange(J))[needed_BJ]).all()
-    assert (found_BJ // 100 == np.arange(B)[:, None]).all()  # what is not needed is of the same row
+    assert (found_BJ // 100 == np.arange(B)[:, None]).all()  # tokens that are not needed come from the same row
     if packed is not None:
         assert (
             len(packed.at_T) % numpy_cache.PACKED == 0
@@ -45,13 +43,13 @@ def test_a_packing_holds_what_is_needed_and_tells_where(counts):
 @pytest.mark.parametrize(
     "B,L,G,Q,P", [(1, 1, 1, 1, 40), (5, 1, 2, 3, 40), (4, 3, 2, 2, 512), (3, 4, 1, 5, 40), (2, 7, 3, 1, 40)]
 )
-def test_what_was_read_is_attended_to_up_to_each_position(kind, B, L, G, Q, P):
-    """Passes of L positions, rows of every length, in two groups; then as many of one position."""
+def test_each_position_attends_to_all_cached_positions_up_to_itself(kind, B, L, G, Q, P):
+    """Passes of L positions over rows of several lengths in two groups, then L passes of one position."""
     H, first, layers, R = 8, 2, 2, Q + 2
     shape, g = LayerShape(16, G, Q, H, 8, 1e-6, False), torch.Generator().manual_seed(0)
     backend = kind("cpu", torch.float32)
     cache = backend.cache(layers, first + B, P, shape)
-    heads = torch.randn(B, P, G, R, H, generator=g)  # of one layer; the other has them negative
+    heads = torch.randn(B, P, G, R, H, generator=g)  # of the first layer; the second layer has them negated
     start_B = torch.arange(B) % 3
 
     def attended(access, position_BL):
@@ -90,7 +88,7 @@ def test_what_was_read_is_attended_to_up_to_each_position(kind, B, L, G, Q, P):
 
 
 @pytest.mark.parametrize("positions", [1, 417, 432, 500, 512, 1024])
-def test_keys_begin_at_cache_lines_that_do_not_alias(positions):
+def test_keys_start_at_cache_lines_that_do_not_alias(positions):
     keys = numpy_cache.NumpyKVCache(2, 3, positions, LayerShape(8, 2, 1, 4, 8, 1e-6, True)).keys
     assert keys.data_ptr() % 64 == 0 and all(stride % 16 == 0 for stride in keys.stride()[:-1])
     assert keys.stride(-2) >= positions and keys.stride(-2) % 512

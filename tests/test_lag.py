@@ -1,4 +1,4 @@
-"""The strict policy lag: admission, and refusal where groups are trained."""
+"""The strict policy lag: it bounds admission, and the trainer refuses groups that exceed it."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def test_admitted_tickets_can_never_break_the_bound(lag, steps):
     for version in range(steps):
         while clock.may_issue(next_step):
             assert clock.version >= next_step - lag
-            # The oldest token such a ticket may hold is of the version published when it is issued, or newer.
+            # Tokens of such a ticket come from the version that is published when it is issued, or from newer ones.
             check_lag(next_step, lag, 0, [max(0, next_step - lag), min(clock.version, next_step)])
             next_step += 1
         assert next_step == version + lag + 1  # as far ahead as allowed, and no further
@@ -30,7 +30,7 @@ def test_the_clock_never_goes_back_or_skips():
 
 
 @given(step=st.integers(0, 50), lag=st.integers(0, 5), versions=st.lists(st.integers(0, 60), min_size=1, max_size=20))
-def test_check_lag_refuses_exactly_what_is_outside(step, lag, versions):
+def test_check_lag_refuses_exactly_the_versions_outside_the_bound(step, lag, versions):
     if all(step - lag <= v <= step for v in versions):
         check_lag(step, lag, 1, versions)
     else:
@@ -55,7 +55,7 @@ def test_the_trainer_refuses_a_group_that_breaks_the_bound(lag, tmp_path):
         "tokens": np.array([3, 1, 4, 1], np.int32),
         "lengths": np.array([2, 2], np.int32),
         "versions": versions,
-        "behaviour": np.full(4, -1, np.float32),
+        "behavior": np.full(4, -1, np.float32),
         "proximal": np.full(4, -1, np.float32),
     }
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Which launcher is taken, and what is refused; the scripts for Slurm."""
+"""Which launcher is chosen and which settings are refused; the Slurm scripts."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ SBATCH = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
 
 
 @pytest.mark.parametrize("script", SBATCH, ids=lambda path: path.name)
-def test_slurm_scripts_are_shell(script):
+def test_slurm_scripts_are_valid_shell(script):
     checker = ["shellcheck", "-x", "-P", "SCRIPTDIR"] if shutil.which("shellcheck") else ["bash", "-n"]
     done = subprocess.run([*checker, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,7 +29,7 @@ def test_slurm_scripts_are_shell(script):
 
 COMMAND = """#!/usr/bin/env python3
 import os, signal, sys, time
-# First of all: nobody can know that this runs before it can be told to end.
+# This comes first, so that the stand-in handles SIGTERM by the time anybody can know that it runs.
 signal.signal(signal.SIGTERM, lambda *_: os._exit(int(os.environ["CODE"])))
 name = os.path.basename(sys.argv[0])
 with open(os.path.join(os.environ["SEEN"], name), "a") as file:
@@ -44,8 +44,8 @@ elif "launch/" in " ".join(sys.argv):
 
 @pytest.mark.parametrize("script", SBATCH, ids=lambda path: path.name)
 @pytest.mark.parametrize("code, warned", [(0, False), (1, False), (130, False), (130, True)])
-def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_path, script, code, warned):
-    """With a Slurm of two nodes that only notes what it is asked."""
+def test_slurm_scripts_forward_signals_and_exit_with_the_launchers_code(tmp_path, script, code, warned):
+    """A mock Slurm of two nodes records the commands it is given."""
     (tmp_path / "bin").mkdir()
     for name in ("srun", "scontrol"):
         (tmp_path / "bin" / name).write_text(COMMAND)
@@ -69,7 +69,7 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
     while "launch/" not in (asked.read_text() if asked.exists() else "") and time.monotonic() < deadline:
         time.sleep(0.05)
     if warned:
-        time.sleep(0.3)  # until the script, which has started the stand-in, heeds signals as well
+        time.sleep(0.3)  # the script has started the stand-in; wait until it handles signals, too
         process.send_signal(signal.SIGTERM)
     assert process.wait(60) == code
     launched = [line for line in asked.read_text().splitlines() if "launch/" in line]
@@ -82,11 +82,11 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
 @pytest.mark.parametrize(
     "arguments, environment, said",
     [
-        (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to have started this"),
+        (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to start this command"),
         (
             ["--launcher", "monarch"],
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "--launcher monarch: expected one process, torchrun has started 2; nearest valid choice: ",
+            "--launcher monarch: expected one process, but torchrun has started 2; nearest valid choice: ",
         ),
         (
             ["--launcher", "monarch", "deployment.nodes=trainer+logprob,generator"],
@@ -96,9 +96,13 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
         (
             ["--hosts", "a,b", "deployment.nodes=trainer+logprob,3*generator"],
             {},
-            "--hosts a,b: 2 beside this one, which plays the first node; expected one for each further node",
+            "--hosts a,b: 2 besides this host, which plays the first node; expected one for each further node",
         ),
-        (["--hosts", "a"], {}, "expected one for each further node of deployment.nodes='', at least 1 node in it"),
+        (
+            ["--hosts", "a"],
+            {},
+            "expected one for each further node of deployment.nodes='', at least 1; deployment.nodes names",
+        ),
         (
             ["--hosts", "a:b", "deployment.nodes=trainer+logprob,generator"],
             {},
@@ -123,7 +127,7 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
         (
             ["--hosts", "a", "--launcher", "ray"],
             {},
-            "--hosts a: expected one process, no --node and no other launcher than monarch",
+            "--hosts a: expected one process, no --node, and the monarch launcher",
         ),
         (
             ["--launcher", "monarch", "deployment.host=203.0.113.7"],
@@ -137,7 +141,7 @@ def test_slurm_scripts_end_with_the_launchers_code_and_pass_a_warning_on(tmp_pat
         ),
     ],
 )
-def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, monkeypatch, capsys):
+def test_a_launcher_that_does_not_fit_gives_one_line(arguments, environment, said, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -148,7 +152,7 @@ def test_a_launcher_that_does_not_fit_is_one_line(arguments, environment, said, 
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "*", "[::1]", "a" * 70])
-def test_a_host_that_actors_could_not_listen_on_is_one_line(host):
+def test_a_host_that_actors_cannot_listen_on_gives_one_line(host):
     with pytest.raises(
         ConfigError, match="expected an address of this host; nearest valid choice: deployment.host=auto"
     ) as caught:
@@ -162,7 +166,7 @@ def test_a_host_may_be_any_address_of_this_host_or_a_name_of_one():
     ] == ["127.0.0.1", "127.0.0.1", "localhost", "0.0.0.0"]
 
 
-def test_a_directory_whose_lock_cannot_be_opened_is_one_line(tmp_path):
+def test_a_directory_whose_lock_cannot_be_opened_gives_one_line(tmp_path):
     (tmp_path / "lock").mkdir()
     with pytest.raises(
         ConfigError, match=f"^run_dir='{tmp_path}': lock: Is a directory; expected a directory to write to$"
@@ -171,7 +175,7 @@ def test_a_directory_whose_lock_cannot_be_opened_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["async", "monarch", "ray"])
-def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path):
+def test_scripts_do_not_shadow_the_packages_of_the_same_name(script, tmp_path):
     listed = (
         "import runpy, sys; sys.path.insert(0, sys.argv[1]); runpy.run_path(sys.argv[2]); "
         "import monarch; print(monarch.__file__)"
@@ -186,8 +190,8 @@ def test_scripts_are_not_taken_for_the_packages_of_their_names(script, tmp_path)
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_a_controller_that_does_not_come_up_is_given_up_after_its_time(restarts, capsys):
-    """Frozen before its launcher has heard of it."""
+def test_a_controller_that_does_not_start_in_time_is_given_up(restarts, capsys):
+    """The controller freezes before its first message to the launcher."""
     attempt = object.__new__(attempts._Attempt)
     attempt.config, attempt.restarts_left, attempt.resuming = (
         load("tiny", ["deployment.start_timeout_s=0.2"]),
@@ -200,7 +204,7 @@ def test_a_controller_that_does_not_come_up_is_given_up_after_its_time(restarts,
     )
     if restarts:
         assert attempt._controller() == "" and attempt.resuming
-        assert "controller died: frozen: no sign of life for 0.2 s; all is started again" in capsys.readouterr().out
+        assert "controller died: frozen: no sign of life for 0.2 s; all actors restart" in capsys.readouterr().out
     else:
         with pytest.raises(attempts.NotStarted, match="did not start within 0 s; raise deployment.start_timeout_s"):
             attempt._controller()

@@ -1,4 +1,4 @@
-"""A logprob actor's policy divided over several ranks: real processes over gloo, and weights that come by broadcast."""
+"""A logprob actor whose policy is divided over several ranks: real processes over gloo, and broadcast weights."""
 
 import re
 import time
@@ -20,8 +20,7 @@ from asyncspec.wire import weights
 from asyncspec.wire.weights import Layout, Publisher, Receiver, WholeSnapshot
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
-# Of each epoch: the actors, how many ranks each has, and how many of those divide a matrix. The ranks are dealt out to
-# the same four processes.
+# For each epoch: (actor, ranks, tensor-parallel ranks). The same four processes play the ranks.
 EPOCHS = [[("logprob", 4, 2)], [("logprob1", 2, 1), ("logprob2", 2, 2)]]
 
 
@@ -76,10 +75,10 @@ def work(process, port, results):
             receiver.expect(version, epoch)
         wait_for(lambda: len(received) == 2)
         both = receiver.complete
-        for version in (1, 2):  # whoever leads may want them one after the other
+        for version in (1, 2):  # the leading rank may take them one after the other
             _, kept = receiver.take(version)
             scorer.swap(kept)
-            if version == 1:  # nothing that a pass has gathered may outlive a swap
+            if version == 1:  # weights gathered by this pass must not survive the next swap
                 scorer.add_nothing()
                 scorer.collect(1)
         counts = [scorer.passes(*group(number)) for number in range(ranks.data_size)]
@@ -103,9 +102,9 @@ def work(process, port, results):
 
 
 @pytest.mark.slow
-def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
-    """Tolerance: sums of float32 in another order, 1e-4 in a logprob; weights are those of the second of two broadcast
-    versions.
+def test_several_ranks_score_like_one_and_each_holds_only_its_share(monkeypatch):
+    """Tolerance: float32 sums in another order change a logprob by up to 1e-4. The weights compared are from the second
+    of two broadcast versions.
     """
     monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 4000)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -146,7 +145,7 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
     before = Scorer(config(1, 1), "cpu")
     before.load()
     before.add(*group(0))
-    # the broadcast weights are others
+    # the broadcast weights do differ from the first ones
     assert np.abs(before.collect(expected[0][0].shape[1])[0][0] - expected[0][0][0]).max() > 0.05
     assert len(said) == 8
     for (epoch, name, rank), (both, none, counts, scores, made, held) in said.items():
@@ -166,12 +165,12 @@ def test_several_ranks_score_like_one_and_hold_their_share_alone(monkeypatch):
             made or (), (expected[0][1].features_BLE, expected[0][1].embeds_BLD, expected[0][1].target[0])
         ):
             np.testing.assert_allclose(found, wanted.numpy(), atol=1e-4, rtol=1e-4)
-        for bytes_held in held:  # norms are held by all ranks of a row
+        for bytes_held in held:  # all tensor-parallel ranks hold the norms
             assert total / size <= bytes_held < 1.1 * total / size, (name, rank, bytes_held, total)
 
 
 @pytest.mark.slow
-def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tmp_path):
+def test_a_run_with_two_logprob_ranks_survives_the_loss_of_one(tmp_path):
     run_dir, steps = tmp_path / "run", 6
     run = Running.new(
         run_dir,
@@ -180,14 +179,14 @@ def test_a_run_whose_policy_two_logprob_ranks_divide_survives_the_loss_of_one(tm
         "logprob.ranks=2",
         "logprob.tensor_parallel=2",
         "checkpoint.every=2",
-        # the first before there is a second version
+        # the first fault comes before there is a second version
         SILENT,
         "deployment.faults=logprob_rank1:work:3:kill,logprob_rank1:swap:2:freeze",
     )
     output = run.end()
-    deaths = len(re.findall("logprob_rank1 died: .*all is started again from the last checkpoint", output))
+    deaths = len(re.findall("logprob_rank1 died: .*all actors restart from the last checkpoint", output))
     assert deaths >= 2, output
-    # silent without a fault, for longer than is allowed here: survived too, and its log says what it was at
+    # A rank was silent for too long without an injected fault. The run survived that, too; the log says what it did.
     if deaths > 2:
         warnings.warn(output + (run_dir / "logs" / "logprob_rank1.log").read_text(), stacklevel=2)
     assert "logprob_rank1 is frozen" in output

@@ -1,4 +1,4 @@
-"""What lookups propose, and what they tell in hindsight."""
+"""What lookups propose, and what they report in hindsight."""
 
 import numpy as np
 import pytest
@@ -24,12 +24,12 @@ def test_ngram_proposes_what_followed_the_longest_latest_match():
     assert proposal.draft_BK[2].tolist() == [2, 5, 6, 1]  # the match of three, not the later one of two
 
 
-def test_suffix_remembers_rollouts_together_as_one_by_one():
+def test_suffix_remembers_rollouts_alike_in_batches_and_one_by_one():
     class OneByOne(SuffixDrafter):
         UNREMEMBERED = 1
 
     class Turning(SuffixDrafter):
-        RING = 500  # which turns many times; what it proposes then differs, but must lie in it
+        RING = 500  # the ring wraps many times; proposals then differ, but must be tokens that it holds
 
     rng = np.random.default_rng(0)
     drafters = [kind(slots_with([[]] * 8)) for kind in (OneByOne, SuffixDrafter, Turning)]
@@ -54,7 +54,7 @@ def test_suffix_remembers_rollouts_together_as_one_by_one():
 
 
 @pytest.mark.parametrize("kind", [NGramDrafter, SuffixDrafter])
-def test_hindsight_is_what_would_have_been_proposed(kind):
+def test_hindsight_reports_what_would_have_been_proposed(kind):
     rng, prompt, told = np.random.default_rng(0), 3, []
     drafter = kind(slots_with([[]]))
     slots, drafter.HINDSIGHT = drafter.slots, 2
@@ -85,7 +85,7 @@ def test_hindsight_is_what_would_have_been_proposed(kind):
     assert most > 3
 
 
-def test_suffix_proposes_what_followed_in_earlier_rollouts_its_own_prompt_first():
+def test_suffix_prefers_earlier_rollouts_of_the_same_prompt():
     rows = [[2, 3, 10, 11, 12, 13, 14], [2, 4, 10, 11, 15, 16], [2, 3, 10, 11], [2, 9, 10, 11], [6, 6, 6, 6]]
     slots = slots_with(rows)
     slots.prompt_S[:] = 2
@@ -94,6 +94,6 @@ def test_suffix_proposes_what_followed_in_earlier_rollouts_its_own_prompt_first(
     drafter.leave(0)
     drafter.leave(1)
     proposal = drafter.propose(5, 3, None)
-    assert proposal.draft_BK[2].tolist() == [12, 13, 14]  # the same prompt's past, though another was seen later
+    assert proposal.draft_BK[2].tolist() == [12, 13, 14]  # the same prompt's past, though another's is newer
     assert proposal.count_B.tolist()[2:] == [3, 2, 0]  # the last rollout ends after two tokens
     assert proposal.draft_BK[3, :2].tolist() == [15, 16]

@@ -1,4 +1,4 @@
-"""Matrices of the engine's, whoever multiplies them, and the memory that they lie in."""
+"""The engine's matrix products, whichever library computes them, and the memory of the matrices."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from asyncspec.engine import matrix, memory
 from asyncspec.engine.workspace import Buffer, LayerShape, Workspace
 
 
-def test_tensors_in_huge_pages_are_tensors_like_others():
+def test_tensors_in_huge_pages_behave_like_others():
     zeros = memory.zeros(3, 400_000, dtype=torch.bfloat16, device="cpu")
     assert (
         zeros.data_ptr() % memory.HUGE == 0
@@ -19,7 +19,7 @@ def test_tensors_in_huge_pages_are_tensors_like_others():
         and zeros.is_contiguous()
     )
     arena = memory.Arena()
-    # the third fills a chunk
+    # the third tensor fills a chunk
     tensors = [
         torch.randn(5, 7),
         torch.randn(300, 2).t(),
@@ -38,13 +38,13 @@ def test_tensors_in_huge_pages_are_tensors_like_others():
     assert [arena.keep(tensor).data_ptr() for tensor in tensors] == places  # the same memory
 
 
-def test_what_is_derived_from_weights_stays_where_it_is_also_where_there_are_no_such_pages():
+def test_derived_tensors_keep_their_memory_without_huge_pages():
     arena, parameter = memory.Arena(), torch.randn(4, 4)
     first = [arena._keep_elsewhere(tensor) for tensor in (parameter, parameter * 2)]
     parameter.mul_(3)
     arena.clear()
     second = [arena._keep_elsewhere(tensor) for tensor in (parameter, parameter * 2)]
-    assert first[0] is second[0] is parameter and first[1] is second[1]  # no copy of what is a weight itself
+    assert first[0] is second[0] is parameter and first[1] is second[1]  # a weight itself is not copied
     assert torch.equal(second[1], parameter * 2)
 
 
@@ -66,15 +66,15 @@ print(resource_usage()["mb"] - before)
 
 
 @pytest.mark.skipif(not matrix.slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
-def test_what_onednn_keeps_is_bounded():
+def test_the_memory_that_onednn_keeps_is_bounded():
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=120, check=True)
     assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_a_product_is_the_same_whoever_multiplies(monkeypatch):
+def test_a_product_does_not_depend_on_the_library_that_multiplies(monkeypatch):
     monkeypatch.setattr(matrix, "slowed_by_mkl", lambda device: True)
-    # from 41 in pieces; the last is large
+    # with 41 tokens or more in pieces; the last product is large
     for tokens, inputs, outputs in ((1, 64, 384), (16, 64, 384), (41, 64, 384), (300, 64, 384), (3, 512, 768)):
         weight_OI, x_TI, rest_TO = (
             torch.randn(outputs, inputs),

@@ -1,4 +1,4 @@
-"""Mocked GPUs: the figures they are given, and a run with them."""
+"""Mock GPUs: their configured figures, and a run with them."""
 
 import time
 
@@ -14,7 +14,7 @@ from asyncspec.mock.engine import MockEngine
 from asyncspec.timing.metrics import summed
 
 
-def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronous_step():
+def test_the_mock_deployments_figures_reproduce_the_published_synchronous_step():
     """arXiv 2604.26779, RL-Think on 32 GPUs: 133.6 s of generation without speculation, 87.0 s with."""
     config = load("mock_rl_think_8b")
     lengths = [
@@ -24,7 +24,7 @@ def test_the_figures_of_the_mocked_deployment_reproduce_the_published_synchronou
     assert timings.generation_s(config.mock, lengths, 32, config.mock.draft_length) == pytest.approx(87.0, rel=0.02)
 
 
-def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions():
+def test_the_mock_engine_takes_the_configured_time_and_stamps_versions():
     config = load("mock_rl_think_8b", ["mock.time_scale=0.03", "speculation.method=none", "engine.slots=64"])
     engine, seeds = MockEngine(config), list(range(48))
     expected = (
@@ -39,7 +39,7 @@ def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions(
         done += engine.poll()
         if engine.version == 0 and time.monotonic() - start > expected / 4:
             engine.load_policy({"weight": torch.ones(config.mock.weights)}, 1)
-    # sleeping is never shorter than asked, longer where others run
+    # a sleep is never shorter than asked, but longer on a busy machine
     assert 0.95 * expected < time.monotonic() - start < 5 * expected
     assert sorted(c.sample for c in done) == seeds
     for c in done:
@@ -47,7 +47,7 @@ def test_the_mocked_engine_takes_as_long_as_its_figures_say_and_stamps_versions(
     assert {v for c in done for v in c.versions.tolist()} == {0, 1} and not any(c.reached_at for c in done)
 
 
-def test_the_mocked_engine_accepts_by_position_what_its_acceptance_length_says():
+def test_the_mock_engines_acceptance_by_position_gives_its_acceptance_length():
     config = load("mock_rl_think_8b", ["mock.time_scale=0.0001", "engine.slots=64"])
     engine, done = MockEngine(config), []
     engine.submit(Request(1, [1], list(range(32)), 0))
@@ -55,7 +55,7 @@ def test_the_mocked_engine_accepts_by_position_what_its_acceptance_length_says()
         done += engine.poll()
     reached, accepted = summed(c.reached_at for c in done), summed(c.accepted_at for c in done)
     assert len(reached) == config.mock.draft_length and reached[0] == sum(c.verifications for c in done)
-    assert 1 + sum(accepted) / reached[0] == pytest.approx(config.mock.acceptance, rel=0.01)  # rounded in each sample
+    assert 1 + sum(accepted) / reached[0] == pytest.approx(config.mock.acceptance, rel=0.01)  # rounded per sample
 
 
 @pytest.mark.slow

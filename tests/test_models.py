@@ -1,4 +1,4 @@
-"""Checkpoints: the same logits as transformers on the same files, and clear refusals."""
+"""Checkpoints: the same logits as transformers on the same files, and clear errors."""
 
 import json
 import subprocess
@@ -50,8 +50,8 @@ def test_saving_and_loading_is_exact(saved, small_policy, small_shape):
     assert torch.equal(logits(loaded, tokens), logits(small_policy, tokens))
 
 
-def test_other_families_are_what_transformers_makes_of_the_same_files(tmp_path, other):
-    """Written here and read there, the same logits; written there and read here, the same tensors."""
+def test_other_families_match_transformers_on_the_same_files(tmp_path, other):
+    """transformers computes the same logits from our files, and we load the same tensors from its files."""
     from transformers import AutoModelForCausalLM
 
     shape, model = other
@@ -69,9 +69,9 @@ def test_other_families_are_what_transformers_makes_of_the_same_files(tmp_path, 
             assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
-def test_all_that_is_saved_of_a_policy_is_its_parameters(other):
-    """What torchtitan counts and balances in a mixture is neither written nor broadcast; nor need a model hold the
-    parameters.
+def test_only_the_parameters_of_a_policy_are_saved(other):
+    """The buffers with which torchtitan counts and balances experts are neither saved nor broadcast. And a skeleton
+    model without parameters is enough to name them.
     """
     shape, model = other
     saved = policy.adapter(model.config).to_hf(model.state_dict())
@@ -80,14 +80,14 @@ def test_all_that_is_saved_of_a_policy_is_its_parameters(other):
     assert named.keys() == saved.keys() and all(torch.equal(named[name], saved[name]) for name in saved)
 
 
-def test_other_families_compute_in_bfloat16_nearly_the_same(other):
+def test_other_families_give_nearly_the_same_logits_in_bfloat16(other):
     shape, model = other
     low = policy.build(shape)
     low.load_state_dict(model.state_dict())
     policy.cast(low, torch.bfloat16)
     tokens = torch.randint(0, shape.vocab_size, (3, 60), generator=torch.Generator().manual_seed(0))
     apart = (logits(low, tokens).float() - logits(model, tokens)).abs()
-    # Of single tokens the router may choose other experts.
+    # For single tokens the router may choose other experts, so the median is compared.
     assert 0 < apart.median() < 0.02 * logits(model, tokens).std()
 
 
@@ -117,7 +117,7 @@ def test_other_families_compute_in_bfloat16_nearly_the_same(other):
         ("gemma3", {}, "model_type='gemma3': expected 'qwen3', 'llama', 'qwen3_moe'"),
     ],
 )
-def test_what_no_policy_here_has_is_refused_in_one_line(tmp_path, small_shape, kind, change, message):
+def test_unsupported_fields_of_a_policy_config_are_refused_in_one_line(tmp_path, small_shape, kind, change, message):
     shape = replace(small_shape, experts=Experts(4, 2, 16, True)) if kind == "qwen3_moe" else small_shape
     write_json(
         tmp_path / "config.json",
@@ -128,13 +128,13 @@ def test_what_no_policy_here_has_is_refused_in_one_line(tmp_path, small_shape, k
     assert "\n" not in str(caught.value)
 
 
-def test_the_shipped_tokenizer_reads_back_what_it_writes():
+def test_the_shipped_tokenizer_decodes_what_it_encodes():
     tok = tokenizer.load(TINY)
     text = "48+7+35=48+7=55,55+35=90,#90"
     assert tok.decode(tok.encode(text).ids) == text
 
 
-def test_transformers_reads_the_shipped_tokenizer():
+def test_transformers_loads_the_shipped_tokenizer():
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(TINY)
@@ -183,7 +183,7 @@ def test_broken_files_are_named(saved):
         (
             '{"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "model-2.safetensors", "x": '
             '"model-3.safetensors"}}',
-            "names 'model-2.safetensors', which is not in the directory .2 files in all",
+            "names 'model-2.safetensors', which is not in the directory .2 files are missing",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_draft_of_another_shape_is_refused(tmp_path, small_shape, contrary_dra
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, contrary_draft, contrary_mtp, kind):
-    """Pass j of training must see what the drafter's KV cache holds when it drafts its (j+1)-th token."""
+    """Training pass j must see the same keys and values as the drafter's KV cache holds at its (j+1)-th token."""
     from asyncspec.drafters.make import drafter_for
     from asyncspec.drafts.draft import Draft
     from asyncspec.drafts.supervision import supervise
@@ -234,14 +234,14 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
         slots = Slots(1, 32, "cpu")
         target = Target(small_policy, slots, AS_IS, backend_for("cpu", torch.float32))
         drafter = drafter_for(Draft(kind, draft, small_shape))(target)
-        n = 6  # tokens known; the draft reads positions 0..n-2
+        n = 6  # known tokens; the draft prefills positions 0..n-2
         slots.token_SP[:, :12], slots.length_S[:] = tokens, n
         drafter.enter(0, 1)
         drafter.observe(0, features[:, : n - 1].chunk(len(draft.aux_layers), -1), torch.arange(n - 1)[None])
         drafter._read_before(0, slots.length_S - 2, drafter.behind(1) - 1)
         drafted, decode, space = [], drafter.decode, drafter.decode.spaces(1, 1)
         drafter._fuse(0, slots.length_S.unsqueeze(1) - 2, space)
-        for j in range(unroll):  # teacher-forced: the draft's own tokens are those of the sequence
+        for j in range(unroll):  # teacher-forced: the sequence's tokens stand in for the draft's own
             position = torch.tensor([[n - 2 + j]])
             space.embedding_TD.copy_(small_policy.tok_embeddings(tokens[0, n + j - 1 : n + j]))
             decode(space, decode.cache.at(0, position, [(1, n - 1 + j)]), decode.rope.at(position))
@@ -251,7 +251,7 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_mtp_module_is_read_as_it_was_written(tmp_path, small_shape, small_policy, contrary_mtp, tied):
+def test_an_mtp_module_is_loaded_as_it_was_saved(tmp_path, small_shape, small_policy, contrary_mtp, tied):
     from asyncspec.models import mtp
 
     mtp.save(contrary_mtp, tmp_path)
@@ -283,7 +283,7 @@ def check_wider(source, target, factor):
     torch.testing.assert_close(logits(wide, tokens), logits(narrow, tokens), atol=2e-4, rtol=1e-4)
 
 
-def test_wider_heads_change_nothing_a_draft_proposes(tmp_path):
+def test_wider_heads_change_no_logit_of_a_draft(tmp_path):
     _, shape = policy.load(TINY)
     widened(TINY.parent / "eagle3", tmp_path, 2)
     generator = torch.Generator().manual_seed(0)
@@ -303,7 +303,7 @@ def test_wider_heads_change_nothing_a_draft_proposes(tmp_path):
     torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
 
 
-def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy, small_shape):
+def test_named_parameters_are_saved_like_the_whole_model(saved, small_policy, small_shape):
     for shape, model, directory in (
         (small_shape, small_policy, saved),
         (policy.load(TINY)[1], policy.load(TINY)[0], TINY),
@@ -318,7 +318,7 @@ def test_named_parameters_are_written_as_the_whole_model_is(saved, small_policy,
 
 
 @pytest.mark.slow
-def test_what_compiles_later_computes_the_same_and_loads_no_compiler():
+def test_deferred_compilation_computes_the_same_and_loads_no_compiler():
     from asyncspec.loading import compiling_later
 
     compile_now = torch.compile

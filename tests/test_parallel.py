@@ -57,11 +57,11 @@ def group(number):
     lengths = g.integers(1, 20, 4)
     n = int(lengths.sum())
     ticket = ticket_of(number, g.integers(0, 48, 5).tolist(), [0, 1, 2, 3])
-    # The third has no gradient: all its samples are rewarded alike.
+    # The third group has no gradient: all its samples have the same reward.
     rewards = [1.0] * 4 if number == 2 else g.random(4).tolist()
     return group_of(ticket, rewards), {
         "tokens": g.integers(0, 48, n).astype(np.int32),
-        "behaviour": (-4 * g.random(n)).astype(np.float32),
+        "behavior": (-4 * g.random(n)).astype(np.float32),
         "proximal": (-4 * g.random(n)).astype(np.float32),
         "versions": np.zeros(n, np.int32),
         "lengths": lengths.astype(np.int32),
@@ -69,7 +69,7 @@ def group(number):
 
 
 def accumulator(model, ranks=None):
-    # Of a gradient near zero Adam takes the sign, which rounding decides; a large eps keeps its steps smooth.
+    # Adam normalizes a gradient near zero to its sign, which rounding decides; a large eps keeps its steps smooth.
     return GradientAccumulator(
         model,
         OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
@@ -81,7 +81,7 @@ def accumulator(model, ranks=None):
 
 
 def alone(tied, kind, steps=2):
-    """The steps of one rank: gradients as the optimizer gets them in the first, weights and statistics after all."""
+    """Take the steps in one rank; return the first step's gradients, the final weights and the last statistics."""
     model = policy(tied, kind)
     one, grads = accumulator(model), []
     one.optimizer.register_step_pre_hook(
@@ -95,7 +95,7 @@ def alone(tied, kind, steps=2):
 
 
 def work(rank, config, tied, kind, steps, dtype, port, results):
-    """The same in one of several ranks: what is left over for none is nothing."""
+    """Take the same steps as one of several ranks. A rank without a group of its own adds nothing."""
     torch.set_num_threads(1)
     weights.BUCKET_ELEMENTS = 4000
     ranks = Ranks("trainer", rank, config.ranks, config.tensor_parallel, dtype)
@@ -141,7 +141,7 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
 
 
 def worked(config, tied, kind, steps=2, dtype="float32"):
-    """What `work` in each rank came to, by rank."""
+    """Run `work` in each rank; return {rank: result}."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forking()
     results = context.Queue()
@@ -170,8 +170,8 @@ def worked(config, tied, kind, steps=2, dtype="float32"):
     ],
 )
 @pytest.mark.slow
-def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied, recompute):
-    """Tolerance: sums of float32 in another order, 1e-5 of the largest gradient and 1e-3 of a step of Adam."""
+def test_several_ranks_take_the_same_steps_as_one(kind, ranks, tensor_parallel, tied, recompute):
+    """Tolerance, for float32 sums in another order: 1e-5 of the largest gradient, and 1e-3 of a step of Adam."""
     said = worked(TrainerConfig(ranks=ranks, tensor_parallel=tensor_parallel, recompute=recompute), tied, kind)
     grads, parameters, stats = alone(tied, kind)
     total, largest = sum(p.numel() for p in parameters.values()), max(float(g.abs().max()) for g in grads.values())
@@ -180,14 +180,15 @@ def test_several_ranks_take_the_steps_of_one(kind, ranks, tensor_parallel, tied,
         torch.testing.assert_close(torch.from_numpy(said[0][1][name]), parameters[name], atol=1e-3 * 1e-2, rtol=0)
     for _, (_, _, found, held, buckets, _) in said.items():
         assert found == pytest.approx(stats, rel=1e-4, abs=1e-6) and buckets > 3
-        assert held < 1.2 * total / ranks + 200  # norms are held by all ranks of a row
+        assert held < 1.2 * total / ranks + 200  # all tensor-parallel ranks hold the norms
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_16_bits_are_computed_with_and_32_kept_and_published(ranks):
+def test_ranks_compute_in_16_bits_but_keep_and_publish_32(ranks):
     """Tolerance: bfloat16 rounds by up to 2**-8 of a number. A hundred such roundings, forward and backward through
-    three layers, come to a few hundredths of the gradient (measured 0.033) and of Adam's step (0.046: there small
-    elements weigh more); 0.08 are allowed, and 2**-12 asked for, which float32 does not reach.
+    three layers, change the gradient by a few hundredths (measured: 0.033) and Adam's step a little more (0.046,
+    because small elements weigh more there). The test allows 0.08. It also requires more than 2**-12, a difference
+    that float32 would not reach.
     """
     said = worked(TrainerConfig(ranks=ranks), True, "qwen3", steps=1, dtype="bfloat16")
     grads, parameters, _ = alone(True, "qwen3", steps=1)
@@ -203,12 +204,12 @@ def test_16_bits_are_computed_with_and_32_kept_and_published(ranks):
 
     assert 2**-12 < apart(found_grads, grads) < 0.08
     assert apart({n: published[n] - before[n] for n in before}, {n: parameters[n] - before[n] for n in before}) < 0.08
-    # parameters, both moments, what is published
+    # parameters, both moments, and published weights
     assert {dtype for *_, dtypes in said.values() for dtype in dtypes} == {"torch.float32"}
     assert all((tensor.bfloat16() != tensor).any() for tensor in published.values())
 
 
-def test_a_rank_takes_its_share_alone_to_its_device(tmp_path, monkeypatch):
+def test_a_rank_moves_only_its_share_to_its_device(tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "join", lambda *_: None)
     monkeypatch.setattr(
         Ranks, "shard", lambda self, model, **_: seen.append({p.device.type for p in model.parameters()})
@@ -221,7 +222,7 @@ def test_a_rank_takes_its_share_alone_to_its_device(tmp_path, monkeypatch):
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=12), st.integers(1, 300))
-def test_buckets_are_whole_tensors_and_leave_nothing_out(shapes, most):
+def test_buckets_hold_whole_tensors_and_leave_none_out(shapes, most):
     layout = Layout.of({str(i): torch.empty(s) for i, s in enumerate(shapes)})
     weights.BUCKET_ELEMENTS, before = most, weights.BUCKET_ELEMENTS
     try:
@@ -237,7 +238,7 @@ def test_buckets_are_whole_tensors_and_leave_nothing_out(shapes, most):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(tmp_path):
+def test_a_run_with_two_ranks_survives_the_loss_of_one_and_resumes_with_one(tmp_path):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "8", "trainer.ranks=2", "checkpoint.every=2", SILENT)
     run.wait_for_steps(2)

@@ -1,4 +1,4 @@
-"""Reading prompts: in which passes."""
+"""How prompts are divided into prefill passes."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from asyncspec.engine import prompts
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=8), st.booleans(), st.sampled_from([48, 2048]))
-def test_a_pass_over_prompts_holds_rows_until_padding_costs_more_than_another(lengths, packs, pass_tokens):
+def test_a_prefill_pass_takes_rows_until_padding_costs_more_than_another_pass(lengths, packs, pass_tokens):
     lengths.sort(reverse=True)
     counts = prompts.rows_of_passes(lengths, packs, pass_tokens)
     ends = list(itertools.accumulate(counts))

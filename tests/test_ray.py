@@ -1,4 +1,4 @@
-"""Ray as the launcher: the same run, started on a cluster of its own or on one that is there, with three nodes."""
+"""Ray as the launcher: the same runs, on a cluster of their own or on an existing one with three nodes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def own_cluster(monkeypatch):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Of three nodes, all on this host."""
+    """A Ray cluster of three nodes, all on this host."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -52,7 +52,7 @@ def actors_of(run_dir):
     }
 
 
-def test_a_dead_generator_is_replaced_and_all_starts_again_without_its_trainer(tmp_path):
+def test_a_dead_generator_is_replaced_and_a_dead_trainer_restarts_the_run(tmp_path):
     run_dir, steps = tmp_path / "run", 10
     run = Running.new(run_dir, "--steps", str(steps), "checkpoint.every=3", launcher=SCRIPT)
     run.wait_for_steps(2)
@@ -64,9 +64,9 @@ def test_a_dead_generator_is_replaced_and_all_starts_again_without_its_trainer(t
     output = run.end()
     assert (
         "generator0 died: its process ended" in output
-        and "trainer died: its process ended: all is started again from the last checkpoint" in output
+        and "trainer died: its process ended: all actors restart from the last checkpoint" in output
     )
-    assert "going on from version 3" in output or "going on from version 6" in output, output
+    assert "resuming from version 3" in output or "resuming from version 6" in output, output
     assert f"step   {steps}/{steps}" in output, output
     assert [row["step"] for row in rows(run_dir)] == list(range(steps)) and max(
         row["lag/max"] for row in rows(run_dir)
@@ -87,7 +87,7 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path):
     json.loads((run_dir / "trace.json").read_text())
 
 
-def test_what_has_no_room_is_one_line(tmp_path, cluster, monkeypatch):
+def test_a_run_that_finds_no_room_on_the_cluster_gives_one_line(tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     output = Running.new(
         tmp_path / "run",
@@ -130,13 +130,13 @@ def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
     assert parent_of(replacement) == raylets["generator0"]  # on its node
     head = cluster.head_node.all_processes["raylet"][0].process.pid
     lost = next(raylets[name] for name in ("trainer", "generator0") if raylets[name] != head)
-    for pid in [lost, *descendants(lost)]:  # a node, and all that plays there
+    for pid in [lost, *descendants(lost)]:  # a node, and every process on it
         os.kill(pid, signal.SIGKILL)
     steps = len(rows(run_dir))
-    # A first replacement may still be placed on the node that is going.
+    # The first replacement may still be placed on the dying node.
     run.wait_for(
-        lambda: "going on from version" in run.output or re.search(r"generator0\.[2-9] has joined", run.output),
-        "what played there, on the third node",
+        lambda: "resuming from version" in run.output or re.search(r"generator0\.[2-9] has joined", run.output),
+        "the lost node's actors to restart on the third node",
     )
     run.wait_for_steps(steps + 2)
     everyone = {
@@ -152,7 +152,7 @@ def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
 
 
 def packed(shares, gpus):
-    """Where Ray puts shares, one after the other: on the GPU with the least left that is enough."""
+    """Return where Ray puts these shares, in turn: on the GPU with the least free share that is still enough."""
     left, found = [1.0] * gpus, []
     for share in shares:
         found.append(min((gpu for gpu in range(gpus) if left[gpu] > share - 1e-6), key=left.__getitem__))
@@ -161,7 +161,7 @@ def packed(shares, gpus):
 
 
 def apart(played, found):
-    """Whether no two of a role are on one GPU."""
+    """Whether no two actors of a role are on one GPU."""
     taken = [(role.removesuffix("_rank"), gpu) for role, gpu in zip(played, found)]
     return len(set(taken)) == len(taken)
 
@@ -186,19 +186,19 @@ def test_no_two_ranks_or_generators_of_a_shipped_topology_share_a_gpu(name):
         (["trainer"] * 2 + ["logprob"] + ["generator"] * 8, 8),
     ],
 )
-def test_shares_of_gpus_keep_a_role_apart_while_there_are_enough(played, gpus):
+def test_gpu_shares_keep_actors_of_a_role_apart_while_there_are_enough_gpus(played, gpus):
     shares = launcher._shares(played, gpus)
     assert apart(played, packed(shares, gpus)) and sum(shares) == pytest.approx(min(len(played), gpus))
 
 
-def test_there_may_be_many_actors_on_a_gpu_or_none():
+def test_many_actors_may_share_a_gpu_and_there_may_be_no_gpu():
     assert launcher._shares(["trainer", "generator"], 0) == [0, 0]
     for actors, gpus in ((8, 1), (9, 1), (40, 2)):
         shares = launcher._shares(["generator"] * actors, gpus)
         assert min(shares) > 0 and len(packed(shares, gpus)) == actors
 
 
-def test_ray_puts_no_two_of_a_role_on_a_gpu():
+def test_ray_puts_no_two_actors_of_a_role_on_one_gpu():
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -206,7 +206,7 @@ def test_ray_puts_no_two_of_a_role_on_a_gpu():
         def gpus(self):
             return ray.get_gpu_ids()
 
-    # which it takes our word for
+    # Ray does not check that these GPUs exist.
     ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         for played in (
@@ -227,7 +227,7 @@ def test_ray_puts_no_two_of_a_role_on_a_gpu():
         ray.shutdown()
 
 
-def test_without_ray_is_one_line(tmp_path):
+def test_a_missing_ray_package_gives_one_line(tmp_path):
     without = (
         "import sys; sys.modules['ray'] = None; from asyncspec.cli import main; "
         "sys.exit(main(['train', '--launcher', 'ray']))"

@@ -1,4 +1,4 @@
-"""Faults: any actor killed or frozen at any moment; runs cut short and resumed. The audit has the last word."""
+"""Faults: any actor is killed or frozen at any moment; runs are cut short and resumed. The audit must always pass."""
 
 import os
 import signal
@@ -17,7 +17,10 @@ CHECKPOINTS = "checkpoint.every=3"
 
 
 def faults(actor, kind, **places):
-    """An actor that comes back under a new name (generator0, generator0.1, ...) meets one fault after the other."""
+    """Plan faults for an actor that is replaced under a new name each time (generator0, generator0.1, ...).
+
+    Each replacement meets the next fault.
+    """
     return ",".join(
         f"{actor}{f'.{i}' if i else ''}:{place}:{times}:{kind}" for i, (place, times) in enumerate(places.items())
     )
@@ -31,7 +34,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
         "logprob": dict(start=1, work=6, swap=2, receive=2, send=3, join=1, boot=1),
         "draft_adapter": dict(start=1, work=5, send=1, checkpoint=1, join=1, boot=1),
     }
-    if kind == "freeze":  # found out after start_timeout_s: a test of its own
+    if kind == "freeze":  # detected only after start_timeout_s; another test covers it
         for of in places.values():
             of.pop("start")
     run_dir = tmp_path / "run"
@@ -52,7 +55,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
     run.wait_for_steps(1)
     run.wait_for(
         lambda: all(f"{actor}.{len(of)}" in named("joined") for actor, of in places.items()),
-        "all that were lost to be replaced",
+        "all lost actors to be replaced",
     )
     os.kill(run.process.pid, signal.SIGINT)
     output = run.end(130)
@@ -62,11 +65,11 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
         for i, (place, times) in enumerate(of.items()):
             actor = f"{first}.{i}" if i else first
             marker = run_dir / "faults" / f"{actor}-{place}-{times}-{kind}"
-            # it has low priority: where processors are scarce it seems frozen before its time
+            # It has low priority, so on a busy machine it may seem frozen before its fault.
             if first == "draft_adapter" and not marker.exists():
                 assert actor in frozen, output
                 continue
-            # Three times silent_timeout_s while it loads, and what a busy machine adds.
+            # An actor may be silent for three times silent_timeout_s while it loads; a busy machine adds more.
             assert lost[actor]["time"] - marker.stat().st_mtime < 60, (actor, place, output)
             assert kind == "kill" or actor in frozen, output
     assert all(event["seconds"] < 120 for event in named("joined").values())
@@ -83,7 +86,7 @@ def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path, 
 )
 @pytest.mark.slow
 def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
-    # Each start counts anew; the first one that is met ends it.
+    # Each start counts from zero; the first fault that is met ends it.
     run_dir, steps, count = tmp_path / "run", 24, planned.count(",") + 1
     run = Running.new(
         run_dir, "--steps", str(steps), CHECKPOINTS, SILENT, "deployment.restarts=10", f"deployment.faults={planned}"
@@ -91,8 +94,8 @@ def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path, planned):
     output = run.end()
     assert len(list((run_dir / "faults").iterdir())) == count, output
     check_finished(run_dir, steps)
-    # Each of the controller's faults may come with one of the trainer's, which is one restart.
-    assert output.count("all is started again from the last checkpoint") >= count - planned.count("controller:"), output
+    # Each fault of the controller may coincide with one of the trainer; together they cause one restart.
+    assert output.count("all actors restart from the last checkpoint") >= count - planned.count("controller:"), output
 
 
 @pytest.mark.slow
@@ -102,12 +105,12 @@ def test_actors_may_be_lost_while_starting(tmp_path):
     output = Running.new(run_dir, "--steps", "3", CHECKPOINTS, SILENT, f"deployment.faults={planned}").end()
     check_finished(run_dir, 3)
     assert len(list((run_dir / "faults").iterdir())) >= 3, output
-    assert output.count("all is started again from the last checkpoint") == 1, output
+    assert output.count("all actors restart from the last checkpoint") == 1, output
 
 
 @pytest.mark.parametrize("actor", ["controller", "logprob"])
 @pytest.mark.slow
-def test_who_never_gives_a_sign_of_life_is_found_out_and_replaced(tmp_path, actor):
+def test_an_actor_that_never_gives_a_sign_of_life_is_replaced(tmp_path, actor):
     run_dir = tmp_path / "run"
     output = Running.new(
         run_dir, "--steps", "3", "deployment.start_timeout_s=25", f"deployment.faults={actor}:start:1:freeze"
@@ -121,15 +124,15 @@ def test_processes_may_be_lost_before_the_launcher_knows_them(tmp_path):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "2")
     run.wait_for(lambda: len(descendants(run.process.pid)) > 4, "the first processes")
-    for pid in descendants(run.process.pid)[1:]:  # the controller's among them, mostly
+    for pid in descendants(run.process.pid)[1:]:  # the controller is usually among them
         os.kill(pid, signal.SIGKILL)
     assert "died" in run.end()
     check_finished(run_dir, 2)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
-    """As by Ctrl-Z and fg, or a laptop that sleeps: for longer than any deadline of the run."""
+def test_a_run_that_was_suspended_as_a_whole_continues(tmp_path):
+    """Suspend it as Ctrl-Z and fg would, or a sleeping laptop, for longer than any deadline of the run."""
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "30", SILENT, "deployment.stall_timeout_s=8")
     run.wait_for_steps(3)
@@ -142,13 +145,13 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path):
     run.end()
     check_finished(run_dir, 30)
     assert not [event for event in events(run_dir) if event["event"] == "lost"]
-    # nobody was asked where it is
+    # no process was asked for its stack
     assert not [log for log in (run_dir / "logs").iterdir() if "most recent call" in log.read_text()]
 
 
 @pytest.mark.slow
-def test_a_run_lives_through_a_storm_and_through_being_cut_short_at_lag_1(tmp_path):
-    """bench chaos, shorter."""
+def test_a_run_survives_a_storm_of_faults_and_being_cut_short_at_lag_1(tmp_path):
+    """A shorter version of `bench chaos`."""
     storm = chaos.Storm(tmp_path / "storm", np.random.default_rng(5), 4)
     chaos.run_job(tmp_path / "storm", "steps=16", *SMALL, *chaos.SETTINGS, beside=storm)
     assert len(storm.faults) >= 2
@@ -168,16 +171,16 @@ def policy_of(run_dir):
     ids=["plain", "eagle3"],
 )
 @pytest.mark.slow
-def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, speculation):
-    # Behaviour logprobs are rounded by what shares a batch, which nobody repeats; without the correction they reach no
-    # gradient.
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise_at_lag_0(tmp_path, speculation):
+    # Rounding of behavior logprobs depends on the other rows of a batch, which differ from run to run. Without the
+    # correction they do not reach the gradient.
     settings = ("--policy-lag", "0", "checkpoint.every=2", "rl.correction=none", *speculation)
     Running.new(tmp_path / "whole", "--steps", "6", *settings).end()
     cut = Running.new(tmp_path / "cut", "--steps", "6", *settings)
     cut.wait_for_steps(3)
-    cut.kill()  # the launcher and everything else at once
+    cut.kill()  # the launcher and all its processes at once
     output = Running.resumed(tmp_path / "cut").end()
-    assert "going on from version 2" in output or "going on from version 4" in output, output
+    assert "resuming from version 2" in output or "resuming from version 4" in output, output
     check_finished(tmp_path / "cut", 6, lag=0)
     whole, resumed = policy_of(tmp_path / "whole"), policy_of(tmp_path / "cut")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -193,9 +196,9 @@ def test_at_lag_0_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, specu
 def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     launcher = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", SCRIPT)
-    # First the controller, before it has given a sign of life. Then the trainer, just before version 6, and slowly: the
-    # checkpoint of version 3,
-    # which is written in the background, is then whole.
+    # The first fault freezes the controller before it gives a sign of life. The second kills the trainer just before
+    # version 6. Training is slowed down so that the checkpoint of version 3, written in the background, is whole by
+    # then.
     run = Running.new(
         run_dir,
         "--steps",
@@ -210,25 +213,26 @@ def test_torchrun_restarts_its_ranks_from_the_last_checkpoint(tmp_path):
     check_finished(run_dir, 10)
     assert "controller is frozen: no sign of life for 25" in output and "controller died: " in output, output
     assert (
-        "trainer died: SIGKILL: all is started again from the last checkpoint" in output
-        and "going on from version 3" in output
+        "trainer died: SIGKILL: all actors restart from the last checkpoint" in output
+        and "resuming from version 3" in output
     ), output
 
 
 @pytest.mark.slow
-def test_of_two_processes_only_one_trains_in_a_directory(tmp_path, capsys):
+def test_only_one_process_may_train_in_a_directory(tmp_path, capsys):
     run_dir = tmp_path / "run"
     run = Running.new(run_dir, "--steps", "10000")
     run.wait_for_steps(1)
     assert "another process is training in it" in Running.resumed(run_dir).end(2)
     assert audit(str(run_dir)) == 0 and "still running; " in capsys.readouterr().out
     os.kill(run.process.pid, signal.SIGINT)
-    assert f"to go on: asyncspec train --resume {run_dir}" in run.end(130)
+    assert f"to resume: asyncspec train --resume {run_dir}" in run.end(130)
     trained = len(rows(run_dir))
-    assert f"{trained} steps are trained, and 1 wanted; steps={2 * trained}, for example" in Running.resumed(
-        run_dir, "steps=1"
-    ).end(2)
-    assert "rl.group_size=8: the run was begun with 4, and this may not change" in Running.resumed(
+    assert (
+        f"{trained} steps are trained, and steps=1 adds none; expected more, steps={2 * trained} for"
+        in Running.resumed(run_dir, "steps=1").end(2)
+    )
+    assert "rl.group_size=8: the run was started with 4, and this field cannot change" in Running.resumed(
         run_dir, "rl.group_size=8"
     ).end(2)
     assert "no config.yaml in it; expected the directory of a run; nearest: " in Running.resumed(tmp_path / "rum").end(

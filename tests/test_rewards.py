@@ -1,5 +1,5 @@
-"""A user's reward function may raise, hang or return nonsense: that stays with the rollout, is counted, and stops the
-run past a share.
+"""A user's reward function may raise, hang or return nonsense. Such failures affect only their own rollout and are
+counted; beyond an allowed share they stop the run.
 """
 
 import time
@@ -34,18 +34,18 @@ def test_a_failing_reward_teaches_nothing_and_is_counted(bad):
     started = time.monotonic()
     assert rewarder.group("1+1=", ["2", "3", bad, "2"], "2") == pytest.approx([1, 0, 2 / 3, 1])
     assert rewarder.group("1+1=", [bad, bad], "2") == [0, 0]
-    assert rewarder.group("1+1=", ["2"], "2") == [1]  # and goes on
+    assert rewarder.group("1+1=", ["2"], "2") == [1]  # it still works
     assert (rewarder.failed, rewarder.called) == (3, 7) and time.monotonic() - started < 30  # it would hang for 60
 
 
-def test_between_two_rewards_there_is_time_for_something_else():
+def test_the_rewarder_calls_back_between_two_rewards():
     begun = []
     rewarder = Rewarder(reward, "mine:reward", 0.2, 1.0, lambda: begun.append(time.monotonic()))
     rewarder.group("1+1=", ["hang", "hang", "2"], "2")
     assert len(begun) == 3 and all(0.15 < b - a < 30 for a, b in zip(begun, begun[1:]))
 
 
-def test_past_the_allowed_share_the_run_stops_with_one_line():
+def test_more_failures_than_allowed_stop_the_run_with_one_line():
     rewarder = Rewarder(reward, "mine:reward", 1.0, 0.1)
     for _ in range(200):
         rewarder.group("1+1=", ["2"], "2")

@@ -1,4 +1,4 @@
-"""Whole runs: real processes, real queues, real broadcasts, on the shipped policy, a few steps each."""
+"""Whole runs of a few steps on the shipped policy, with real processes, queues and broadcasts."""
 
 import json
 import os
@@ -23,7 +23,7 @@ spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_
 
 
 def check_results(run_dir, steps, lag, groups=4):
-    """What every finished run must have left behind."""
+    """Check everything that a finished run must have written."""
     metrics = rows(run_dir)
     assert [row["step"] for row in metrics] == list(range(steps))
     for row in metrics:
@@ -40,13 +40,13 @@ def check_results(run_dir, steps, lag, groups=4):
     for line in ledger(run_dir):
         fates[line["ticket"]][line["event"]] += 1
         if line["event"] == "trained":
-            assert line["trained_in"] == line["step"]  # in ticket order, never in another step
+            assert line["trained_in"] == line["step"]  # never in another step
             assert line["version_min"] >= line["step"] - lag and line["version_max"] <= line["step"]
         if line["event"] == "issued":
             assert line["min_version"] >= line["step"] - lag
     trained = [t for t, events in fates.items() if events["trained"]]
     assert len(trained) == steps * groups
-    for events in fates.values():  # exactly once
+    for events in fates.values():  # each ticket exactly once
         assert events["issued"] == 1 and events["trained"] + events["evaluated"] + events["dropped"] == 1
     events = json.loads((run_dir / "trace.json").read_text())
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -66,7 +66,7 @@ def check_results(run_dir, steps, lag, groups=4):
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.slow
-def test_a_run_keeps_its_lag_and_leaves_everything_behind(tmp_path, lag):
+def test_a_run_keeps_its_lag_and_writes_all_its_results(tmp_path, lag):
     done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5")
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 5, lag)
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
     open_tickets = Counter()
     for line in ledger(run_dir):
         open_tickets[line["ticket"]] += 1 if line["event"] == "issued" else -1
-    assert not any(open_tickets.values())  # what was under way is reported dropped
+    assert not any(open_tickets.values())  # unfinished tickets are reported as dropped
 
 
 @pytest.mark.parametrize("after", [0.5, 3.0])
@@ -235,7 +235,7 @@ def test_ctrl_c_while_starting_ends_every_process_and_says_so(tmp_path, after):
 
 @pytest.mark.parametrize("actor", ["trainer", "generator0"])
 @pytest.mark.slow
-def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_named(tmp_path, actor):
+def test_a_killed_actor_without_a_replacement_ends_the_run_and_is_named(tmp_path, actor):
     run_dir = tmp_path / "run"
     process = start_and_wait_for_steps(
         run_dir, (sys.executable, SCRIPT, "deployment.restarts=0", "deployment.replacements=0")
@@ -250,8 +250,8 @@ def test_a_killed_actor_that_may_not_come_back_ends_the_run_in_order_and_is_name
 
 
 @pytest.mark.slow
-def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_trained_once(tmp_path):
-    """Under Monarch: tests/test_recovery.py."""
+def test_a_generator_killed_under_torchrun_is_replaced_and_its_tickets_trained_once(tmp_path):
+    """For Monarch, see tests/test_recovery.py."""
     run_dir, steps = tmp_path / "run", 16
     command = [
         *TORCHRUN,
@@ -284,8 +284,8 @@ def test_a_killed_generator_of_torchruns_ranks_is_replaced_and_its_tickets_are_t
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_its_draft_adapter(tmp_path):
-    """Stopped, nobody waits for it; killed in the middle of whatever it does, and not replaced, it is named and the run
+def test_a_run_continues_without_its_draft_adapter(tmp_path):
+    """While it is stopped, no other actor waits for it. When it is killed and not replaced, the run names it and
     finishes.
     """
     run_dir = tmp_path / "run"
@@ -315,7 +315,7 @@ def test_no_actor_outlives_a_killed_launcher(tmp_path, launcher):
     process = start_and_wait_for_steps(tmp_path / "run", launcher)
     everyone = descendants(process.pid)
     assert len(everyone) >= 5
-    os.kill(pid_of(tmp_path / "run", "generator0"), signal.SIGSTOP)  # nor one that cannot see it
+    os.kill(pid_of(tmp_path / "run", "generator0"), signal.SIGSTOP)  # not even an actor that is frozen
     process.kill()
     process.wait()
     assert not outliving(everyone)
@@ -339,7 +339,7 @@ def overflows(prompt, response, answer):  # for one group of the second step
 
 
 @pytest.mark.slow
-def test_an_actor_that_ends_without_a_word_is_named(tmp_path):
+def test_an_actor_that_exits_silently_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     run = Running.new(
         tmp_path / "run",
@@ -352,7 +352,7 @@ def test_an_actor_that_ends_without_a_word_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reason(tmp_path):
+def test_the_tickets_of_a_skipped_step_are_dropped_with_its_reason(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     output = Running.new(tmp_path / "run", "--steps", "6", "data.reward=mine:overflows", "data.eval_prompts=0").end()
     assert "left the policy as it was: gradient norm nan: the step was not taken; its groups are in " in output, output
@@ -368,7 +368,7 @@ def test_the_tickets_of_a_step_that_could_not_be_taken_are_dropped_with_its_reas
 
 
 @pytest.mark.slow
-def test_an_error_in_an_actor_is_one_line_that_names_it(tmp_path):
+def test_an_error_in_an_actor_gives_one_line_that_names_it(tmp_path):
     (tmp_path / "broken.py").write_text("def two(prompt, response, answer):\n    return float('nan')\n")
     done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1

@@ -1,6 +1,4 @@
-"""engine.kind=sglang against MockSglangServer, a test double: what SGLang itself does with the same requests is not
-tested here.
-"""
+"""engine.kind=sglang with MockSglangServer, a test double. The answers of SGLang itself are not tested here."""
 
 import os
 import shutil
@@ -34,7 +32,7 @@ SGLANG = (
 
 @pytest.fixture
 def settings(tmp_path):
-    """callable(server, field=value, ...) -> configuration."""
+    """callable(server, "field=value", ...) -> configuration."""
     return lambda server, *more: load(
         "tiny", [*SGLANG, f"engine.url={server.url}", f"engine.weights_dir={tmp_path / 'weights'}", *more]
     )
@@ -45,9 +43,13 @@ def one_line(error, *parts):
 
 
 @pytest.mark.parametrize(
-    "method,spec", [("none", ()), ("ngram", ("speculation.method=ngram", "speculation.draft_length=3"))]
+    "method,spec",
+    [
+        pytest.param("none", (), marks=pytest.mark.slow),
+        ("ngram", ("speculation.method=ngram", "speculation.draft_length=3")),
+    ],
 )
-def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_path, method, spec):
+def test_tokens_logprobs_and_versions_are_right_across_updates_in_flight(settings, tmp_path, method, spec):
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
     some = prompts(8)
@@ -91,18 +93,18 @@ def test_tokens_logprobs_and_versions_across_updates_in_flight(settings, tmp_pat
         f"{sum(c.proposed for c in done)}"
     )
     assert min(whole) > 0 and across > 0 and worst < 1e-4
-    assert elsewhere[len(elsewhere) // 10] > 1e-3  # so the comparison would find a wrong version
+    assert elsewhere[len(elsewhere) // 10] > 1e-3  # so the comparison would detect a wrong version
     assert method == "none" or sum(c.accepted for c in done) > 0
 
 
-def test_more_samples_than_slots_and_a_server_that_another_generator_has_left(settings):
+def test_an_engine_takes_over_a_server_and_runs_more_samples_than_slots(settings):
     some = prompts(6)
     with MockSglangServer() as server:
         left = make_engine(settings(server), "cpu")
         left.submit(Request(0, some[0], list(range(40)), 64))
         left.poll()
         engine = make_engine(settings(server, "engine.slots=5"), "cpu")
-        while server._open:  # those that were ended have been told
+        while server._open:  # wait until the aborted requests are answered
             time.sleep(0.01)
         server.most = 0
         got = run(engine, some, 4)
@@ -144,14 +146,14 @@ def fails(engine):
         (lambda handler: reply(handler, 503, b'{"error": {"message": "no room"}}'), "/generate: HTTP 503: no room"),
         (
             lambda handler: reply(handler, 200, b'{"meta_info": '),
-            "/generate: not what SGLang 0.5.23 answers: Input data was truncated",
+            "/generate: not an answer of SGLang 0.5.23: Input data was truncated",
         ),
         (lambda handler: reply(handler, 200, b"{}"), "missing required field `meta_info`"),
         (lambda handler: handler.connection.shutdown(socket.SHUT_RDWR), "/generate: RemoteDisconnected"),
         (lambda handler: time.sleep(2), "/generate: no answer within 0.5 s"),
     ],
 )
-def test_a_server_in_trouble_is_one_line(settings, monkeypatch, fault, expected):
+def test_a_failing_server_gives_one_line(settings, monkeypatch, fault, expected):
     monkeypatch.setattr(sglang_engine, "SERVER_SAMPLE_S", 0.5)
     with MockSglangServer() as server:
         engine = make_engine(settings(server), "cpu")
@@ -163,21 +165,24 @@ def test_a_server_in_trouble_is_one_line(settings, monkeypatch, fault, expected)
     "meta,expected",
     [
         ({"weight_versions": None}, "Expected `array`, got `null` - at `$.meta_info.weight_versions`"),
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 6}]}, "expected a version's number from 0 on"),
-        ({"weight_versions": [{"version": "0", "start": 0, "end": 2}]}, "weight_versions of 2 tokens; expected 6"),
+        (
+            {"weight_versions": [{"version": "default", "start": 0, "end": 6}]},
+            "expected a whole number as the version of tokens from 0 on",
+        ),
+        ({"weight_versions": [{"version": "0", "start": 0, "end": 2}]}, "weight_versions cover 2 tokens; expected 6"),
         (
             {"weight_versions": [{"version": "7", "start": 0, "end": 6}]},
-            "tokens of versions 7 to 7; expected 0 to 0: nobody else may change its weights",
+            "tokens of versions 7 to 7; expected 0 to 0: only this generator may change the server's weights",
         ),
-        ({"completion_tokens": 7}, "6 logprobs for 7 tokens; expected 1 to 64, as many"),
+        ({"completion_tokens": 7}, "6 logprobs for 7 tokens; expected 1 to 64, equally many"),
         ({"output_token_logprobs": [[None, 3, None]] * 6}, "Expected `float`, got `null`"),
         (
             {"finish_reason": {"type": "length", "length": 6}},
-            "cut off after 6 of 64 tokens; expected a server with a --context-length",
+            "cut off after 6 of 64 tokens; expected a server with room for prompt and response in its --context-length",
         ),
     ],
 )
-def test_an_answer_that_contradicts_itself_is_one_line(settings, meta, expected):
+def test_an_answer_that_contradicts_itself_gives_one_line(settings, meta, expected):
     right = {
         "finish_reason": {"type": "stop", "matched": 1},
         "completion_tokens": 6,
@@ -192,7 +197,7 @@ def test_an_answer_that_contradicts_itself_is_one_line(settings, meta, expected)
         one_line(fails(engine), expected)
 
 
-def test_weights_that_cannot_be_written_or_loaded_are_one_line(settings, tmp_path):
+def test_weights_that_cannot_be_written_or_loaded_give_one_line(settings, tmp_path):
     with MockSglangServer() as server:
         engine = make_engine(settings(server), "cpu")
         tensors = {name: p.detach() for name, p in policy.load(POLICY)[0].named_parameters()}
@@ -203,11 +208,13 @@ def test_weights_that_cannot_be_written_or_loaded_are_one_line(settings, tmp_pat
         (tmp_path / "weights").write_text("a file")
         with pytest.raises(ServerError) as error:
             engine.load_policy(tensors, 1)
-        one_line(error, "weights of version 1 not written to ", "expected an engine.weights_dir with room for them")
+        one_line(
+            error, "weights of version 1 could not be written to ", "expected an engine.weights_dir with room for them"
+        )
     assert engine.version == 0
 
 
-def test_weights_travel_through_memory_under_the_name_of_the_run_unless_told_otherwise():
+def test_weights_are_written_to_shared_memory_by_default():
     def where(*more):
         config = load("tiny", [*SGLANG, f"engine.url={URL}", "run_dir=/data/runs/one", *more])
         return str(sglang_engine.weights_folder(config))
@@ -250,11 +257,11 @@ def test_weights_travel_through_memory_under_the_name_of_the_run_unless_told_oth
                 "speculative_accept_threshold_acc": 0.5,
             },
             ("speculation.method=ngram", "speculation.draft_length=3"),
-            "speculative_accept_threshold_acc=0.5, which is not the policy's distribution",
+            "speculative_accept_threshold_acc=0.5, which changes the distribution of samples",
         ),
     ],
 )
-def test_a_server_for_something_else_is_refused_before_the_run(settings, info, override, expected):
+def test_a_server_with_other_settings_is_refused_before_the_run(settings, info, override, expected):
     with MockSglangServer(info=info) as server:
         for begin in (check_inputs, lambda config: make_engine(config, "cpu")):
             with pytest.raises(ConfigError) as error:
@@ -263,7 +270,7 @@ def test_a_server_for_something_else_is_refused_before_the_run(settings, info, o
 
 
 @pytest.mark.parametrize("hang", [False, True])
-def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
+def test_a_missing_server_gives_one_line_before_the_run(monkeypatch, hang):
     monkeypatch.setattr(sglang_server.Server.ask, "__defaults__", (None, None, 0.3))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -284,7 +291,7 @@ def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
     [
         (
             ("engine.url=",),
-            f"engine.url='': expected where each generator's server is with engine.kind=sglang; nearest valid "
+            f"engine.url='': expected the address of each generator's server with engine.kind=sglang; nearest valid "
             f"choice: engine.url={URL}",
         ),
         (("engine.url=localhost:30000",), "expected http://HOST:PORT"),
@@ -292,7 +299,7 @@ def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
         (("engine.url=http://localhost:port",), "expected http://HOST:PORT"),
         (
             (f"engine.url={URL},{URL}", "deployment.generators=2"),
-            f"expected a server of its own for each generator; nearest valid choice: engine.url={URL}",
+            f"expected a different server for each generator; nearest valid choice: engine.url={URL}",
         ),
         (
             (f"engine.url={URL},http://b:1",),
@@ -309,7 +316,7 @@ def test_no_server_is_one_line_before_the_run(monkeypatch, hang):
         (("trainer.kind=mock",), "trainer.kind='mock': expected torch with engine.kind=sglang"),
     ],
 )
-def test_what_cannot_be_had_from_sglang_is_refused(overrides, expected):
+def test_settings_that_sglang_does_not_support_are_refused(overrides, expected):
     load("tiny", [*SGLANG, f"engine.url={URL}"])
     with pytest.raises(ConfigError) as error:
         load("tiny", [*SGLANG, f"engine.url={URL}", *overrides])
@@ -331,7 +338,7 @@ def test_a_generator_with_a_server_takes_no_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_with_two_servers_ends_well_and_its_ledger_is_clean(tmp_path):
+def test_a_run_with_two_servers_finishes_with_a_clean_ledger(tmp_path):
     with MockSglangServer() as first, MockSglangServer() as second:
         run = Running.new(
             tmp_path / "run",
@@ -351,7 +358,7 @@ def test_a_run_with_two_servers_ends_well_and_its_ledger_is_clean(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_in_a_run_ends_it_in_one_line(tmp_path):
+def test_a_server_that_fails_ends_the_run_with_one_line(tmp_path):
     with MockSglangServer() as server:
         run = Running.new(
             tmp_path / "run",

@@ -37,7 +37,7 @@ def test_problems_are_a_function_of_the_seed_and_long_tailed():
         assert sum(map(int, p.prompt[:-1].split("+"))) == int(p.answer)
 
 
-def test_data_files_name_the_line_that_is_wrong(tmp_path):
+def test_the_error_for_a_data_file_names_the_wrong_line(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2=", "answer": "3"}\n')
     assert load_jsonl("data.train_file", str(path)) == [Problem("1+1=", "2"), Problem("1+2=", "3")]
@@ -61,7 +61,7 @@ def test_data_files_name_the_line_that_is_wrong(tmp_path):
         load_jsonl("data.train_file", str(path))
 
 
-def test_rewards_by_import_path():
+def test_rewards_load_by_import_path():
     assert load_reward("asyncspec.tasks.sums:exact_match") is exact_match
     for bad in (
         "asyncspec.tasks.sums",

@@ -1,4 +1,4 @@
-"""Attribution: charges sum to waits, parts sum to steps, and causes are the right ones."""
+"""Attribution: charges sum to waits, parts sum to steps, and causes are correct."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_generation_is_charged_exactly_where_the_group_was_generating(phases, a,
         (3.0, 5.0, {"exposed_generation": 2.0}),
         (7.2, 8.5, {"exposed_logprob": 0.8, "transport": 0.5}),
         (6.2, 6.5, {"transport": 0.3}),  # on its way from generator to logprob
-        # before its ticket was issued, and for its weights
+        # waits for its ticket, then for weights, then for generation
         (0.0, 3.0, {"admission": 1.0, "prepare": 1.0, "exposed_generation": 1.0}),
         (
             5.0,
@@ -90,7 +90,7 @@ def test_covered_counts_each_instant_once(items):
     assert covered(intervals) == len({t for a, b in intervals for t in range(a, b)})
 
 
-def test_the_trace_is_valid_and_cut_short_still_nearly_so(tmp_path):
+def test_a_trace_that_is_cut_short_lacks_only_its_closing_bracket(tmp_path):
     trace = TraceFile(tmp_path)
     trace.write("generator0", [Span("generate", 1.0, 2.0, version=3), Span("swap policy", 2.0, 2.1, version=4)])
     trace.write_group(5, GroupRecord(7, "generator0", 0.5, True, [3, 4], 3, 4, 4, 2, 6, 3, 0, 0, PHASES))
@@ -115,8 +115,9 @@ def test_a_wait_is_tiled_without_gap_or_overlap(phases, a, b):
 
 
 def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
-    """A pipeline whose every time is known: groups of a step are generated together, logprob and trainer take one after
-    the other.
+    """Simulate a pipeline in which every time is known; return its steps.
+
+    Groups of a step are generated together. Logprob and trainer take one group after the other.
 
     Args:
         generate, logprob, train: seconds of each group of each step, [steps][groups].
@@ -156,7 +157,7 @@ def pipeline(generate, logprob, train, lag, faster=1.0, transport=0.01):
     return steps
 
 
-def test_acceptance_by_position_is_of_the_verifications_that_came_to_it():
+def test_acceptance_at_a_position_counts_only_verifications_that_reached_it():
     record = GroupRecord(0, "generator0", 0.5, True, [10, 8], 0, 0, 0, 8, 16, 6, 0, 0, [])
     two, one, none = (
         replace(record, ticket_id=i, reached_at=reached, accepted_at=accepted)
@@ -179,14 +180,19 @@ def test_acceptance_by_position_is_of_the_verifications_that_came_to_it():
 
 @st.composite
 def workloads(draw):
+    """Seconds on a grid: of times closer than rounding, a replay cannot know which came first."""
     steps, groups = 6, draw(st.integers(1, 3))
-    seconds = st.lists(st.lists(st.floats(0.1, 3), min_size=groups, max_size=groups), min_size=steps, max_size=steps)
+    seconds = st.lists(
+        st.lists(st.integers(7, 192).map(lambda n: n / 64), min_size=groups, max_size=groups),
+        min_size=steps,
+        max_size=steps,
+    )
     train = draw(st.floats(0.1, 2))
     return draw(seconds), draw(seconds), [[train] * groups] * steps, draw(st.integers(0, 2))
 
 
 @given(workloads())
-def test_the_critical_path_of_a_known_pipeline_is_its_steps(work):
+def test_the_critical_path_of_a_known_pipeline_adds_up_to_its_steps(work):
     for step in pipeline(*work):
         path = critical_path(step)
         assert sum(segment.seconds for segment in path) == pytest.approx(step.end - step.start)
@@ -200,16 +206,16 @@ def test_the_critical_path_of_a_known_pipeline_is_its_steps(work):
 
 
 @given(workloads(), st.floats(0.5, 4))
-def test_a_what_if_answer_is_the_run_with_that_change(work, faster):
+def test_a_what_if_answer_equals_a_run_with_that_change(work, faster):
     steps, changed = pipeline(*work), pipeline(*work, faster=faster)
     expected = [step.end - step.start for step in changed]
     assert whatif.step_times(steps, work[3], whatif.Change(generation=faster)) == pytest.approx(expected)
     assert whatif.step_times(steps, work[3]) == pytest.approx([step.end - step.start for step in steps])
 
 
-def test_one_slow_stage_is_charged_with_what_the_closed_form_says():
-    """Lag 1, one group a step: the step is as long as the slowest stage, and what exceeds training is charged to that
-    stage.
+def test_a_slow_stage_is_charged_what_the_closed_form_gives():
+    """With lag 1 and one group per step, a step takes as long as the slowest stage. The time beyond training is charged
+    to that stage.
     """
     for generate, logprob, part in ((2.0, 0.3, "exposed_generation"), (0.3, 2.0, "exposed_logprob")):
         step = pipeline([[generate]] * 12, [[logprob]] * 12, [[0.5]] * 12, 1)[-1]
@@ -224,11 +230,12 @@ def test_one_slow_stage_is_charged_with_what_the_closed_form_says():
 def test_a_step_is_explained_by_what_it_waited_for():
     step = pipeline([[3.0, 1.0]], [[0.2, 0.2]], [[0.5, 0.5]], 0)[0]
     assert explain(step, 1) == [
-        "step 0: 3.00 s of 4.21 s waited for ticket 0, generating on generator0 (10 tokens the longest, 1 version)"
+        "step 0: 3.00 s of 4.21 s spent waiting for ticket 0, "
+        "generating on generator0 (longest response 10 tokens, 1 version)"
     ]
 
 
-def test_the_timeline_is_read_back_and_a_torn_line_ends_it(tmp_path):
+def test_a_timeline_reads_back_up_to_a_torn_line(tmp_path):
     steps = pipeline([[1.0], [2.0]], [[0.1], [0.1]], [[0.5], [0.5]], 1)
     file = timeline.TimelineFile(tmp_path)
     for step in steps:
@@ -239,7 +246,7 @@ def test_the_timeline_is_read_back_and_a_torn_line_ends_it(tmp_path):
     assert list(timeline.read(tmp_path)) == steps
 
 
-def test_spans_are_kept_in_order_also_when_drained_while_open():
+def test_spans_stay_in_order_even_if_drained_while_open():
     recorder = Recorder()
     with recorder.span("outer", 3, 7, 1):
         with recorder.span("inner"):
@@ -255,10 +262,10 @@ def test_spans_are_kept_in_order_also_when_drained_while_open():
 
 
 class MockGpu:
-    """Stands in for a GPU's stream: pieces of work take their seconds one after the other; the host does not wait."""
+    """A stand-in for a GPU's stream: pieces of work run one after the other, and the host does not wait."""
 
     def __init__(self):
-        self.time = self.free_at = 100.0  # seconds of the host's clock; when all that was given is done
+        self.time = self.free_at = 100.0  # the host's clock in seconds; when all given work is done
 
     def work(self, seconds):
         self.free_at = max(self.free_at, self.time) + seconds
@@ -272,15 +279,15 @@ class MockEvent:
         self.gpu, self.at = gpu, at
 
     def query(self):
-        self.gpu.time += 1e-6  # asking takes the host so long
+        self.gpu.time += 1e-6  # a query takes the host 1 us
         return self.at <= self.gpu.time
 
     def elapsed_time(self, later):
-        assert self.query() and later.query()  # as torch's, which would raise
+        assert self.query() and later.query()  # torch's method would raise here
         return (later.at - self.at) * 1e3
 
 
-def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monkeypatch):
+def test_gpu_spans_show_when_the_gpu_worked_and_never_block_the_host(monkeypatch):
     gpu, recorder = MockGpu(), Recorder()
     monkeypatch.setattr("asyncspec.timing.spans.now", lambda: gpu.time)
     recorder.use("cuda:0", gpu.record)
@@ -291,7 +298,7 @@ def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monke
     gpu.work(1.0)
     gpu.time += 0.1
     recorder.add("logprob", 100.1, 100.2, since=mark)
-    train, logprob = recorder.drain()  # the GPU is still at the first
+    train, logprob = recorder.drain()  # the GPU is still busy with the first
     assert (train.name, train.start, train.end, train.device) == (
         "train",
         100.0,
@@ -305,14 +312,14 @@ def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monke
     gpu.time = 104.0
     (logprob,) = recorder.drain()
     assert (logprob.start, logprob.end) == (pytest.approx(102.0), pytest.approx(103.0))
-    gpu.work(3.0)  # of no span
+    gpu.work(3.0)  # outside any span
     assert recorder.drain() == []
     with recorder.span("later"):
         gpu.work(0.5)
     gpu.time = 110.0
     host, later = recorder.drain()
     assert (later.device, later.start, later.end) == ("cuda:0", pytest.approx(107.0), pytest.approx(107.5))
-    with recorder.span("last"):  # from an event of its own on, not from the first of the run
+    with recorder.span("last"):  # starts at its own event, not at the first event of the run
         gpu.work(0.5)
     gpu.time = 115.0
     assert [(span.start, span.end) for span in recorder.drain()] == [
@@ -321,7 +328,7 @@ def test_spans_of_a_gpu_are_when_it_did_the_work_and_nobody_waits_for_them(monke
     ]
 
 
-def test_a_gpu_that_has_failed_does_not_keep_an_actor_from_reporting():
+def test_a_failed_gpu_does_not_keep_an_actor_from_reporting():
     class Failed(MockEvent):
         def query(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -350,7 +357,12 @@ def test_spans_of_a_real_gpu_last_as_long_as_its_work():
 
 
 @pytest.mark.parametrize(
-    "text,message", [("nowhere=1", "is none of generate"), ("train=soon", "no number"), ("train=-1", "not from 0 on")]
+    "text,message",
+    [
+        ("nowhere=1", "is not one of generate"),
+        ("train=soon", "not a number"),
+        ("train=-1", "not a duration of 0 or more"),
+    ],
 )
 def test_a_delay_must_have_a_place_and_a_time(text, message):
     with pytest.raises(ValueError, match=message):
@@ -361,7 +373,7 @@ def test_a_delay_must_have_a_place_and_a_time(text, message):
 @given(st.floats(-1e4, 1e4), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20))
 def test_the_clock_of_another_host_is_known_within_the_stated_error(ahead, trips):
     estimate, own = clock.Estimate(), 100.0
-    for there, back in trips:  # seconds on the way
+    for there, back in trips:  # seconds that each message travels
         estimate.add(own, own + there + ahead, own + there + back)
         own += there + back + 1.0
     assert abs(estimate.offset - ahead) <= estimate.error + 1e-9

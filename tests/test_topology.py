@@ -1,4 +1,4 @@
-"""Who plays where."""
+"""Topologies: which node and which GPU each actor is placed on."""
 
 import json
 
@@ -14,7 +14,7 @@ counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9),
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), counts), min_size=1, max_size=6), st.booleans(), st.data())
-def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting, data):
+def test_every_actor_is_on_one_node_and_each_node_plays_its_roles(nodes, adapting, data):
     nodes = [*nodes, (1, {"trainer": 1, "logprob": 1, "generator": 1})]
     text = ",".join(f"{times}*" + "+".join(f"{role}:{count}" for role, count in node.items()) for times, node in nodes)
     parsed = topology.parse(text)
@@ -33,7 +33,7 @@ def test_every_actor_has_one_place_and_each_node_what_is_written(nodes, adapting
 
 
 @given(st.lists(st.sampled_from(["trainer", "logprob", "generator"]), max_size=30), st.booleans(), st.integers(1, 8))
-def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gpus):
+def test_gpus_are_dealt_round_robin_with_the_draft_adapter_last(played, first, gpus):
     roles = sorted(played)
     roles = ["draft_adapter", *roles] if first else [*roles, "draft_adapter"]
     dealt = topology.deal(roles, gpus)
@@ -51,7 +51,7 @@ def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gp
 @pytest.mark.parametrize(
     "nodes, said",
     [
-        ("trainer,generator", "no node plays logprob"),
+        ("trainer,generator", "expected at least one node with role logprob"),
         ("trainer+logprob+generatr", "nearest: generator"),
         ("0*trainer+logprob,generator", "nearest valid choice: 1.trainer"),
         ("trainer:x+logprob+generator", "nearest valid choice: trainer:1"),
@@ -61,13 +61,13 @@ def test_gpus_are_dealt_out_in_turn_and_the_draft_adapter_last(played, first, gp
         ("trainer,", "'' in ''"),
     ],
 )
-def test_a_topology_that_cannot_be_is_one_line(nodes, said):
+def test_an_impossible_topology_gives_one_line(nodes, said):
     with pytest.raises(ConfigError, match=said) as caught:
         load("tiny", [f"deployment.nodes={nodes}"])
     assert "\n" not in str(caught.value) and "deployment.nodes" in str(caught.value)
 
 
-def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
+def test_a_topology_sets_the_number_of_actors_and_no_field_may_contradict_it():
     config = load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8"])
     assert (config.trainer.ranks, config.deployment.logprobs, config.deployment.generators) == (4, 2, 24)
     config = load("tiny", ["deployment.nodes=trainer,2*logprob:4,generator", "logprob.ranks=4"])
@@ -84,7 +84,7 @@ def test_a_topology_says_how_many_there_are_and_nothing_may_contradict_it():
         load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8", "deployment.generators=3"])
 
 
-def test_one_gpu_holds_what_the_small_example_puts_on_it(tmp_path):
+def test_one_gpu_fits_all_actors_of_the_small_example(tmp_path):
     config = {
         "model_type": "qwen3",
         "hidden_size": 1024,
@@ -115,7 +115,7 @@ def test_one_gpu_holds_what_the_small_example_puts_on_it(tmp_path):
     "name, nodes, gpus",
     [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)],
 )
-def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gpus, tmp_path):
+def test_shipped_topologies_have_the_stated_nodes_and_fit_on_them(name, nodes, gpus, tmp_path):
     config = {
         "model_type": "qwen3",
         "hidden_size": 4096,
@@ -161,7 +161,7 @@ def test_shipped_topologies_have_the_nodes_they_say_and_fit_them(name, nodes, gp
                 {role.removesuffix("_rank") for role, to in zip(played, topology.deal(played, gpus)) if to == gpu}
                 for gpu in range(gpus)
             ]
-            assert sum(len(roles) for roles in on) == len(played)  # no two of a role on one GPU
+            assert sum(len(roles) for roles in on) == len(played)  # no two actors of a role on one GPU
             assert not any({"draft_adapter", "generator"} <= roles for roles in on)
             assert all(len(roles) == 1 or "draft_adapter" in roles for roles in on)
         judged = judge(loaded, config, placed, names, [Node("h", "a", [141e9] * gpus, 1e12, 64)] * nodes)

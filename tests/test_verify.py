@@ -1,4 +1,4 @@
-"""Sampling and verification as mathematics. Statistical tests state their error rate: ALPHA for each."""
+"""Sampling and verification as mathematics. Each statistical test fails by chance with probability ALPHA at most."""
 
 import numpy as np
 import torch
@@ -18,9 +18,7 @@ def random_distributions(seed, *shape):
 
 
 def pooled(observed, expected, least=5):
-    """Merge the rarest cells until each expects `least` counts, without which the chi-square distribution does not
-    hold.
-    """
+    """Merge the rarest cells until each expects `least` counts; with fewer, the chi-square test is not valid."""
     expected, order = (expected * (observed.sum() / expected.sum())).sort()
     observed, rare = observed[order], int((expected.cumsum(0) < least).sum()) + 1
     return [torch.cat([x[:rare].sum()[None], x[rare:]]) for x in (observed, expected)]
@@ -29,7 +27,7 @@ def pooled(observed, expected, least=5):
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), draft_length=st.integers(1, 4), vocabulary=st.integers(2, 7))
 def test_each_emitted_token_has_the_targets_distribution(seed, draft_length, vocabulary):
-    # Independent positions, so that position j is distributed as p[j] whatever came before, if it is emitted.
+    # Positions are independent: if position j is emitted, its distribution is p[j] whatever came before.
     n = 20_000
     p_JV = random_distributions(seed, draft_length + 1, vocabulary)
     q_KV = random_distributions(seed + 1, draft_length, vocabulary)
@@ -61,7 +59,7 @@ def test_sampling_in_blocks_inverts_the_same_sum(seed, vocabulary, share):
     weights = (4 * torch.randn(3, 2, vocabulary, generator=generator)).exp() * (
         torch.rand(3, 2, vocabulary, generator=generator) < share
     )
-    weights[..., seed % vocabulary] += 1e-3  # some is positive
+    weights[..., seed % vocabulary] += 1e-3  # at least one is positive
     uniform = torch.randint(2**23, (3, 2), generator=generator) / 2**23
     uniform[0] = torch.tensor([0.0, 1 - 2**-23])
     drawn = sample_in_blocks(weights, uniform)
@@ -128,7 +126,7 @@ def test_counter_rng_is_uniform_and_uncorrelated():
         observed = torch.histc(stream.flatten(), 64, 0, 1)
         assert chisquare(observed).pvalue > ALPHA
     flat = u.reshape(3, -1)
-    corr = torch.corrcoef(torch.cat([flat, u.roll(1, -1).reshape(3, -1)]))  # streams, and neighbouring positions
+    corr = torch.corrcoef(torch.cat([flat, u.roll(1, -1).reshape(3, -1)]))  # streams, and neighboring positions
     off = corr - torch.eye(6)
     assert off.abs().max() < 5 / flat.shape[1] ** 0.5  # 5 sigma, 15 pairs: error rate 1e-5
 
@@ -139,6 +137,8 @@ def test_counter_rng_does_not_depend_on_the_batch():
 
 
 def test_counter_rng_is_splitmix64():
-    """Which, begun at 0, is published to give these; it counts in steps of its constant, here by multiples of it."""
+    """The expected values are the published output of SplitMix64 from state 0. Its state grows by a constant; here the
+    state is a multiple of it.
+    """
     found = counter_rng._splitmix(np.arange(3, dtype=np.uint64))
     assert [hex(number) for number in found] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]

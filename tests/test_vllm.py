@@ -1,4 +1,4 @@
-"""engine.kind=vllm, for real, by the Python of an environment with vLLM in it; and the line that one gets without."""
+"""engine.kind=vllm with the real vLLM, in the Python environment that has it; and the error line without vLLM."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 def check(*args):
-    """What tests/vllm_checks.py prints, which asserts by itself."""
+    """Run a check of tests/vllm_checks.py, which makes its own assertions, and print its summary."""
     done = subprocess.run(
         [PYTHON, str(ROOT / "tests" / "vllm_checks.py"), *args],
         capture_output=True,
@@ -35,20 +35,20 @@ def check(*args):
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("method", ["none", "eagle3", "draft_model"])
-def test_weights_taken_in_flight_are_those_of_an_engine_that_starts_with_them(method):
+def test_weights_loaded_in_flight_act_like_weights_loaded_at_the_start(method):
     check("greedy", f"speculation.method={method}")
 
 
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("kv_at_swap", ["keep", "recompute"])
-def test_logprobs_under_speculation_are_those_of_transformers_for_each_version(kv_at_swap):
+def test_logprobs_under_speculation_match_transformers_for_each_version(kv_at_swap):
     check("swap", f"engine.kv_at_swap={kv_at_swap}")
 
 
 @pytest.mark.vllm
 @needs_vllm
-def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours():
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbors():
     check("seeds", "speculation.method=ngram")
 
 
@@ -62,7 +62,7 @@ def test_suffix_decoding_copies_from_earlier_samples_and_stays_exact():
 
 @pytest.mark.vllm
 @needs_vllm
-def test_policies_of_other_families_compute_with_each_version_as_transformers_does():
+def test_policies_of_other_families_match_transformers_for_each_version():
     check("families")
 
 
@@ -85,7 +85,7 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
     last = rows(tmp_path / "run")[-1]
     assert last["spec/draft_version"] > 1 and last["spec/acceptance_length"] > 2.5
     first, second, third = (last[f"spec/acceptance_{position}"] for position in (1, 2, 3))
-    # Where a response ends among accepted proposals its last verification gives a token less.
+    # If a response ends among accepted proposals, its last verification gives one token less.
     assert 0 <= 1 + first * (1 + second * (1 + third)) - last["spec/acceptance_length"] < 0.5
 
 
@@ -101,7 +101,7 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
         ),
     ],
 )
-def test_without_what_vllm_needs_a_run_ends_in_one_line_before_it_starts(monkeypatch, package, there, said, instead):
+def test_a_missing_package_for_vllm_gives_one_line_before_the_run(monkeypatch, package, there, said, instead):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *args: None if name == package else name in there or find(name, *args)

@@ -1,4 +1,4 @@
-"""Versioned broadcast between real processes: every version arrives whole, in order, while receivers keep working."""
+"""Versioned broadcast between real processes: every version arrives whole and in order while receivers keep working."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def receive(port, me, announced, results):
     while (not swapped or swapped[-1] != VERSIONS) and time.monotonic() < deadline:
         while not announced.empty():
             receiver.expect(announced.get(), 1)
-        worked += 1  # what a generator does meanwhile
+        worked += 1  # stands for the generator's own work
         if (new := receiver.take()) is not None:
             version, views = new
             assert all((v == version).all() and v.shape == SHAPES[n] for n, v in views.items())
@@ -63,7 +63,7 @@ def test_each_version_arrives_whole_and_in_order():
             WholeSnapshot(Layout.of(live), live, "cpu"),
             lambda message: [q.put(message.version) for q in announced.values()],
         )
-        for tensor in live.values():  # the optimizer goes on changing what was published: it must not be seen
+        for tensor in live.values():  # the optimizer keeps changing the live tensors: receivers must not see it
             tensor.fill_(-1)
     wait_until_idle(publisher)
     for _ in children:
@@ -77,7 +77,7 @@ def test_each_version_arrives_whole_and_in_order():
     publisher.close()
 
 
-LARGE = {str(i): torch.full((1 << 20,), 1.0) for i in range(12)}  # a bucket each
+LARGE = {str(i): torch.full((1 << 20,), 1.0) for i in range(12)}  # one bucket per tensor
 
 
 def die(*_):
@@ -93,7 +93,7 @@ class DiesHalfway(WholeSnapshot):
 
 
 def short_lived(port, me, membership):
-    """Sends, or receives, half of a version."""
+    """Send, or receive, half of a version, then die."""
     weights.BUCKET_ELEMENTS = 1 << 20
     layout = Layout.of(LARGE)
     if me == "trainer":
@@ -112,9 +112,7 @@ def short_lived(port, me, membership):
 
 
 @pytest.mark.parametrize("dies", ["trainer", "generator0"])
-def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_and_the_next_epoch_has_it_whole(
-    monkeypatch, dies
-):
+def test_a_version_broken_off_halfway_reaches_nobody_until_the_next_epoch(monkeypatch, dies):
     monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 1 << 20)
     layout, store = Layout.of(LARGE), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert len(layout.buckets) == 12
@@ -145,7 +143,7 @@ def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_a
         receiver.expect(1, 1)
     run_until(lambda: not child.is_alive())
     assert all(receiver.take() is None for receiver in receivers.values())
-    here["trainer"] = publisher  # or another in its place
+    here["trainer"] = publisher  # a trainer that died is replaced
     again = Membership("policy", 2, ["trainer", *(name for name in left if name != "trainer")], "gloo")
     for worker in here.values():
         worker.form(again, 60, lambda: None)
@@ -161,7 +159,7 @@ def test_of_a_version_whose_sender_or_receiver_dies_halfway_nobody_gets_a_part_a
         worker.close()
 
 
-def test_a_member_that_never_comes_is_reported_and_without_a_new_epoch_an_error(monkeypatch):
+def test_a_member_that_never_joins_is_reported_and_then_raises_an_error(monkeypatch):
     monkeypatch.setattr(weights, "REGROUP_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")

@@ -109,7 +109,7 @@ def test_a_queue_never_holds_more_than_its_credits(queue):
     for _ in range(20):
         settle(inbox, outbox, until=lambda: True)
         time.sleep(0.005)
-    assert len(inbox) == 4 and outbox.backlog == 46  # credits, not high-water marks, hold the rest back
+    assert len(inbox) == 4 and outbox.backlog == 46  # credits hold the rest back, not high-water marks
     received = []
     while len(received) < 50:
         settle(inbox, outbox, until=lambda: len(inbox) > 0)
@@ -118,12 +118,12 @@ def test_a_queue_never_holds_more_than_its_credits(queue):
     assert received == [str(i) for i in range(50)]
 
 
-def test_of_offers_without_credit_the_oldest_are_dropped(queue):
+def test_the_oldest_offers_without_credit_are_dropped(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
     array = {"x": np.zeros(1000, dtype=np.uint8)}
     dropped = [outbox.offer(m.Ready(str(i)), array, 2500, 9) for i in range(9)]
-    assert dropped == [0] * 4 + [0, 0, 1, 1, 1]  # four are under way, two may wait
+    assert dropped == [0] * 4 + [0, 0, 1, 1, 1]  # four are in flight, two may wait
     assert outbox.offer(m.Ready("large"), {"x": np.zeros(3000, dtype=np.uint8)}, 2500, 9) == 3
     assert [outbox.offer(m.Ready(name), array, 2500, 1) for name in ("last but one", "last")] == [0, 1]
     names = []
@@ -142,23 +142,23 @@ def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):
     outbox.socket.send_multipart([b"D", transport._NUMBER.pack(2), b"rubbish"])
     stranger = transport.context().socket(zmq.DEALER)
     stranger.connect(inbox.address)
-    stranger.send_multipart(message)  # data without having opened
+    stranger.send_multipart(message)  # data before the opening message
     stranger.send(b"\xff" * 100)
     settle(inbox, until=lambda: inbox.duplicates == 1 and inbox.rejected == 3)
     assert len(inbox) == 1
     stranger.close()
 
 
-def test_who_skips_a_number_or_sends_without_credit_is_not_heard(queue):
+def test_messages_that_skip_a_number_or_exceed_the_credits_are_rejected(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
-    for number in (1, 3, 2, 3, 4, 5):  # 3 comes too early once; 5 is one more than the credits allow
+    for number in (1, 3, 2, 3, 4, 5):  # the first 3 comes too early; 5 exceeds the credits
         outbox.socket.send_multipart([b"D", transport._NUMBER.pack(number), *codec.encode(m.Ready(str(number)))])
     settle(inbox, until=lambda: inbox.rejected == 2)
     assert [inbox.take()[0].name for _ in range(len(inbox))] == ["1", "2", "3", "4"]
 
 
-def test_what_a_dead_consumer_had_not_taken_goes_to_its_successor(queue):
+def test_messages_that_a_dead_consumer_had_not_taken_go_to_its_successor(queue):
     first, outbox = queue
     for i in range(10):
         outbox.put(m.Ready(str(i)))
@@ -176,7 +176,7 @@ def test_what_a_dead_consumer_had_not_taken_goes_to_its_successor(queue):
 
 
 class CutConnection:
-    """A way to an address on which the connection can be cut, as by a network that fails for a moment."""
+    """A proxy for an address whose connections can be cut, like in a network that fails for a moment."""
 
     def __init__(self, address):
         self._to = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
@@ -217,7 +217,7 @@ class CutConnection:
             self._shut(self._open.pop())
 
     def fall_silent(self):
-        """What is sent on it from now on arrives nowhere, and neither end is told."""
+        """Drop everything that is sent on the open connections from now on, without telling either end."""
         self._silent, self._open = [*self._silent, *self._open], []
 
     def close(self):
@@ -225,7 +225,7 @@ class CutConnection:
         self.cut()
 
 
-def test_what_was_under_way_when_the_connection_was_cut_arrives_once_and_in_order():
+def test_messages_in_flight_when_a_connection_is_cut_arrive_once_and_in_order():
     inbox, rng = transport.Inbox("127.0.0.1", credits=4), np.random.default_rng(0)
     way = CutConnection(inbox.address)
     outbox = transport.Outbox(way.address)
@@ -248,7 +248,7 @@ def test_what_was_under_way_when_the_connection_was_cut_arrives_once_and_in_orde
     way.close()
 
 
-def test_a_connection_that_falls_silent_is_made_anew():
+def test_a_connection_that_falls_silent_is_replaced():
     inbox = transport.Inbox("127.0.0.1", credits=2)
     way = CutConnection(inbox.address)
     outbox = transport.Outbox(way.address)
@@ -276,7 +276,7 @@ def test_a_controller_has_room_for_many_generators():
         item.close(0)
 
 
-def test_a_kind_of_message_that_the_consumer_does_not_take_is_rejected():
+def test_messages_of_a_kind_that_the_consumer_does_not_take_are_rejected():
     inbox = transport.Inbox("127.0.0.1", credits=2, takes=(m.Ticket,))
     outbox = transport.Outbox(inbox.address)
     for message in (m.Ready("x"), TICKET, m.Stop("x"), TICKET):
@@ -305,7 +305,7 @@ def test_an_actor_notices_that_the_controller_is_gone():
 
 @pytest.mark.slow
 def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
-    """bench fuzz, shorter; with the keys and without."""
+    """A shorter version of `bench fuzz`, with and without the keys."""
     insider, stranger = (
         fuzz.fuzz_frames(np.random.default_rng(3), 20_000),
         fuzz.fuzz_strangers(np.random.default_rng(3), 300),
@@ -315,7 +315,7 @@ def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
     for counts in (insider, stranger, oversized):
         assert counts["crashes"] == counts["silent"] == counts["lost"] == 0
     assert insider["unheard"] == 0 and insider["refused"] > 0.8 * insider["tried"]
-    # a changed letter in a name is a message still; so the others reached the decoder, too
+    # A changed letter in a name still leaves a valid message. So damaged frames did reach the decoder.
     assert insider["accepted"] > 500
     assert stranger["accepted"] == 0
 
@@ -334,8 +334,8 @@ def test_control_reaches_named_actors_and_reports_who_is_absent():
     server.close()
 
 
-def test_who_has_not_the_runs_keys_cannot_connect(tmp_path):
-    """With the keys a message arrives; without them, or with others, neither queue nor control channel lets it in."""
+def test_peers_without_the_runs_keys_cannot_connect(tmp_path):
+    """A message sent with the keys arrives. Without them, or with other keys, queue and control channel drop it."""
     transport.make_keys(tmp_path)
     assert (tmp_path / transport.KEYS).stat().st_mode & 0o777 == 0o600
     (tmp_path / "other").mkdir()

@@ -1,5 +1,6 @@
-"""What test_vllm.py has run by the Python of an environment with vLLM in it. Usage: vllm_checks.py CHECK [field=value
-...].
+"""Checks that test_vllm.py runs with the Python of an environment that has vLLM.
+
+Usage: vllm_checks.py CHECK [field=value ...]
 """
 
 import os
@@ -24,7 +25,7 @@ from asyncspec.tasks.sums import sums
 
 POLICY = resolve_path("asset:tiny/policy")
 VLLM = ("engine.kind=vllm", "speculation.draft_length=3", "sampling.max_response_tokens=64")
-GREEDY = ("sampling.top_k=1", "sampling.temperature=0.01")  # drafts are sampled at the temperature alone
+GREEDY = ("sampling.top_k=1", "sampling.temperature=0.01")  # for drafts only the temperature counts
 
 
 def prompts(count):
@@ -33,7 +34,7 @@ def prompts(count):
 
 
 def run(engine, prompts, samples=1, length=64, first=0):
-    """{(prompt, sample): completion}, numbered from `first`."""
+    """Return {(prompt, sample): completion}, with prompts numbered from `first`."""
     for i, prompt in enumerate(prompts):
         engine.submit(Request(first + i, prompt, [1000 * i + j for j in range(samples)], length))
     return ended(engine)
@@ -47,7 +48,7 @@ def ended(engine):
 
 
 def moved(module, scale):
-    """Its parameters with noise of `scale` standard deviations."""
+    """The module's parameters with added noise of `scale` standard deviations."""
     generator = torch.Generator().manual_seed(5)
     return {
         name: (p + scale * p.std() * torch.randn(p.shape, generator=generator) if p.ndim > 1 else p).detach()
@@ -63,7 +64,7 @@ def fill(module, tensors):
 
 
 def by_transformers(model, shape):
-    """callable(tokens_BL) -> logits_BLV of the policy as transformers computes it, which vLLM brings along: float32."""
+    """callable(tokens_BL) -> logits_BLV: the policy in transformers, in float32. vLLM installs transformers."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -73,12 +74,12 @@ def by_transformers(model, shape):
 
 
 def by_torchtitan(model):
-    """The same as torchtitan's modules compute it."""
+    """callable(tokens_BL) -> logits_BLV: the policy in torchtitan's modules."""
     return lambda tokens_BL: model.lm_head(policy.hidden_states(model, tokens_BL))
 
 
 def difference(reference, prompt, completion, of=None, temperature=1.0):
-    """The largest difference between its logprobs and those of a fresh forward pass of the reference, over the tokens
+    """The largest difference between a completion's logprobs and a fresh forward pass of the reference, over the tokens
     that `of` marks.
     """
     tokens = torch.tensor([prompt + completion.tokens.tolist()])
@@ -90,8 +91,8 @@ def difference(reference, prompt, completion, of=None, temperature=1.0):
 
 
 def greedy(*overrides):
-    """Weights loaded into an engine that has work under way give what an engine gives that starts with them; and not
-    what it gave before.
+    """Weights loaded into a busy engine give the same output as an engine that starts with them, and not the output
+    from before.
     """
     config = load("tiny", [*VLLM, *GREEDY, *overrides])
     model, shape = policy.load(POLICY)
@@ -123,11 +124,11 @@ def greedy(*overrides):
         )
     for key, completion in fresh.items():
         assert completion.tokens.tolist() == after[key].tokens.tolist(), key
-    # The draft that was loaded proposes what the fresh one proposes; at this temperature all but ties.
+    # The loaded draft proposes the same as the fresh one; at this temperature only ties differ.
     accepted, as_fresh, earlier = (sum(c.accepted for c in done.values()) for done in (after, fresh, before))
     assert abs(accepted - as_fresh) <= 0.01 * as_fresh
     if config.drafting:
-        assert 0 < accepted < 0.9 * earlier  # noise did the draft no good
+        assert 0 < accepted < 0.9 * earlier  # noise made the draft worse
     changed = sum(before[key].tokens.tolist() != after[key].tokens.tolist() for key in before)
     print(
         f"greedy {overrides[:1]}: {len(fresh)} equal to a fresh engine's, {changed} changed by the update; "
@@ -137,16 +138,16 @@ def greedy(*overrides):
 
 
 def swap(*overrides):
-    """Versions, logprobs and the KV cache when weights come in flight, under speculation."""
+    """Versions, logprobs and the KV cache are right when weights arrive in flight, under speculation."""
     from asyncspec.engine import vllm_engine
 
-    # No more than the longest sequence is read in a step: some samples have no token yet at the first swap.
+    # A step prefills at most as much as the longest sequence, so some samples have no token yet at the first swap.
     vllm_engine.BATCHED_TOKENS = 1
     config = load("tiny", [*VLLM, "engine.slots=24", "sampling.temperature=0.9", *overrides])
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
     references = [by_transformers(each, shape) for each in models]
-    # of whole blocks of the cache, which samples share; before the swaps and after them
+    # A prompt of whole cache blocks, which its samples share. It comes first and last: before the swaps and after them.
     long = sum(prompts(20), [])[:90]
     some = [long, long, *prompts(5), long]
     engine = make_engine(config, "cpu")
@@ -167,7 +168,7 @@ def swap(*overrides):
             and 0 <= c.accepted <= c.proposed <= 3 * c.verifications
         )
         assert c.accepted + 1 + c.verifications >= len(c.tokens)
-        unproposed = c.verifications - sum(c.reached_at[:1])  # where the cache was filled again a step has no proposals
+        unproposed = c.verifications - sum(c.reached_at[:1])  # a step after the cache was recomputed has no proposals
         assert sum(c.accepted_at) == c.accepted and 0 <= unproposed <= 2 * (config.engine.kv_at_swap == "recompute")
         assert sum(c.accepted_at[:2]) - sum(c.reached_at[1:]) in (0, 1)  # the response may end among accepted proposals
         first, last = int(versions[0]), int(versions[-1])
@@ -191,12 +192,12 @@ def swap(*overrides):
     )
     assert min(whole[1:]) > 0 and across > 0 and worst < 1e-4
     if config.engine.kv_at_swap == "keep":
-        assert kept > 1e-3  # the cache of older weights was gone on with
+        assert kept > 1e-3  # the cache of older weights was still used
 
 
 def seeds(*overrides):
-    """A sample depends on its seed and not on its neighbours; also in an engine that takes the place of another in the
-    same process.
+    """A sample depends on its seed and not on its neighbors, even in an engine that replaces another in the same
+    process.
     """
     some, tokens = prompts(10), {}
     for slots in (64, 3):
@@ -211,8 +212,9 @@ def seeds(*overrides):
 
 
 def suffix(*overrides):
-    """Suffix decoding copies from samples that ended before, and the responses are as probable as the policy says. It
-    fails once in 10,000 times.
+    """Suffix decoding copies from samples that ended earlier, and responses are as probable as the policy says.
+
+    This check fails by chance once in 10,000 runs.
     """
     shape = PolicyShape(
         vocab_size=16,
@@ -272,7 +274,7 @@ def suffix(*overrides):
 
 
 def families(*overrides):
-    """Policies of other families than dense Qwen3, with the weights they start with and with later ones."""
+    """Logprobs of families other than dense Qwen3 match transformers, with their first weights and with later ones."""
     base = PolicyShape(
         vocab_size=64,
         dim=64,
@@ -289,8 +291,7 @@ def families(*overrides):
         pad_token_id=0,
         other_eos_token_ids=(7,),
     )
-    # vLLM's experts on a CPU approximate, which now and then has a router choose another one: of one sample in ten at
-    # most.
+    # vLLM's experts are approximate on a CPU, so in at most one sample of ten a router chooses another expert.
     for shape, tolerance in (
         (replace(base, model_type="llama", rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64)), 1e-4),
         (replace(base, model_type="qwen3_moe", experts=Experts(8, 2, 32, True)), 2e-3),

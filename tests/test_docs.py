@@ -1,0 +1,97 @@
+"""The documentation: generated pages are current, links hold, sentences are short, and commands run as written."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from markdown import PAGES, ROOT, anchors, commands, links, name, sentences, without_code
+
+README, TUTORIALS = ROOT / "README.md", sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+LONGEST_SENTENCE, LONGEST_LINE, README_LINES, RESULT_LINES = 35, 120, 110, 8000
+DOCS = [page for page in PAGES if "docs" in page.parts or page == README]
+
+
+def test_generated_pages_are_current():
+    script = ROOT / "scripts" / "make_reference.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_picture_of_the_system_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_system.py"))
+    assert drawn["FILE"].read_text() == drawn["drawing"]()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name)
+def test_no_sentence_is_long(page):
+    long = [sentence for sentence in sentences(page) if len(sentence.split()) > LONGEST_SENTENCE]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_no_line_is_wide(page):
+    """Rows of tables, and commands, cannot be parted; generated pages quote help texts."""
+    text = page.read_text()
+    lines = [] if "<!-- Generated" in text else without_code(text).splitlines()
+    assert [line for line in lines if len(line) > LONGEST_LINE and not line.startswith("|")] == []
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= README_LINES
+
+
+def test_every_page_of_the_docs_is_in_an_index():
+    indexed = {(index.parent / link.partition("#")[0]).resolve() for index in INDEXES for link in links(index)}
+    missing = [name(page) for page in PAGES if page.parent != ROOT and page not in indexed and page not in INDEXES]
+    assert missing == []
+
+
+def test_results_that_are_kept_are_small():
+    lines = sum(len(file.read_text().splitlines()) for file in (ROOT / "benchmarks").rglob("*.json"))
+    assert lines < RESULT_LINES
+
+
+INDEXES = [ROOT / folder / "README.md" for folder in ("docs", "benchmarks", "examples")]
+
+
+def test_the_gate_runs_the_readmes_installation_and_tests():
+    gate, readme = (ROOT / ".ci" / "run").read_text(), "".join(commands(README))
+    assert 'pip install -e ".[test]" && pytest\n' in readme
+    assert 'pip install --quiet -e ".[test]"\n' in gate and "\npytest\n" in gate
+
+
+def runs_here(line):
+    """Whether a line of a script is run by the test: installing and the tests are the gate's."""
+    return line and "pip install" not in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [README, *TUTORIALS], ids=name)
+def test_commands_run_as_written(page, tmp_path):
+    """In a folder that looks like the repository. The README's default job is cut to two steps."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("runs", "bench-out", ".git"):
+            (tmp_path / entry.name).symlink_to(entry)
+    for script in commands(page):
+        script = script.replace("pip install -e . && ", "").replace("--policy-lag 1\n", "--policy-lag 1 --steps 2\n")
+        script = "\n".join(line for line in script.splitlines() if runs_here(line))
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, script + done.stdout[-2000:] + done.stderr[-2000:]
