@@ -89,15 +89,9 @@ def run_script(name: str, file: str, *flags: str) -> None:
 
 
 def _add_train(commands) -> None:
+    wrapped = textwrap.TextWrapper(100, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     fields = "\n".join(
-        f"  {name}={default}\n"
-        + textwrap.fill(
-            metadata["help"] + bounds(metadata),
-            100,
-            initial_indent=" " * 6,
-            subsequent_indent=" " * 6,
-            break_on_hyphens=False,
-        )
+        f"  {name}={default}\n" + wrapped.fill(metadata["help"] + bounds(metadata))
         for name, default, metadata in describe(configuration.Config)
     )
     train = commands.add_parser(
@@ -376,6 +370,11 @@ def _add_bench(commands) -> None:
         "--repeats", type=int, metavar="N", help="repetitions of each variant (default: the benchmark's own)"
     )
     bench.add_argument(
+        "--only",
+        metavar="VARIANT,...",
+        help="measure only the variants that begin with one of these, for example --only 'job,64 mtp' (default: all)",
+    )
+    bench.add_argument(
         "overrides",
         nargs="*",
         default=[],
@@ -388,7 +387,8 @@ def _add_bench(commands) -> None:
 def _bench(args) -> int:
     from asyncspec.bench import harness
 
-    return harness.run(args.name, args.out, args.repeats, args.overrides)
+    only = args.only.split(",") if args.only else ()
+    return harness.run(args.name, args.out, args.repeats, args.overrides, only)
 
 
 if __name__ == "__main__":

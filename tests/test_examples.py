@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SMALL = ["rl.groups_per_step=4", "data.eval_prompts=8"]
 
 
 @pytest.mark.slow
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def test_an_example_runs(example, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "RUN": str(tmp_path / "run"), "MINUTES": "0.05", "DRAFT": str(tmp_path)}
-    command = ["bash", str(ROOT / "examples" / example / "run.sh"), "--steps", "2"]
+    command = ["bash", str(ROOT / "examples" / example / "run.sh"), "--steps", "2", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "results in" in done.stdout

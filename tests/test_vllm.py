@@ -34,7 +34,7 @@ def check(*args):
 
 @pytest.mark.vllm
 @needs_vllm
-@pytest.mark.parametrize("method", ["none", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_weights_loaded_in_flight_act_like_weights_loaded_at_the_start(method):
     check("greedy", f"speculation.method={method}")
 

@@ -74,8 +74,12 @@ class Benchmark(ABC):
         """Stop what the benchmark started."""
 
 
-def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> int:
-    """Run a benchmark: measure, print, and write files; return the exit code."""
+def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only: Sequence[str] = ()) -> int:
+    """Run a benchmark: measure, print, and write files; return the exit code.
+
+    Args:
+        only: the variants that begin with one of these words; empty: all.
+    """
     if name not in BENCHMARKS:
         raise UserError(f"bench {name}: expected one of {', '.join(BENCHMARKS)}" + hint(name, list(BENCHMARKS)))
     if repeats is not None and repeats < 1:
@@ -88,6 +92,11 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
     if not os.access(directory, os.W_OK):
         raise UserError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
+    chosen = [one for one in benchmark.variants if not only or any(f"{one} ".startswith(f"{begin} ") for begin in only)]
+    if not chosen:
+        raise UserError(
+            f"--only {','.join(only)}: expected the beginning of a variant: {', '.join(benchmark.variants)}"
+        )
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {}
     repeats = repeats or benchmark.repeats
@@ -110,13 +119,16 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
                         )
                         progress.update(bar, advance=1)
 
-            measure(repeats, benchmark.variants)
+            measure(repeats, chosen)
             rounds, variants = benchmark.again(samples)
             if rounds:
                 measure(rounds, variants, repeats, "again ")
     finally:
         benchmark.close()
-    headline = benchmark.headline(samples)
+    # With some variants alone there is neither the whole headline nor the plot.
+    pairs = {f"{variant}, median ratio": median(samples, variant, "over") for variant in samples if "again" in variant}
+    headline = pairs if only else benchmark.headline(samples)
+    options = ["--only", ",".join(only)] if only else []
     (directory / "result.json").write_text(
         json.dumps(
             {
@@ -125,21 +137,22 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str]) -> i
                 "samples": samples,
                 "machine": machine(),
                 "versions": versions(),
-                "command": shlex.join(
-                    ["asyncspec", "bench", name, *(["--repeats", str(repeats)] if repeats else []), *overrides]
-                ),
+                "command": shlex.join(["asyncspec", "bench", name, "--repeats", str(repeats), *options, *overrides]),
                 "date": datetime.datetime.now().isoformat(timespec="seconds"),
             },
             indent=1,
         )
         + "\n"
     )
-    for table in benchmark.tables(samples):
+    for table in [_table(benchmark, samples)] if only else benchmark.tables(samples):
         console.print(table)
     for key, value in headline.items():
         console.print(f"{key}: {value:.3f}", soft_wrap=True)
-    _plot(name, benchmark, samples, directory / "plot.png")
-    console.print(f"written: {directory}/result.json, {directory}/plot.png", soft_wrap=True)
+    written = [directory / "result.json"]
+    if not only:
+        written.append(directory / "plot.png")
+        _plot(name, benchmark, samples, written[1])
+    console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
     return 0
 
 
