@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncspec.bench.harness import Benchmark, Samples, median, ratio
+from asyncspec.bench.harness import Benchmark, Samples, median, plot_parts, ratio
 from asyncspec.bench.jobs import run_job
 from asyncspec.timing.attribution import PARTS
 
@@ -73,13 +73,7 @@ class AsyncBenchmark(Benchmark):
         }
 
     def plot(self, axes, samples: Samples) -> None:
-        left = [0.0] * len(self.variants)
-        for part in PARTS:
-            widths = [median(samples, variant, f"{part}_s") for variant in self.variants]
-            axes.barh(self.variants, widths, left=left, label=part.replace("_", " "))
-            left = [a + b for a, b in zip(left, widths)]
-        axes.set_xlabel("seconds per step")
-        axes.legend(fontsize=8)
+        plot_parts(axes, samples, self.variants)
 
 
 def make(overrides: Sequence[str], out: Path) -> AsyncBenchmark:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncspec.bench.harness import Benchmark, Samples, median
+from asyncspec.bench.harness import Benchmark, Samples, median, plot_parts
 from asyncspec.bench.jobs import run_job
 from asyncspec.timing import timeline, whatif
 from asyncspec.timing.attribution import PARTS, WAITED, critical_path
@@ -129,15 +129,7 @@ class AttributionBenchmark(Benchmark):
         }
 
     def plot(self, axes, samples: Samples) -> None:
-        from asyncspec.timing.attribution import COLORS
-
-        left = [0.0] * len(self.variants)
-        for part in PARTS:
-            widths = [median(samples, variant, f"{part}_s") for variant in self.variants]
-            axes.barh(self.variants, widths, left=left, label=part.replace("_", " "), color=COLORS[part])
-            left = [a + b for a, b in zip(left, widths)]
-        axes.set_xlabel("seconds per step")
-        axes.legend(fontsize=7)
+        plot_parts(axes, samples, self.variants)
 
 
 def spans(run_dir: Path) -> list[tuple[str, float, float]]:

@@ -28,7 +28,9 @@ from asyncspec.bench import BENCHMARKS
 from asyncspec.config.fields import hint
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
+from asyncspec.timing.attribution import COLORS, PARTS
 
+LABELED = 0.005  # of the longest bar: parts that are shorter in every variant have no label
 TABLE_WIDTH = 150  # columns of a table that goes to a file or a pipe
 
 Samples = dict[str, list[dict[str, float]]]  # variant -> one dict of measurements per repetition
@@ -176,6 +178,20 @@ def median_error(values: Sequence[float]) -> float:
     """Return the standard error of the median of normally distributed values, from their quartiles."""
     low, _, high = spread(values)
     return 1.2533 * (high - low) / 1.349 / len(values) ** 0.5
+
+
+def plot_parts(axes, samples: Samples, variants: Sequence[str]) -> None:
+    """Draw a step of each variant as a bar of its parts, in the colors of all figures."""
+    left = dict.fromkeys(variants, 0.0)
+    longest = max(median(samples, variant, "step_s") for variant in variants)
+    for part in PARTS:
+        widths = [median(samples, variant, f"{part}_s") for variant in variants]
+        label = part.replace("_", " ") if max(widths) >= LABELED * longest else None
+        axes.barh(variants, widths, left=list(left.values()), label=label, color=COLORS[part])
+        left = {variant: begun + width for (variant, begun), width in zip(left.items(), widths)}
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds per step")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, frameon=False, fontsize=8)
 
 
 def machine() -> dict[str, str | int]:
