@@ -248,6 +248,10 @@ def test_a_reference_with_another_vocabulary_is_refused_if_it_is_used(tmp_path):
         (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
         (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),
         (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
+        (
+            ["bench", "async", "--only", "lag 2"],
+            "--only lag 2: expected the beginning of a variant, for example 'lag 0'; nearest: lag",
+        ),
     ],
 )
 def test_wrong_command_lines_give_one_clear_line(args, expected, capsys):

@@ -95,10 +95,11 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
         raise UserError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
     chosen = [one for one in benchmark.variants if not only or any(f"{one} ".startswith(f"{begin} ") for begin in only)]
-    if not chosen:
-        raise UserError(
-            f"--only {','.join(only)}: expected the beginning of a variant: {', '.join(benchmark.variants)}"
-        )
+    unknown = [begin for begin in only if not any(f"{one} ".startswith(f"{begin} ") for one in benchmark.variants)]
+    if unknown:
+        begins = [" ".join(one.split()[:words]) for one in benchmark.variants for words in (1, 2, 3)]
+        example = f"expected the beginning of a variant, for example {benchmark.variants[0]!r}"
+        raise UserError(f"--only {unknown[0]}: {example}" + hint(unknown[0], list(dict.fromkeys(begins))))
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {}
     repeats = repeats or benchmark.repeats
