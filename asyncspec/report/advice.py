@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from asyncspec.report.run import Run
@@ -89,5 +87,5 @@ def _learning(run: Run) -> list[str]:
 
 def _mean(run: Run, key: str) -> float:
     """Return a metric's mean over the steady steps, 0 if the run does not have it."""
-    values: Sequence[float] = run.series(key)[run.steady]
+    values = run.series(key)[run.steady]
     return float(np.nanmean(values)) if np.isfinite(values).any() else 0.0
