@@ -36,9 +36,9 @@ def main() -> None:
     for name in sys.argv[1:]:
         file = Path(name)
         result = json.loads(file.read_text())
+        if "samples" not in result:
+            sys.exit(f"{file}: has no samples; expected the result.json that a benchmark wrote")
         samples = result.pop("samples")
-        if not all(isinstance(measured, list) for measured in samples.values()):
-            sys.exit(f"{file}: has been thinned already")
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(thin(measured))}" for key, measured in samples.items())
         rest = json.dumps(result, indent=1)
         file.write_text(rest[:-2] + ',\n "quartiles": {\n' + lines + "\n }\n}\n")
