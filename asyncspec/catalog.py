@@ -13,7 +13,7 @@ EXIT_CODES = {
     0: "The command did what it was asked to do.",
     1: "A run failed; `asyncspec audit` found a violation; or a check of `asyncspec doctor` failed.",
     2: "Wrong input. One line on standard error says what was expected.",
-    130: "Interrupted by Ctrl-C or SIGTERM, after a checkpoint was written.",
+    130: "Interrupted. A run that had started has written a checkpoint, unless it was interrupted twice.",
 }
 
 
@@ -30,6 +30,7 @@ RUN_FILES = (
     RunFile("ledger.jsonl", "one line for each event in a ticket's life and each fault; `asyncspec audit` reads it"),
     RunFile("trace.json", "what each actor did and when; open it in Perfetto (https://ui.perfetto.dev)"),
     RunFile("trace-from-step-STEP.json", "the same after the run was resumed at this step"),
+    RunFile("trace-from-step-STEP-COUNT.json", "the same, where the run was resumed more than once at this step"),
     RunFile("tb/", "the metrics for TensorBoard: `tensorboard --logdir runs`"),
     RunFile("logs/", "one log file for each actor"),
     RunFile(
@@ -118,14 +119,23 @@ METRICS = (
     Metric("broadcast/KIND_epochs", "count", "epochs of the broadcast group of policy or draft so far"),
     Metric("checkpoint/version", "version", "the newest checkpoint on disk"),
     Metric("checkpoint/failed", "count", "checkpoints that could not be written"),
-    Metric("recovery/ROLEs_lost", "count", "actors of this role lost so far, for example recovery/generators_lost"),
+    Metric(
+        "recovery/ROLEs_lost",
+        "count",
+        "actors of this role that were lost and replaced so far, for example recovery/generators_lost",
+    ),
     Metric("recovery/ROLE_s", "seconds", "how long it took to replace the last one"),
     Metric("recovery/tickets_reissued", "count", "tickets that were issued again because an actor was lost"),
     Metric("recovery/restarts", "count", "starts from a checkpoint so far"),
 )
 
-_VARIES = {"ACTOR": r"[a-z_]+[0-9]*(?:\.[0-9]+)*", "POSITION": "[0-9]+", "ROLE": "[a-z_]+", "KIND": "policy|draft"}
-_VARIES |= {"STEP": "[0-9]+"}
+_VARIES = {
+    "ACTOR": r"[a-z_]+[0-9]*(?:_rank[0-9]+)?(?:\.[0-9]+)*",
+    "POSITION": "[0-9]+",
+    "ROLE": "[a-z_]+",
+    "KIND": "policy|draft",
+}
+_VARIES |= {"STEP": "[0-9]+", "COUNT": "[0-9]+"}
 
 
 def pattern(name: str) -> re.Pattern[str]:

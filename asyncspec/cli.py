@@ -371,8 +371,10 @@ def _add_bench(commands) -> None:
     )
     bench.add_argument(
         "--only",
-        metavar="VARIANT,...",
-        help="measure only the variants that begin with one of these, for example --only 'job,64 mtp' (default: all)",
+        action="append",
+        default=[],
+        metavar="VARIANT",
+        help="measure only the variants that begin so, for example --only job --only '64 mtp' (default: all)",
     )
     bench.add_argument(
         "overrides",
@@ -387,8 +389,7 @@ def _add_bench(commands) -> None:
 def _bench(args) -> int:
     from asyncspec.bench import harness
 
-    only = args.only.split(",") if args.only else ()
-    return harness.run(args.name, args.out, args.repeats, args.overrides, only)
+    return harness.run(args.name, args.out, args.repeats, args.overrides, args.only)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python launch/monarch.py --policy-lag 1
     python launch/monarch.py --hosts HOST1,HOST2 deployment.nodes=trainer+logprob,2*generator
 
-This is the same as `asyncspec train --launcher monarch`; see --help and docs/launching.md.
+This is the same as `asyncspec train --launcher monarch`; see --help and docs/how-to/monarch-hosts.md.
 """
 
 from asyncspec.cli import run_script

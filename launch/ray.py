@@ -3,7 +3,7 @@
 
     python launch/ray.py --policy-lag 1
 
-This is the same as `asyncspec train --launcher ray`; see --help and docs/launching.md.
+This is the same as `asyncspec train --launcher ray`; see --help and docs/how-to/ray.md.
 """
 
 from asyncspec.cli import run_script

@@ -33,8 +33,12 @@ def thin(samples: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    if not sys.argv[1:]:
+        sys.exit("usage: thin_result.py FILE...")
     for name in sys.argv[1:]:
         file = Path(name)
+        if not file.is_file():
+            sys.exit(f"{file}: expected the result.json that a benchmark wrote")
         result = json.loads(file.read_text())
         if "samples" not in result:
             sys.exit(f"{file}: has no samples; expected the result.json that a benchmark wrote")

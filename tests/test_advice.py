@@ -19,7 +19,10 @@ def run_of(**metrics):
     "run, said",
     [
         (run_of(train=9.5, exposed_generation=0.5), "Training takes 95% of a step, so generation is hidden already."),
-        (run_of(train=5.0, exposed_generation=5.0), "The largest wait is exposed generation: 5.00 s of a step of 10.0"),
+        (
+            run_of(train=5.0, exposed_generation=5.0),
+            "The largest part besides training is exposed generation: 5.00 s of a step of 10.0",
+        ),
         (run_of(train=5.0, recovery=5.0), "Recovery takes 50% of a step"),
         (run_of(train=1.0, groups__without_signal=0.75), "75% of the groups have equal rewards"),
         (run_of(train=1.0, tokens__truncated=0.2), "20% of the responses are cut off"),

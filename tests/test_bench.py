@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncspec.bench import BENCHMARKS, Listed, harness
+from asyncspec.bench.speculation import FIXED, SpeculationBenchmark
 from asyncspec.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -51,9 +52,22 @@ def test_variants_alternate_and_leave_a_result_and_a_plot(counting, tmp_path):
 def test_some_variants_are_measured_alone(counting, tmp_path):
     assert harness.run("counting", str(tmp_path), 1, [], ["job 2", "64"]) == 0
     assert counting.order == ["job 2", "64 mtp 1"] and not (tmp_path / "plot.png").exists()
-    assert "--only 'job 2,64'" in json.loads((tmp_path / "result.json").read_text())["command"]
-    with pytest.raises(UserError, match="--only job 3: expected the beginning of a variant.*; nearest: job"):
+    assert "--only 'job 2' --only 64" in json.loads((tmp_path / "result.json").read_text())["command"]
+    with pytest.raises(UserError, match="--only 'job 3': expected the beginning of a variant.*; nearest: job"):
         harness.run("counting", str(tmp_path), 1, [], ["job 3"])
+
+
+@pytest.mark.parametrize(
+    "measured, pairs",
+    [
+        (["job eagle3 auto", "job eagle3 none"], ["job eagle3 auto over none"]),
+        (["job eagle3 3", "64 mtp auto"], []),
+        ([f"64 mtp {k}" for k in (*FIXED, "auto", "none")], ["64 mtp auto over none"]),
+    ],
+)
+def test_bench_speculation_pairs_only_what_it_has_measured(measured, pairs):
+    benchmark = SpeculationBenchmark.__new__(SpeculationBenchmark)
+    assert benchmark.again({variant: [{"tokens_per_s": 1.0}] for variant in measured})[1] == pairs
 
 
 def test_a_thinned_result_holds_quartiles(counting, tmp_path, monkeypatch):

@@ -250,7 +250,7 @@ def test_a_reference_with_another_vocabulary_is_refused_if_it_is_used(tmp_path):
         (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
         (
             ["bench", "async", "--only", "lag 2"],
-            "--only lag 2: expected the beginning of a variant, for example 'lag 0'; nearest: lag",
+            "--only 'lag 2': expected the beginning of a variant, for example 'lag 0'; nearest: lag",
         ),
     ],
 )

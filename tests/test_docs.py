@@ -51,6 +51,13 @@ def test_no_line_is_wide(page):
     assert [line for line in lines if len(line) > LONGEST_LINE and not line.startswith("|")] == []
 
 
+def test_pages_that_the_code_names_exist():
+    files = [file for folder in ("asyncspec", "launch", "scripts", "tests") for file in (ROOT / folder).rglob("*")]
+    text = "".join(file.read_text() for file in files if file.suffix in (".py", ".sh", ".sbatch", ".yaml"))
+    missing = [page for page in re.findall(r"docs/[\w/-]+\.md", text) if not (ROOT / page).exists()]
+    assert missing == []
+
+
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= README_LINES
 

@@ -1,5 +1,5 @@
 """Recovery: decides which lost actors are replaced, which tickets are issued again, and when the run must end or
-restart as a whole. See docs/recovery.md.
+restart as a whole. See docs/explanation/recovery.md.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ class AttributionBenchmark(Benchmark):
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out
+        self._slowed: tuple | None = None  # the last run with `generate` delayed: its steps, and its generation
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         run_dir = self.out / f"{variant}-{repetition}"
@@ -86,7 +87,7 @@ class AttributionBenchmark(Benchmark):
             }
         if variant == "generate":
             self._slowed = (steps, measured["generation_s"])
-        if variant == "faster":
+        if variant == "faster" and self._slowed is not None:
             steps, generation_s = self._slowed
             measured["predicted_s"] = whatif.predicted(
                 steps, 0, whatif.Change(generation=generation_s / measured["generation_s"])

@@ -94,16 +94,11 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
     if not os.access(directory, os.W_OK):
         raise UserError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
-    chosen = [one for one in benchmark.variants if not only or any(f"{one} ".startswith(f"{begin} ") for begin in only)]
-    unknown = [begin for begin in only if not any(f"{one} ".startswith(f"{begin} ") for one in benchmark.variants)]
-    if unknown:
-        begins = [" ".join(one.split()[:words]) for one in benchmark.variants for words in (1, 2, 3)]
-        example = f"expected the beginning of a variant, for example {benchmark.variants[0]!r}"
-        raise UserError(f"--only {unknown[0]}: {example}" + hint(unknown[0], list(dict.fromkeys(begins))))
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     samples: Samples = {}
     repeats = repeats or benchmark.repeats
     try:
+        chosen = _chosen(benchmark.variants, only)
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
 
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
@@ -131,7 +126,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
     # With some variants alone there is neither the whole headline nor the plot.
     pairs = {f"{variant}, median ratio": median(samples, variant, "over") for variant in samples if "again" in variant}
     headline = pairs if only else benchmark.headline(samples)
-    options = ["--only", ",".join(only)] if only else []
+    options = [word for begin in only for word in ("--only", begin)]
     (directory / "result.json").write_text(
         json.dumps(
             {
@@ -157,6 +152,24 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
         _plot(name, benchmark, samples, written[1])
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
     return 0
+
+
+def _chosen(variants: Sequence[str], only: Sequence[str]) -> Sequence[str]:
+    """Return the variants that begin with one of these words; all if there are none.
+
+    Raises:
+        UserError: no variant begins so.
+    """
+
+    def begins(variant: str, begin: str) -> bool:
+        return variant == begin or variant.startswith((f"{begin} ", f"{begin},"))
+
+    for begin in only:
+        if not any(begins(variant, begin) for variant in variants):
+            known = [" ".join(one.split()[:words]) for one in variants for words in (1, 2, 3)]
+            example = f"expected the beginning of a variant, for example {variants[0]!r}"
+            raise UserError(f"--only {begin!r}: {example}" + hint(begin, list(dict.fromkeys(known))))
+    return [variant for variant in variants if not only or any(begins(variant, begin) for begin in only)]
 
 
 def median(samples: Samples, variant: str, key: str) -> float:

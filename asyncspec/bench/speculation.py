@@ -118,12 +118,13 @@ class SpeculationBenchmark(Benchmark):
         """Return the pairs that the headline rests on: auto with no speculation, and auto with the best. Both of a
         pair are measured anew, because the best of several noisy results is also the luckiest.
         """
-        cells = dict.fromkeys(tuple(variant.split()[:2]) for variant in samples)
         pairs = []
-        for load, method in cells:
+        for load, method in dict.fromkeys(tuple(variant.split()[:2]) for variant in samples):
+            if f"{load} {method} auto" not in samples or f"{load} {method} none" not in samples:
+                continue
             if method == "eagle3":
                 pairs.append(f"{load} eagle3 auto over none")
-            if load != "job":
+            if load != "job" and all(f"{load} {method} {k}" in samples for k in FIXED):
                 pairs.append(f"{load} {method} auto over {self._best(samples, load, method)}")
                 pairs += [_ALIKE.format(load)] if method == "eagle3" else []
         return MOST_PAIRS, list(dict.fromkeys(pairs))

@@ -41,7 +41,10 @@ class DataConfig:
         above=0,
     )
     reward_failures: float = knob(
-        0.05, "share of rewards that may fail or time out; the run stops when more do", least=0, most=1
+        0.05,
+        "share of a generator's rewards that may fail or time out before the run stops; 8 may always",
+        least=0,
+        most=1,
     )
 
 
@@ -274,7 +277,7 @@ class DeploymentConfig:
     )
     replacements: int = knob(
         8,
-        "how many generators, draft adapters and one-rank logprob actors may be replaced before all actors restart",
+        "generators, draft adapters and one-rank logprob actors that a launcher replaces before all actors restart",
         least=0,
     )
     restarts: int = knob(

@@ -33,7 +33,7 @@ def replayed(run: Run) -> dict[str, tuple[float, float]]:
 
 def advice(run: Run) -> list[str]:
     """Return what to change in the next run, in sentences."""
-    return [*_speed(run), *_learning(run)] or ["Nothing stands out: no single change would make a step much faster."]
+    return [*_speed(run), *_learning(run)]
 
 
 def _speed(run: Run) -> list[str]:
@@ -47,8 +47,8 @@ def _speed(run: Run) -> list[str]:
     else:
         name = max((part for part in parts if part != "train"), key=lambda part: parts[part])
         said.append(
-            f"The largest wait is {name.replace('_', ' ')}: {parts[name]:.2f} s of a step of {seconds:.2f} s "
-            f"({parts[name] / seconds:.0%})."
+            f"The largest part besides training is {name.replace('_', ' ')}: {parts[name]:.2f} s of a step of "
+            f"{seconds:.2f} s ({parts[name] / seconds:.0%})."
         )
     changes = replayed(run)
     best = min(changes, key=lambda name: changes[name][1], default="")
@@ -58,6 +58,8 @@ def _speed(run: Run) -> list[str]:
             f"The change that would help most is {best}: a step of {after:.2f} s, {ratio:.2f} times as long as now. "
             f"To make it: {CHANGES[best][1]}."
         )
+    elif changes:
+        said.append("No single change would make a step much faster.")
     if parts["recovery"] >= SOME * seconds:
         said.append(f"Recovery takes {parts['recovery'] / seconds:.0%} of a step: find out why actors are lost.")
     return said

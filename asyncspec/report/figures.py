@@ -17,7 +17,7 @@ def _side_by_side(runs: Sequence[Run], draw: Callable, height: float = 2.8, widt
     for axis, run in zip(axes, runs):
         draw(axis, run)
         if len(runs) > 1:
-            axis.set_title(run.label, fontsize=8)
+            axis.set_title(run.label.replace("$", r"\$"), fontsize=8)
         axis.tick_params(labelsize=7)
     return figure
 
@@ -58,7 +58,7 @@ def lines(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure:
                     style,
                     color=f"C{number}",
                     linewidth=1.2,
-                    label=label + (f" ({run.name})" if len(runs) > 1 else ""),
+                    label=label + (f" ({run.name})".replace("$", r"\$") if len(runs) > 1 else ""),
                 )
     axis.set_xlabel("step", fontsize=8)
     axis.set_ylabel(ylabel, fontsize=8)

@@ -15,6 +15,7 @@ from asyncspec.timing.attribution import PARTS
 from asyncspec.timing.metrics import read_rows
 from asyncspec.wire.messages import StepDone
 
+NEEDED = {"step": 0, "time/step": 1e-9, "lag/max": 0}  # metrics that every row has: the least valid value
 STATES = ("busy", "blocked_input", "blocked_output", "idle")
 
 
@@ -41,6 +42,12 @@ class Run:
                     f"report {directory}: no {name} in it; expected a run's directory, for example runs/20261121-120000"
                 )
         rows = read_rows(directory / "metrics.jsonl")
+        for number, row in enumerate(rows, 1):
+            for key, least in NEEDED.items():
+                if not isinstance(row.get(key), int | float) or row[key] < least:
+                    raise UserError(
+                        f"report {directory}: metrics.jsonl, line {number}: {key}={row.get(key)!r}: expected a number"
+                    )
         if not rows:
             raise UserError(f"report {directory}: expected at least one finished step; see {directory}/logs")
         try:

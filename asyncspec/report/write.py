@@ -54,7 +54,7 @@ def html(runs: Sequence[Run]) -> str:
         return Markup(text[text.index("<svg") :])
 
     def worst(run: Run) -> int:
-        steady = range(len(run.steps))[run.steady]
+        steady = range(len(run.steps))[run.steady] or range(len(run.steps))
         middle = max(steady, key=lambda i: run.steps[i].end - run.steps[i].start)
         return max(0, min(middle - GANTT_STEPS // 2, len(run.steps) - GANTT_STEPS))
 
