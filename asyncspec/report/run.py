@@ -42,18 +42,18 @@ class Run:
                     f"report {directory}: no {name} in it; expected a run's directory, for example runs/20261121-120000"
                 )
         rows = read_rows(directory / "metrics.jsonl")
-        for number, row in enumerate(rows, 1):
-            for key, least in NEEDED.items():
-                if not isinstance(row.get(key), int | float) or row[key] < least:
-                    raise UserError(
-                        f"report {directory}: metrics.jsonl, line {number}: {key}={row.get(key)!r}: expected a number"
-                    )
         if not rows:
             raise UserError(f"report {directory}: expected at least one finished step; see {directory}/logs")
         try:
             dropped = _dropped(directory / "ledger.jsonl")
         except ValueError as error:
             raise UserError(f"report {directory}: {error}") from None
+        for number, row in enumerate(rows, 1):
+            for key, least in NEEDED.items():
+                if not isinstance(row.get(key), int | float) or row[key] < least:
+                    raise UserError(
+                        f"report {directory}: metrics.jsonl, line {number}: {key}={row.get(key)!r}: expected a number"
+                    )
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
         return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, dropped)
 
