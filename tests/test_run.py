@@ -64,7 +64,7 @@ def check_results(run_dir, steps, lag, groups=4):
     eagle3.load(run_dir / "checkpoint" / "draft", shape)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, 2])  # the ten steps of test_smoke.py have 1
 @pytest.mark.slow
 def test_a_run_keeps_its_lag_and_writes_all_its_results(tmp_path, lag):
     done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5")
