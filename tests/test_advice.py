@@ -3,7 +3,7 @@
 import pytest
 
 from asyncspec.config import Config
-from asyncspec.report.advice import advice
+from asyncspec.report.advice import advice, replayed
 from asyncspec.report.run import Run
 from asyncspec.timing.attribution import PARTS
 
@@ -29,8 +29,9 @@ def run_of(**metrics):
     ],
 )
 def test_advice_names_what_stands_out(run, said):
-    assert any(line.startswith(said) for line in advice(run)), advice(run)
+    assert any(line.startswith(said) for line in advice(run, replayed(run))), advice(run, replayed(run))
 
 
 def test_advice_names_only_what_stands_out():
-    assert len(advice(run_of(train=1.0, groups__without_signal=0.1, tokens__truncated=0.01))) == 1
+    run = run_of(train=1.0, groups__without_signal=0.1, tokens__truncated=0.01)
+    assert len(advice(run, replayed(run))) == 1

@@ -124,8 +124,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
     finally:
         benchmark.close()
     # With some variants alone there is neither the whole headline nor the plot.
-    pairs = {f"{variant}, median ratio": median(samples, variant, "over") for variant in samples if "again" in variant}
-    headline = pairs if only else benchmark.headline(samples)
+    headline = _ratios(samples) if only else benchmark.headline(samples)
     options = [word for begin in only for word in ("--only", begin)]
     (directory / "result.json").write_text(
         json.dumps(
@@ -170,6 +169,12 @@ def _chosen(variants: Sequence[str], only: Sequence[str]) -> Sequence[str]:
             example = f"expected the beginning of a variant, for example {variants[0]!r}"
             raise UserError(f"--only {begin!r}: {example}" + hint(begin, list(dict.fromkeys(known))))
     return [variant for variant in variants if not only or any(begins(variant, begin) for begin in only)]
+
+
+def _ratios(samples: Samples) -> dict[str, float]:
+    """Return the median ratio of each pair of variants that took turns."""
+    pairs = [variant for variant, measured in samples.items() if "over" in measured[0]]
+    return {f"{pair}, median ratio": median(samples, pair, "over") for pair in pairs}
 
 
 def median(samples: Samples, variant: str, key: str) -> float:

@@ -21,8 +21,11 @@ WORTH = 0.95  # of a step's time: a change that leaves more than this is not nam
 MOSTLY, MUCH, SOME = 0.85, 0.5, 0.1  # shares from which a step counts as training, and a fault is named
 
 
-def replayed(run: Run) -> dict[str, tuple[float, float]]:
-    """Return by change the seconds that a step would take, and their ratio to now; empty if the run is too short."""
+Replayed = dict[str, tuple[float, float]]  # change: (seconds that a step would take, their ratio to now)
+
+
+def replayed(run: Run) -> Replayed:
+    """Replay a run under each change; return nothing if the run is too short."""
     if len(run.steps) <= whatif.SKIP + 1:
         return {}
     now = float(np.mean([step.end - step.start for step in run.steps[whatif.SKIP :]]))
@@ -31,12 +34,16 @@ def replayed(run: Run) -> dict[str, tuple[float, float]]:
     return {name: (value, value / now) for name, value in seconds.items()}
 
 
-def advice(run: Run) -> list[str]:
-    """Return what to change in the next run, in sentences."""
-    return [*_speed(run), *_learning(run)]
+def advice(run: Run, changes: Replayed) -> list[str]:
+    """Return what to change in the next run, in sentences.
+
+    Args:
+        changes: what `replayed` returns for the run.
+    """
+    return [*_speed(run, changes), *_learning(run)]
 
 
-def _speed(run: Run) -> list[str]:
+def _speed(run: Run, changes: Replayed) -> list[str]:
     parts, seconds = run.parts(), run.step_seconds()
     said = []
     if parts["train"] >= MOSTLY * seconds:
@@ -50,7 +57,6 @@ def _speed(run: Run) -> list[str]:
             f"The largest part besides training is {name.replace('_', ' ')}: {parts[name]:.2f} s of a step of "
             f"{seconds:.2f} s ({parts[name] / seconds:.0%})."
         )
-    changes = replayed(run)
     best = min(changes, key=lambda name: changes[name][1], default="")
     if best and changes[best][1] <= WORTH:
         after, ratio = changes[best]

@@ -13,7 +13,7 @@ from rich.table import Table
 from asyncspec.config import to_yaml
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
-from asyncspec.report.advice import CHANGES, advice, replayed
+from asyncspec.report.advice import CHANGES, Replayed, advice, replayed
 from asyncspec.report.run import STATES, Run
 from asyncspec.timing.attribution import COLORS, PARTS, explain
 from asyncspec.timing.gantt import GANTT_STEPS, gantt
@@ -32,12 +32,11 @@ def slowest(run: Run, count: int = SLOWEST) -> list[str]:
     return [explain(step, 1)[0] for step in steps]
 
 
-def what_ifs(runs: Sequence[Run]) -> list[SimpleNamespace]:
-    """Return a row for each change to replay the runs with; none if a run is too short."""
-    found = [replayed(run) for run in runs]
-    if not all(found):
+def what_ifs(replays: Sequence[Replayed]) -> list[SimpleNamespace]:
+    """Return a row for each change, with its result for each run; none if a run is too short."""
+    if not all(replays):
         return []
-    return [SimpleNamespace(change=name, values=[changes[name] for changes in found]) for name in CHANGES]
+    return [SimpleNamespace(change=name, values=[changes[name] for changes in replays]) for name in CHANGES]
 
 
 def html(runs: Sequence[Run]) -> str:
@@ -58,7 +57,7 @@ def html(runs: Sequence[Run]) -> str:
         middle = max(steady, key=lambda i: run.steps[i].end - run.steps[i].start)
         return max(0, min(middle - GANTT_STEPS // 2, len(run.steps) - GANTT_STEPS))
 
-    summaries = [run.summary() for run in runs]
+    summaries, replays = [run.summary() for run in runs], [replayed(run) for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name, _ in summary))
     parts = [
         SimpleNamespace(
@@ -94,7 +93,7 @@ def html(runs: Sequence[Run]) -> str:
     )
     return environment.get_template("page.html").render(
         title=title(runs),
-        advice=[(run, advice(run)) for run in runs],
+        advice=[(run, advice(run, changes)) for run, changes in zip(runs, replays)],
         runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
         states=[state.replace("_", " on ") for state in STATES],
         actors=[(run, run.actors()) for run in runs],
@@ -102,7 +101,7 @@ def html(runs: Sequence[Run]) -> str:
         parts=parts,
         breakdown=svg(figures.breakdown(runs)),
         slowest=[(run, slowest(run)) for run in runs],
-        whatif=what_ifs(runs),
+        whatif=what_ifs(replays),
         gantt=[svg(gantt(run.steps[worst(run) : worst(run) + GANTT_STEPS])) for run in runs if run.steps],
         pictures=[(caption, svg(figure)) for caption, figure in pictures],
     )
@@ -111,9 +110,10 @@ def html(runs: Sequence[Run]) -> str:
 def text(runs: Sequence[Run], console: Console) -> None:
     """Print the report."""
     console.print(title(runs), soft_wrap=True)
-    for run in runs:
+    replays = [replayed(run) for run in runs]
+    for run, changes in zip(runs, replays):
         console.print(f"What to change{f' in {run.name}' if len(runs) > 1 else ''}:")
-        for line in advice(run):
+        for line in advice(run, changes):
             console.print(f"  {line}", soft_wrap=True)
     summary = Table(show_header=len(runs) > 1)
     summary.add_column("")
@@ -145,7 +145,7 @@ def text(runs: Sequence[Run], console: Console) -> None:
         console.print(f"the slowest steps of {run.name}:")
         for line in slowest(run) or ["the run has no timeline"]:
             console.print(f"  {line}", soft_wrap=True)
-    for row in what_ifs(runs):
+    for row in what_ifs(replays):
         console.print(
             f"{row.change}: "
             + "; ".join(f"{seconds:.3f} s per step, {ratio:.2f} times as long as now" for seconds, ratio in row.values),
