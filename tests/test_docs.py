@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from markdown import PAGES, ROOT, anchors, commands, links, name, sentences, without_code
+from pages import PAGES, ROOT, anchors, commands, links, name, sentences, without_code
 
 README, TUTORIALS = ROOT / "README.md", sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 LONGEST_SENTENCE, LONGEST_LINE, README_LINES, RESULT_LINES = 35, 120, 110, 8000
+INDEXES = [ROOT / folder / "README.md" for folder in ("docs", "benchmarks", "examples")]
 DOCS = [page for page in PAGES if "docs" in page.parts or page == README]
 
 
@@ -73,9 +74,6 @@ def test_results_that_are_kept_are_small():
     assert lines < RESULT_LINES
 
 
-INDEXES = [ROOT / folder / "README.md" for folder in ("docs", "benchmarks", "examples")]
-
-
 def test_the_gate_runs_the_readmes_installation_and_tests():
     gate, readme = (ROOT / ".ci" / "run").read_text(), "".join(commands(README))
     assert 'pip install -e ".[test]" && pytest\n' in readme
@@ -87,7 +85,7 @@ def shortened(script):
     script = "\n".join(line for line in script.splitlines() if not line.startswith('pip install -e ".[test]"'))
     script = script.replace("pip install -e . && ", "").replace("pip install -e .", "")
     few = "rl.groups_per_step=4 data.eval_prompts=8 "
-    script = re.sub(r"(asyncspec train|launch/async\.py)(?! --resume| speculation.methd)", rf"\1 {few}", script)
+    script = re.sub(r"(asyncspec train|launch/async\.py)(?! --resume)", rf"\1 {few}", script)
     script = re.sub(r"--steps \d+", "--steps 2", re.sub(r" steps=\d+", " steps=3", script))
     script = re.sub(r"--minutes [\d.]+", "--minutes 0.05", script)
     return script if "--steps" in script else script.replace("--policy-lag 1", "--policy-lag 1 --steps 2")

@@ -42,7 +42,7 @@ class DataConfig:
     )
     reward_failures: float = knob(
         0.05,
-        "share of a generator's rewards that may fail or time out before the run stops; 8 may always",
+        "share of a generator's rewards that may fail or time out before the run stops; 8 are always allowed",
         least=0,
         most=1,
     )
