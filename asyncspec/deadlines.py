@@ -36,7 +36,7 @@ PLACED_S = 30.0  # for a Ray actor that shares a GPU to be placed, before the ne
 EARLY_STOP_S = 0.5  # for actors to stop when the run ends before all of them are ready
 STANDBY_AFTER_S = 1.0  # from the last start of an actor until a spare Ray process is made, since actors start first
 SERVER_ASKED_S = 10.0  # for an SGLang server to answer a request that takes no time
-SERVER_WEIGHTS_S = 120.0  # for an SGLang server to load a version from files
+SERVER_WEIGHTS_S = 120.0  # for an SGLang server to load a version from files, besides reading them
 # For an SGLang server to answer with a whole sample, waiting in its queue included. If the server ends, the connection
 # closes earlier.
 SERVER_SAMPLE_S = 1800.0

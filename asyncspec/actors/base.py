@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from asyncspec import clock
-from asyncspec.config import Config, from_yaml
+from asyncspec.config import Config, from_yaml, work
 from asyncspec.deadlines import LOADING_PATIENCE
 from asyncspec.errors import first_line
 from asyncspec.faults import Faults
@@ -240,11 +240,11 @@ class Actor(ABC):
 
     def join(self, worker, membership: m.Membership) -> None:
         """Join a broadcast group, in the worker's thread. Ready is sent once all groups are joined."""
-        worker.form(membership, self.config.deployment.start_timeout_s, lambda: self._to_join.discard(membership.kind))
+        worker.form(membership, work.start_s(self.config), lambda: self._to_join.discard(membership.kind))
         self.fault("join")
 
     def ready_if_joined(self) -> None:
-        deadline = time.monotonic() + self.config.deployment.start_timeout_s
+        deadline = time.monotonic() + work.start_s(self.config)
         while self._to_join:
             for worker in self.workers:
                 worker.check()
@@ -282,7 +282,7 @@ class Actor(ABC):
 
     def _await(self, kind: type) -> m.Message:
         # Long enough for the launchers to replace other actors that fail to start.
-        limit = LOADING_PATIENCE * self.config.deployment.start_timeout_s
+        limit = LOADING_PATIENCE * work.start_s(self.config)
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             transport.wait([self.control], 0.1)

@@ -21,6 +21,7 @@ from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.schedule import Schedule
 from asyncspec.actors.switchboard import Switchboard
+from asyncspec.config import work
 from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S
 from asyncspec.faults import Faults
 from asyncspec.wire import messages as m
@@ -123,7 +124,7 @@ class Conductor:
         Raises:
             RunFailed: an actor is late.
         """
-        limit, tell_at = self.config.deployment.start_timeout_s, time.monotonic() + SLOW_START_S
+        limit, tell_at = work.start_s(self.config), time.monotonic() + SLOW_START_S
         while missing():
             self._listen(0.1)
             self._watch()
@@ -187,10 +188,8 @@ class Conductor:
 
     # The end.
     def _stop_all(self) -> None:
-        run, deployment = self.run, self.config.deployment
-        finished = run.stop_reason == "finished"
-        # Wait long for the checkpoint of a finished run. A user who interrupts a run wants it to end soon.
-        limit = deployment.stall_timeout_s if finished else deployment.stop_timeout_s if self.started else EARLY_STOP_S
+        run = self.run
+        limit = work.stop_s(self.config, run.stop_reason == "finished") if self.started else EARLY_STOP_S
         deadline = time.monotonic() + limit
         while (left := self._awaited()) and time.monotonic() < deadline:
             for member in left:  # repeatedly: an actor that is still starting connects later

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from asyncspec.actors.base import first_name
-from asyncspec.config import Config, topology
+from asyncspec.config import Config, topology, work
 from asyncspec.deadlines import KILLED_S
 from asyncspec.wire import messages as m
 from asyncspec.wire.heartbeat import SUFFIX, Vigil
@@ -148,9 +148,9 @@ class Crew:
         """
         self.members = {name: Member(name, role) for name, role in actor_names(config).items()}  # lost ones too
         self.launchers: set[str] = set()
-        self.vigil = Vigil(config.deployment.silent_timeout_s, config.deployment.turn_timeout_s)
+        self.vigil = Vigil(config.deployment.silent_timeout_s, work.turn_s(config))
         self._early: dict[str, m.Hello] = {}  # Hello of actors that no launcher has announced yet
-        self._send, self._start_s = send, config.deployment.start_timeout_s
+        self._send, self._start_s = send, work.start_s(config)
 
     # The actors.
     @property

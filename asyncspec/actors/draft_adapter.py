@@ -50,7 +50,7 @@ class DraftAdapter(Actor):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
         c = self.config
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
-        self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape)
+        self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape, positions=c.positions)
         self.module = self.draft.module.to(self.device)
         self.trainer = DraftTrainer(self.module, self.draft.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
         run_dir = Path(self.spec.run_dir)
@@ -133,6 +133,8 @@ class DraftAdapter(Actor):
         if self.trainer.steps and not self._code:
             self._checkpoint()
             self._tend_checkpoint(wait=True)
-        self.draft.save(
-            Path(self.spec.run_dir) / "checkpoint" / "draft", resolve_path(self.config.model.path), self.policy_version
-        )
+        folder = Path(self.spec.run_dir) / "checkpoint" / "draft"
+        try:
+            self.draft.save(folder, resolve_path(self.config.model.path), self.policy_version)
+        except OSError as error:
+            self.control.send(m.Notice(self.name, f"the draft was not written: {error}"))

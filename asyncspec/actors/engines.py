@@ -42,7 +42,7 @@ def make_engine(config: Config, device: str, index: int = 0) -> Engine:
     for name, capacity in ONEDNN_CACHES.items():
         os.environ.setdefault(name, capacity)  # oneDNN reads them at its first use
     path = resolve_path(config.model.path)
-    model, shape = policy.load(path)
+    model, shape = policy.load(path, positions=1)  # it runs no pass
     engine = TorchEngine(
         shape,
         drafter_maker(config.speculation.method, resolve_path(config.draft_directory), shape),

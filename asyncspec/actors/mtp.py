@@ -24,7 +24,8 @@ class MTPTrainer:
             learner: has loaded the policy. From now on its checkpoints hold the module too.
         """
         self.config, self.learner, self.device = config, learner, device
-        loaded = draft.load("mtp", resolve_path(config.draft_directory), learner.shape, learner.model)
+        directory = resolve_path(config.draft_directory)
+        loaded = draft.load("mtp", directory, learner.shape, learner.model, config.positions)
         loss = loaded.loss(config.draft.unroll, config.sampling.temperature)
         self.trainer = DraftTrainer(loaded.module.to(device), loss, config.draft.lr)
         self.groups = 0  # groups trained on in this step

@@ -10,6 +10,7 @@ from asyncspec.actors.base import first_name
 from asyncspec.actors.crew import Life, Member, replaceable
 from asyncspec.actors.run import Run
 from asyncspec.actors.tickets import ARRIVED, GENERATED
+from asyncspec.config import work
 from asyncspec.deadlines import KILLED_S, LATE_WORD_S
 from asyncspec.wire import messages as m
 
@@ -30,7 +31,7 @@ class Recovery:
     # Actors that fall silent.
     def watch(self) -> None:
         """Kill frozen and stuck actors; continue without unreachable ones."""
-        crew, now, limit = self.crew, time.monotonic(), self.config.deployment.start_timeout_s
+        crew, now, limit = self.crew, time.monotonic(), work.start_s(self.config)
         overdue = crew.overdue()
         self.run.moved += crew.vigil.slept
         for member, what in overdue:

@@ -22,6 +22,7 @@ import numpy as np
 
 from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.actors.team import Team
+from asyncspec.config import work
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
 from asyncspec.rl.learner import Learner
@@ -234,7 +235,7 @@ class Trainer(Actor):
             self._not_saved(error)
 
     def _tend_checkpoint(self, wait: bool = False) -> None:
-        limit = self.config.deployment.stall_timeout_s
+        limit = work.checkpoint_s(self.config)
         if self.learner.checkpoints.busy and self._saving_since and time.monotonic() - self._saving_since > limit:
             self._saving_since = 0.0  # notify once
             self._notice(
@@ -252,16 +253,19 @@ class Trainer(Actor):
         self._notice(f"{error}; the run continues, and earlier checkpoints are intact")
 
     def finish(self) -> None:
-        """Write the policy, and a checkpoint to resume from."""
+        """Write a checkpoint to resume from, then the policy: if the second fails, nothing is lost."""
         if self.team.lost:  # this rank alone has only its share
             return
         try:
             self.team.clear()  # an unfinished step is dropped
-            self.save_policy()
             self._tend_checkpoint(wait=True)
             if self.saved_version < self.step_index and not self._code:
                 self._save()
                 self._tend_checkpoint(wait=True)
+            try:
+                self.save_policy()
+            except OSError as error:
+                self._notice(f"the policy was not written: {error}; its weights are in the newest checkpoint")
             self.team.end()
         except StopRequested:  # a rank was lost meanwhile
             pass

@@ -21,9 +21,10 @@ from pathlib import Path
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.commands import estimate
-from asyncspec.config import Config, resolve_path, topology
+from asyncspec.config import Config, resolve_path, topology, work
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch.preflight import check_host
+from asyncspec.models.shape import PolicyShape
 
 ROUND_TRIPS = 20
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
@@ -83,7 +84,7 @@ def _here(config: Config) -> Node:
     )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings.append(_binds(config))
+    node.findings += [_binds(config), _disk(config)]
     return node
 
 
@@ -137,6 +138,25 @@ def _binds(config: Config) -> Finding:
         return Finding(False, str(error))
 
 
+def _disk(config: Config) -> Finding:
+    """Measure how fast the run's directory is written, and print the deadlines that follow from it."""
+    folder = _run_folder(config)
+    try:
+        measured = work.measured_mb_s(folder)
+    except OSError as error:
+        return Finding(False, f"{folder}: {error.strerror}; expected a directory to write to")
+    config.deployment.disk_mb_s = config.deployment.disk_mb_s or measured
+    return Finding(True, f"{folder} is written at {measured:.0f} MB/s; {work.told(config)}")
+
+
+def _run_folder(config: Config) -> Path:
+    """Return the directory that holds the run's directory, or will."""
+    folder = Path(config.run_dir or "runs").expanduser().absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
 def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks."""
     from torch.distributed import TCPStore
@@ -174,9 +194,7 @@ def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
 
 def _same_files(config: Config, store, rank: int) -> Finding:
     """Check that all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
-    folder = Path(config.run_dir or "runs").expanduser().absolute()
-    while not folder.is_dir():
-        folder = folder.parent
+    folder = _run_folder(config)
     if rank == 0:
         file = folder / f".doctor-{uuid.uuid4().hex}"
         try:
@@ -332,7 +350,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
 
     from asyncspec.console import terminal
 
-    policy = json.loads((resolve_path(config.model.path) / "config.json").read_text())
+    policy = PolicyShape.from_hf(resolve_path(config.model.path)).to_hf()
     judged = judge(config, policy, placed, names, nodes)
     console = terminal(width=max(100, shutil.get_terminal_size().columns))
     size = (

@@ -162,7 +162,8 @@ def run(settings: Training) -> int:
     console = terminal()
     path = resolve_path(settings.policy)
     try:
-        model, shape = policy.load(path)
+        longest = settings.max_prompt_tokens + settings.max_response_tokens + settings.draft_length + 1
+        model, shape = policy.load(path, positions=longest)
         model.requires_grad_(False)
         tokenizer = tokenizers.load(path)
         prompts, held_out, rollouts = _data(settings, tokenizer, shape)

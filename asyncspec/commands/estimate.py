@@ -7,9 +7,9 @@ twice that in 32 bits, and two bytes if they are recomputed. Allocators and libr
 
 from __future__ import annotations
 
-import json
-
 from asyncspec.config import Config, resolve_path
+from asyncspec.models.draft_shape import DraftShape
+from asyncspec.models.shape import PolicyShape
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # AdamW's two moments
@@ -67,6 +67,20 @@ def draft_parameters(method: str, draft: dict) -> int:
     return parameters(draft)
 
 
+def draft_config(config: Config) -> dict:
+    """Return all fields of the draft's config.json, those with defaults included; for MTP those of the policy."""
+    policy, method = PolicyShape.from_hf(resolve_path(config.model.path)), config.speculation.method
+    directory = resolve_path(config.draft_directory)
+    if method == "eagle3":
+        return DraftShape.from_hf(directory, policy).to_hf()
+    return (policy if method == "mtp" else PolicyShape.from_hf(directory)).to_hf()
+
+
+def rope_table(config: Config, policy: dict) -> float:
+    """Bytes of the cosines and sines of all positions, which a policy's layers share."""
+    return 2 * FLOAT * config.positions * policy["head_dim"]
+
+
 def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
     """Bytes that an actor holds at most where it computes, by purpose. An actor that only waits holds its libraries.
 
@@ -92,6 +106,11 @@ def on_host(config: Config, policy: dict, role: str) -> float:
     return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
 
 
+def _rotated_heads(policy: dict) -> float:
+    """Heads that the engine rotates at once: the queries of a key-value head, its key, and its value by one."""
+    return policy["num_attention_heads"] / policy["num_key_value_heads"] + 2
+
+
 def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     P, V = parameters(policy), policy["vocab_size"]
     longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
@@ -111,10 +130,16 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             * policy["num_hidden_layers"]
             / trainer.tensor_parallel,
             "logits": 4 * FLOAT * tokens * V,
+            "RoPE table": rope_table(config, policy),
         }
     if role in ("logprob", "logprob_rank"):
         ranks = config.logprob.ranks
-        found = {"weights": element * P / ranks * (2 if config.rl.kl_coef > 0 else 1), "logits": 3 * FLOAT * tokens * V}
+        models = 2 if config.rl.kl_coef > 0 else 1
+        found = {
+            "weights": element * P / ranks * models,
+            "logits": 3 * FLOAT * tokens * V,
+            "RoPE table": rope_table(config, policy) * models,
+        }
         if ranks == 1:
             return found | {"arriving weights": FLOAT * P}
         # Each rank keeps its share of two versions: one waits for the other ranks, one arrives, tensor by tensor. The
@@ -133,7 +158,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
         method = config.speculation.method
         if method in FEATURES:
-            cfg = json.loads((resolve_path(config.draft_directory) / "config.json").read_text())
+            cfg = draft_config(config)
             own = cfg | {"num_hidden_layers": 1} if FEATURES[method] else cfg
             each = element * FEATURES[method] * cfg["hidden_size"] + kv_bytes_per_token(own, element)
             draft = {
@@ -147,6 +172,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         return {
             "weights": 2 * element * P,
             "arriving weights": FLOAT * P,
+            "RoPE table": rope_table(config, policy) * (1 + _rotated_heads(policy) / 2),
             "KV cache": kv_bytes_per_token(policy, element) * cached,
             "distributions": of_token * config.engine.slots * verified * V,
             **draft,
@@ -173,7 +199,7 @@ def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:
         tokens: tokens in the first pass over a group, which the draft learns from.
         longest: positions of the longest sequence.
     """
-    draft, unroll = json.loads((resolve_path(config.draft_directory) / "config.json").read_text()), config.draft.unroll
+    draft, unroll = draft_config(config), config.draft.unroll
     window = min(longest, config.draft.window or longest)
     tokens = min(tokens, config.rl.group_size * window)
     if config.speculation.method == "eagle3":

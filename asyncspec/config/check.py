@@ -6,7 +6,6 @@ the contents of the files that the fields name.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -22,6 +21,8 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.errors import ConfigError, first_line
 from asyncspec.faults import parse as parse_faults
 from asyncspec.models import CheckpointError
+from asyncspec.models.draft_shape import DraftShape
+from asyncspec.models.headers import read_json
 from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
 from asyncspec.timing.delays import parse as parse_delays
 
@@ -222,14 +223,7 @@ def _check_sglang(config: Config) -> None:
 
 def _check_models(config: Config) -> None:
     """Check that the policy has a supported architecture and divides among the ranks as configured."""
-    policy = _read_json("model.path", config.model.path)
-    try:
-        shape = PolicyShape.from_hf(resolve_path(config.model.path))
-    except CheckpointError as error:
-        raise ConfigError(
-            f"model.path={config.model.path!r}: {first_line(error)}; "
-            f"model.path={default_of('model.path')} is the shipped one"
-        ) from None
+    policy, shape = _read_json("model.path", config.model.path), _shape("model.path", config.model.path)
     if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.path={config.model.path!r}: there is no tokenizer.json; expected a Hugging Face directory with one"
@@ -252,22 +246,31 @@ def _check_models(config: Config) -> None:
             f"model.path={config.model.path!r}: also contains an MTP module; expected a policy without one with "
             f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch"
         )
-    _check_reference(config, policy)
-    _check_draft(config, policy)
+    _check_reference(config, shape)
+    _check_draft(config, policy, shape)
 
 
-def _check_reference(config: Config, policy: dict) -> None:
+def _check_reference(config: Config, policy: PolicyShape) -> None:
     if config.model.reference_path and config.rl.kl_coef > 0:
-        found = _read_json("model.reference_path", config.model.reference_path).get("vocab_size")
-        if found != policy.get("vocab_size"):
+        found = _shape("model.reference_path", config.model.reference_path).vocab_size
+        if found != policy.vocab_size:
             raise ConfigError(
                 f"model.reference_path={config.model.reference_path!r}: has vocab_size={found}; expected "
-                f"{policy.get('vocab_size')}, as in model.path; nearest valid choice: model.reference_path=, which "
+                f"{policy.vocab_size}, as in model.path; nearest valid choice: model.reference_path=, which "
                 "takes the policy of model.path"
             )
 
 
-def _check_draft(config: Config, policy: dict) -> None:
+def _shape(name: str, path: str) -> PolicyShape:
+    """Return the shape of a policy that a field names."""
+    try:
+        return PolicyShape.from_hf(resolve_path(path))
+    except CheckpointError as error:
+        shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
+        raise ConfigError(f"{name}={path!r}: {first_line(error)}{shipped}") from None
+
+
+def _check_draft(config: Config, policy: dict, shape: PolicyShape) -> None:
     """Check that the draft fits the method and was made for this policy."""
     method, directory = config.speculation.method, config.draft_directory
     if not directory:
@@ -293,26 +296,29 @@ def _check_draft(config: Config, policy: dict) -> None:
                 f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
                 f"as in model.path; speculation.method=ngram needs no draft"
             )
+    if method == "mtp":
+        return
+    try:
+        if method == "eagle3":
+            DraftShape.from_hf(resolve_path(directory), shape)
+        else:
+            PolicyShape.from_hf(resolve_path(directory))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"speculation.draft_path={directory!r}: {first_line(error)}; speculation.method=ngram needs no draft"
+        ) from None
 
 
 def _read_json(name: str, path: str) -> dict:
-    file = resolve_path(path) / "config.json"
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}={path!r}: {file}: {first_line(error)}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name}={path!r}: {file}: expected a JSON object")
-    return content
+        return read_json(resolve_path(path) / "config.json")
+    except CheckpointError as error:
+        raise ConfigError(f"{name}={path!r}: {first_line(error)}") from None
 
 
 def _check_lengths(config: Config) -> None:
     """Check that prompt, response and proposed tokens fit the policy's max_position_embeddings."""
-    positions = _read_json("model.path", config.model.path).get("max_position_embeddings")
-    if not isinstance(positions, int):
-        raise ConfigError(
-            f"model.path={config.model.path!r}: config.json has no max_position_embeddings; expected a number"
-        )
+    positions = _shape("model.path", config.model.path).max_positions
     drafted = 1 + config.longest_draft if config.drafting else 0
     room = positions - config.engine.max_prompt_tokens - drafted
     if room < 1:

@@ -139,7 +139,9 @@ class OptimizerConfig:
     beta1: float = knob(0.9, "AdamW's decay of the mean of gradients", least=0, below=1)
     beta2: float = knob(0.95, "AdamW's decay of the mean of squared gradients", least=0, below=1)
     eps: float = knob(1e-8, "AdamW's epsilon, added to the root in the denominator", above=0)
-    weight_decay: float = knob(0.0, "AdamW's decoupled weight decay, on all parameters; 0: none", least=0)
+    weight_decay: float = knob(
+        0.0, "AdamW's decoupled weight decay, on matrices; norms and embedding do not decay; 0: none", least=0
+    )
     max_grad_norm: float = knob(1.0, "norm to which a larger gradient is clipped", above=0)
     warmup_steps: int = knob(3, "optimizer steps of linear learning-rate warm-up; 0: none", least=0)
 
@@ -293,7 +295,7 @@ class DeploymentConfig:
     )
     start_timeout_s: float = knob(
         120.0,
-        "seconds an actor may take to start (first heartbeat included), and again to join the broadcast groups",
+        "seconds an actor may take to start, besides loading the policy, and again to join the broadcast groups",
         above=0,
     )
     stall_timeout_s: float = knob(
@@ -308,7 +310,16 @@ class DeploymentConfig:
         above=0,
     )
     stop_timeout_s: float = knob(
-        4.0, "seconds that an interrupted run may take to stop; then its processes are killed", above=0
+        4.0,
+        "seconds that an interrupted run may take to stop, besides writing its checkpoint; then its processes are "
+        "killed",
+        above=0,
+    )
+    disk_mb_s: float = knob(
+        0.0,
+        "megabytes per second at which run_dir is written; deadlines of work that grows with the policy follow from "
+        "it; 0: measured at the start",
+        least=0,
     )
     record: bool = knob(True, "record the actors' activities over time in trace.json")
     faults: str = knob(
@@ -368,6 +379,11 @@ class Config:
     def longest_draft(self) -> int:
         """The largest number of tokens that a verification may propose."""
         return LONGEST_DRAFT if self.fixed_draft_length is None else self.fixed_draft_length
+
+    @property
+    def positions(self) -> int:
+        """Positions of the longest sequence: prompt, response, and the tokens of a last verification."""
+        return self.engine.max_prompt_tokens + self.sampling.max_response_tokens + self.longest_draft + 1
 
     @property
     def adapting(self) -> bool:

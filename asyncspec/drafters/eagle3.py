@@ -11,7 +11,7 @@ from asyncspec.drafters.features import DecodeFeatures
 from asyncspec.engine.backend import Target
 from asyncspec.engine.layers import MLP, DecodeLayer, RoPE, layer_shape, scale, scaled
 from asyncspec.engine.workspace import Buffer, Workspace
-from asyncspec.models.eagle3 import Eagle3
+from asyncspec.models.eagle3 import Eagle3, angles
 
 
 class Eagle3Layer(DecodeLayer):
@@ -25,7 +25,7 @@ class Eagle3Layer(DecodeLayer):
 class DecodeEagle3(DecodeFeatures):
     def __init__(self, draft: Eagle3, target: Target) -> None:
         shape, positions = layer_shape(draft.shape, head_norms=False), target.slots.positions
-        rope = RoPE(draft.shape.angles(positions).to(target.backend.device), shape.queries)
+        rope = RoPE(angles(draft.shape, positions).to(target.backend.device), shape.queries)
         super().__init__(draft, shape, rope, target)
         layer = draft.midlayer
         norm, mlp = layer.post_attention_layernorm, layer.mlp

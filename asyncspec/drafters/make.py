@@ -33,8 +33,8 @@ def drafter_maker(method: str, directory: Path, policy: PolicyShape) -> DrafterM
 
         return {"ngram": NGramDrafter, "suffix": SuffixDrafter}[method].of
     if method == "mtp":  # it shares the head of the engine's policy
-        return lambda target: drafter_for(load(method, directory, policy, target.model))(target)
-    return drafter_for(load(method, directory, policy))
+        return lambda target: drafter_for(load(method, directory, policy, target.model, 1))(target)
+    return drafter_for(load(method, directory, policy, positions=1))  # a drafter has a table of its own
 
 
 def drafter_for(draft: Draft) -> DrafterMaker:

@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 
 from asyncspec import clock
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, resolve_path, work
 from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
 from asyncspec.engine.protocol import Completion, QueueingEngine, Sample
 from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
@@ -68,6 +68,7 @@ class SglangEngine(QueueingEngine):
         self.policy = policy.skeleton(self.shape)  # names and shapes; the server has the weights
         self._server = Server(config.server_urls[index])
         check(config, self._server)
+        self._load_s = SERVER_WEIGHTS_S + work.start_s(config)
         self._weights = weights_folder(config) / f"generator{index}"
         shutil.rmtree(self._weights, ignore_errors=True)  # files that a killed generator left behind
         self._server.ask("/abort_request", {"abort_all": True})
@@ -131,7 +132,7 @@ class SglangEngine(QueueingEngine):
             "weight_version": str(version),
             "flush_cache": True,
         }
-        updated = self._server.ask("/update_weights_from_disk", body, Updated, SERVER_WEIGHTS_S)
+        updated = self._server.ask("/update_weights_from_disk", body, Updated, self._load_s)
         if not updated.success:
             raise ServerError(
                 f"SGLang at {self._server.url} could not load version {version}: {' '.join(updated.message.split())}"

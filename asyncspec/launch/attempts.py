@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
-from asyncspec.config import Config
+from asyncspec.config import Config, work
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
@@ -249,7 +249,7 @@ class _Attempt:
             NotStarted: the controller failed to start, and a restart would not help or none is left.
             KeyboardInterrupt: the user interrupted the wait.
         """
-        limit = self.config.deployment.start_timeout_s
+        limit = work.start_s(self.config)
         deadline = time.monotonic() + limit
         while (outcome := self.playing["controller"].prepared()) is None:
             if self.interrupt.count:

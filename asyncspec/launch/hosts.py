@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import monarch.actor as monarch
 
-from asyncspec.config import Config, topology
+from asyncspec.config import Config, topology, work
 from asyncspec.deadlines import HOST_ALONE_S, HOST_ASKED_S, HOST_LOST_S, HOST_REACHED_S, HOST_RETRY_S, MESH_STOP_S
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch.interrupt import InterruptFlag
@@ -234,7 +234,7 @@ class Hosts:
             now: do not wait for the nodes to end by themselves.
         """
         self._over.set()
-        deadline = time.monotonic() + (0 if now else self._config.deployment.stop_timeout_s + MESH_STOP_S)
+        deadline = time.monotonic() + (0 if now else work.stop_s(self._config) + MESH_STOP_S)
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         with ThreadPoolExecutor(len(self._at)) as pool:
@@ -288,7 +288,7 @@ class Hosts:
 
     def _play(self, node: int, address: Address) -> tuple[int, str]:
         """Have a node played once. Returns its exit code and the reason why it ended, in a line."""
-        mesh, said, lost = None, "", time.monotonic() + self._config.deployment.start_timeout_s
+        mesh, said, lost = None, "", time.monotonic() + work.start_s(self._config)
         try:
             mesh = monarch.attach_to_workers(ca="trust_all_connections", workers=[address.url()]).spawn_procs(
                 name=f"node{node}"

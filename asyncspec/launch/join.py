@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from asyncspec import config as configuration
-from asyncspec.config import Config, topology
+from asyncspec.config import Config, topology, work
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.files import replace_file
 from asyncspec.launch import processes, roles
@@ -111,7 +111,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
         )
     check_node(config, node)
     interrupt, attempt = InterruptFlag(), -1
-    deadline = time.monotonic() + config.deployment.start_timeout_s
+    deadline = time.monotonic() + work.start_s(config)
     while not interrupt.count:
         found = Rendezvous.read(config.run_dir)
         if found is not None and launch not in (None, found.launch):
@@ -121,7 +121,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
         if found is not None and found.attempt != attempt:
             attempt = found.attempt
             _play(config, node, found, interrupt)
-            deadline = time.monotonic() + config.deployment.start_timeout_s
+            deadline = time.monotonic() + work.start_s(config)
         elif time.monotonic() > deadline:
             print(
                 f"node {node}: the run's first node has neither ended nor restarted the run; see {config.run_dir}/logs",
@@ -176,7 +176,7 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
     client = ControlClient(address, f"node{node}.{time.time_ns()}")
     try:
         client.send(m.Claim(names))
-        deadline = time.monotonic() + config.deployment.start_timeout_s
+        deadline = time.monotonic() + work.start_s(config)
         while time.monotonic() < deadline:
             transport.wait([client], POLL_S)
             answer = client.receive()
@@ -189,7 +189,7 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
     finally:
         client.close(0)
     raise UserError(
-        f"--node {node}: the controller at {address} has not answered within {config.deployment.start_timeout_s:.0f} "
+        f"--node {node}: the controller at {address} has not answered within {work.start_s(config):.0f} "
         f"s; expected deployment.host of node 0 to be an address that this node can reach"
     )
 

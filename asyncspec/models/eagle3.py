@@ -15,8 +15,6 @@ N heads, H head size.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,46 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from asyncspec.models import CheckpointError
-from asyncspec.models.hf_files import read_tensors, write_checkpoint
+from asyncspec.models.contents import check_eagle3
+from asyncspec.models.draft_shape import DraftShape
+from asyncspec.models.hf_files import carried, read_tensors, write_checkpoint
 from asyncspec.models.policy import llama_rope
-from asyncspec.models.shape import PolicyShape, RopeScaling
-
-
-@dataclass(frozen=True)
-class DraftShape:
-    vocab_size: int
-    dim: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_dim: int
-    rope_theta: float
-    norm_eps: float
-    aux_layers: tuple[int, int, int]
-    max_positions: int
-    draft_vocab_size: int  # tokens it can propose
-    rope_scaling: RopeScaling | None = None
-
-    @classmethod
-    def for_policy(cls, policy: PolicyShape, draft_vocab_size: int = 0) -> DraftShape:
-        return cls(
-            policy.vocab_size,
-            policy.dim,
-            policy.n_heads,
-            policy.n_kv_heads,
-            policy.head_dim,
-            policy.hidden_dim,
-            policy.rope_theta,
-            policy.norm_eps,
-            policy.aux_layers,
-            policy.max_positions,
-            draft_vocab_size or policy.vocab_size,
-            policy.rope_scaling,
-        )
-
-    def angles(self, positions: int) -> torch.Tensor:
-        """Return the angles of RoPE in radians, float32 [positions, H / 2]."""
-        return llama_rope(self.head_dim, positions, self.rope_theta, self.rope_scaling).build().cache.angle()
+from asyncspec.models.shape import PolicyShape
 
 
 class Eagle3(nn.Module):
@@ -84,9 +47,7 @@ class Eagle3(nn.Module):
         self.midlayer = _DraftLayer(shape)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.lm_head = nn.Linear(shape.dim, shape.draft_vocab_size, bias=False)
-        angles = shape.angles(shape.max_positions).repeat(1, 2)
-        self.register_buffer("cos_PH", angles.cos(), persistent=False)
-        self.register_buffer("sin_PH", angles.sin(), persistent=False)
+        self.register_buffer("frequency_H", angles(shape, 2)[1].repeat(2), persistent=False)  # radians a position
 
     def fuse(self, features_BLE: torch.Tensor) -> torch.Tensor:
         """Join the target's auxiliary hidden states into one, [B, L, D]."""
@@ -94,7 +55,8 @@ class Eagle3(nn.Module):
 
     def rope(self, positions_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine for positions, [B, L, 1, H] each."""
-        return self.cos_PH[positions_BL].unsqueeze(2), self.sin_PH[positions_BL].unsqueeze(2)
+        angle_BL1H = (positions_BL.unsqueeze(-1) * self.frequency_H).unsqueeze(2)
+        return angle_BL1H.cos(), angle_BL1H.sin()
 
     def forward(self, hidden_BLD, embeds_BLD, rope, attend):
         """Run one pass of the draft.
@@ -162,43 +124,9 @@ class _DraftMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
 
 
-def read_shape(directory: Path, policy: PolicyShape) -> DraftShape:
-    """Read a draft's config.json and check that it fits the policy.
-
-    Raises:
-        CheckpointError: the file is missing or broken, or the draft was made for another policy's shape.
-    """
-    try:
-        cfg = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory}/config.json: {error}") from None
-    if cfg.get("architectures") != ["LlamaForCausalLMEagle3"]:
-        raise CheckpointError(
-            f"{directory}/config.json: architectures={cfg.get('architectures')}: expected ['LlamaForCausalLMEagle3']"
-        )
-    for key, value in (("vocab_size", policy.vocab_size), ("hidden_size", policy.dim)):
-        if cfg.get(key) != value:
-            raise CheckpointError(f"{directory}/config.json: {key}={cfg.get(key)}: expected the policy's {value}")
-    rope = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
-    try:
-        return DraftShape(
-            cfg["vocab_size"],
-            cfg["hidden_size"],
-            cfg["num_attention_heads"],
-            cfg["num_key_value_heads"],
-            cfg["head_dim"],
-            cfg["intermediate_size"],
-            float(cfg.get("rope_theta") or rope["rope_theta"]),
-            cfg["rms_norm_eps"],
-            tuple(cfg["eagle_aux_hidden_state_layer_ids"]),
-            policy.max_positions,
-            cfg.get("draft_vocab_size") or cfg["vocab_size"],
-            RopeScaling.from_hf(rope),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{directory}/config.json: field {error} is missing") from None
-    except ValueError as error:
-        raise CheckpointError(f"{directory}/config.json: {error}") from None
+def angles(shape: DraftShape, positions: int) -> torch.Tensor:
+    """Return the angles of RoPE in radians, float32 [positions, H / 2]."""
+    return llama_rope(shape.head_dim, positions, shape.rope_theta, shape.rope_scaling).build().cache.angle()
 
 
 def load(directory: Path, policy: PolicyShape) -> Eagle3:
@@ -207,60 +135,28 @@ def load(directory: Path, policy: PolicyShape) -> Eagle3:
     Raises:
         CheckpointError: the files are missing or broken, or the draft was made for another policy's shape.
     """
-    shape, tensors = read_shape(directory, policy), read_tensors(directory)
+    shape, tensors = check_eagle3(directory, policy), read_tensors(directory)
     tokens = None
     if shape.draft_vocab_size != shape.vocab_size:
-        offsets = tensors.get("d2t")
-        if offsets is None or offsets.shape != (shape.draft_vocab_size,):
-            raise CheckpointError(
-                f"{directory}: tensor d2t is missing or does not fit draft_vocab_size={shape.draft_vocab_size}"
-            )
-        tokens = offsets.to(torch.int64) + torch.arange(shape.draft_vocab_size)
-        if not (
-            0 <= int(tokens.min()) and int(tokens.max()) < shape.vocab_size and len(tokens.unique()) == len(tokens)
-        ):
-            raise CheckpointError(
-                f"{directory}: tensor d2t does not name {len(tokens)} different tokens of the policy's "
-                f"{shape.vocab_size}"
-            )
+        tokens = tensors["d2t"].to(torch.int64) + torch.arange(shape.draft_vocab_size)
     draft = Eagle3(shape, tokens)
-    for name, tensor in draft.state_dict().items():
-        if name not in tensors or tensors[name].shape != tensor.shape or not tensors[name].isfinite().all():
-            raise CheckpointError(f"{directory}: tensor {name} is missing, has the wrong shape or is not finite")
+    for name in draft.state_dict():
+        if not tensors[name].isfinite().all():
+            raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
     draft.load_state_dict({k: tensors[k].float() for k in draft.state_dict()})
     return draft
 
 
-def save(draft: Eagle3, directory: Path) -> None:
-    """Write the draft in the layout that vLLM reads."""
+def save(draft: Eagle3, directory: Path, source: Path | None = None) -> None:
+    """Write the draft in the layout that vLLM reads.
+
+    Args:
+        source: the directory that the draft was loaded from, see `hf_files.carried`.
+    """
     shape, tensors = draft.shape, draft.state_dict()
     if draft.d2t_U is not None:
         tensors |= {
             "d2t": draft.d2t_U - torch.arange(len(draft.d2t_U), device=draft.d2t_U.device),
             "t2d": draft.t2d_V >= 0,
         }
-    write_checkpoint(
-        directory,
-        {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "vocab_size": shape.vocab_size,
-            "draft_vocab_size": shape.draft_vocab_size,
-            "hidden_size": shape.dim,
-            "num_hidden_layers": 1,
-            "num_attention_heads": shape.n_heads,
-            "num_key_value_heads": shape.n_kv_heads,
-            "head_dim": shape.head_dim,
-            "intermediate_size": shape.hidden_dim,
-            "max_position_embeddings": shape.max_positions,
-            "rope_theta": shape.rope_theta,
-            "rms_norm_eps": shape.norm_eps,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
-            "torch_dtype": "float32",
-            **({} if shape.rope_scaling is None else {"rope_scaling": shape.rope_scaling.to_hf()}),
-        },
-        tensors,
-    )
+    write_checkpoint(directory, carried(source, shape.to_hf()), tensors, source)

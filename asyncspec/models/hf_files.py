@@ -1,53 +1,102 @@
-"""The files of a Hugging Face directory: config.json and safetensors, whole or in shards."""
+"""Reads and writes the files of a Hugging Face directory: config.json, safetensors, and the files that go with them."""
 
 from __future__ import annotations
 
-import json
+import shutil
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from asyncspec.files import write_json
 from asyncspec.models import CheckpointError
+from asyncspec.models.headers import read_headers, read_json, tensor_files
+
+CONFIG = "config.json"
+# Files with weights in any format. New weights replace them, so they are not carried over.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz")
+_INDEX = (".safetensors.index.json", ".bin.index.json")
 
 
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
+def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors of model.safetensors, or of the shards that model.safetensors.index.json lists.
+
+    Args:
+        names: the tensors to read; None: all.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for name in _shards(directory):
+    for file in tensor_files(directory):
         try:
-            tensors.update(load_file(directory / name))
+            if names is None:
+                tensors.update(load_file(directory / file))
+                continue
+            with safe_open(directory / file, "pt") as opened:
+                tensors.update({name: opened.get_tensor(name) for name in opened.keys() if name in names})
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{directory / name}: {error}") from None
+            raise CheckpointError(f"{directory / file}: {error}") from None
     return tensors
 
 
-def _shards(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return ["model.safetensors"]
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index}: expected an object whose weight_map names each tensor's file") from None
-    if missing := sorted(name for name in names if not (directory / name).is_file()):
-        raise CheckpointError(
-            f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files are missing)"
-        )
-    return sorted(names)
+def carried(source: Path | None, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json for new weights, which are float32.
+
+    Args:
+        source: the directory that the old weights were read from. Its fields are kept, except the dtype.
+        config: the fields without a source.
+    """
+    if source is None:
+        return config
+    found = read_json(source / CONFIG)
+    return found | {name: "float32" for name in ("torch_dtype", "dtype") if name in found}
 
 
-def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Write config.json and model.safetensors, each replaced as a whole: a reader never sees half a file."""
+def write_checkpoint(
+    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], source: Path | None = None
+) -> None:
+    """Write model.safetensors and config.json, each replaced as a whole: a reader never sees half a file. Then copy the
+    files of `source` that hold no weights, for example the tokenizer, the chat template and the license.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
-    save_file(
-        {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial, metadata={"format": "pt"}
-    )
+    whole = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    try:
+        save_file(whole, partial, metadata={"format": "pt"})
+    except SafetensorError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{directory}: {error}") from None
     partial.chmod(0o644)  # safetensors makes it readable only by its owner
     partial.replace(directory / "model.safetensors")
-    write_json(directory / "config.json", config)
+    write_json(directory / CONFIG, config)
+    if source is not None and source.resolve() != directory.resolve():
+        _copy_others(source, directory)
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Copy the files and folders without weights. A folder with weights belongs to another model and stays behind."""
+    for item in sorted(source.iterdir()):
+        if item.name.startswith(".") or item.name == CONFIG:
+            continue
+        if item.is_dir():
+            if not any(_has_weights(file) for file in item.rglob("*")):
+                shutil.copytree(item, target / item.name, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        elif item.is_file() and not _has_weights(item):
+            shutil.copyfile(item, target / item.name)
+
+
+def _has_weights(file: Path) -> bool:
+    return file.name.endswith((*_WEIGHTS, *_INDEX))
+
+
+def further_tensors(source: Path, written: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a directory that training does not change: those that are not among the written ones."""
+    names = set(read_headers(source)) - set(written)
+    return read_tensors(source, names) if names else {}

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from asyncspec.models import CheckpointError
+from asyncspec.models.contents import MTP_PREFIX, check_mtp
 from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.policy import PolicyShape, adapter, build
 from asyncspec.models.shape import MTP_ARCHITECTURES
@@ -30,18 +31,19 @@ _RENAMED = {"pre_fc_norm_hidden": "hidden_norm", "pre_fc_norm_embedding": "embed
 class MTP(nn.Module):
     """Trained and decoded through the same calls as `Eagle3`: fuse, rope, forward."""
 
-    def __init__(self, shape: PolicyShape, lm_head: torch.Tensor) -> None:
+    def __init__(self, shape: PolicyShape, lm_head: torch.Tensor, positions: int = 0) -> None:
         """
         Args:
             shape: shape of the policy.
             lm_head: the policy's head, [V, D]; used without a copy, never trained here.
+            positions: length of the RoPE table; 0: the shape's.
         """
         super().__init__()
         self.shape, self._lm_head = shape, lm_head.detach()
         self.aux_layers = (shape.n_layers,)  # the trunk's output
         self.hidden_norm, self.embed_norm, self.norm = (nn.RMSNorm(shape.dim, eps=shape.norm_eps) for _ in range(3))
         self.fc = nn.Linear(2 * shape.dim, shape.dim, bias=False)
-        trunk = build(replace(shape, n_layers=1, vocab_size=8, tied=False))
+        trunk = build(replace(shape, n_layers=1, vocab_size=8, tied=False), positions)
         trunk.init_states()
         self._config, self.block = trunk.config, trunk.layers["0"]
 
@@ -84,12 +86,12 @@ class MTP(nn.Module):
         """Load tensors by their `mtp.*` names.
 
         Raises:
-            CheckpointError: a tensor is missing, has the wrong shape or is not finite.
+            CheckpointError: a tensor holds values that are not finite.
         """
-        for name, mine in self.state_hf().items():
-            if name not in tensors or tensors[name].shape != mine.shape or not tensors[name].isfinite().all():
-                raise CheckpointError(f"{where}: tensor {name} is missing, has the wrong shape or is not finite")
-        mine = {k: v.float() for k, v in tensors.items() if k.startswith("mtp.")}
+        mine = {k: v.float() for k, v in tensors.items() if k.startswith(MTP_PREFIX)}
+        for name, tensor in mine.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{where}: tensor {name} holds values that are not finite")
         block = adapter(self._config).from_hf(
             {k.replace("mtp.", "model.", 1): v for k, v in mine.items() if k.startswith("mtp.layers.")}
         )
@@ -99,13 +101,17 @@ class MTP(nn.Module):
                 getattr(self, ours).weight.copy_(mine[f"mtp.{theirs}.weight"])
 
 
-def load(directory: Path, policy: PolicyShape, lm_head: torch.Tensor) -> MTP:
+def load(directory: Path, policy: PolicyShape, lm_head: torch.Tensor, positions: int = 0) -> MTP:
     """Read the `mtp.*` tensors of a checkpoint and check that they fit the policy.
+
+    Args:
+        positions: length of the RoPE table; 0: the shape's.
 
     Raises:
         CheckpointError: the files are missing or broken, or they were made for another policy's shape.
     """
-    module = MTP(policy, lm_head)
+    check_mtp(directory, policy)
+    module = MTP(policy, lm_head, positions)
     module.load_hf(read_tensors(directory), str(directory))
     return module
 

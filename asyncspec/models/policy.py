@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import CheckpointError
-from asyncspec.models.hf_files import read_tensors, write_checkpoint
+from asyncspec.models.contents import EMBEDDING, HEAD, MTP_PREFIX, check_policy
+from asyncspec.models.hf_files import carried, further_tensors, read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
 with compiling_later():
@@ -97,11 +98,11 @@ def _fan_in(t: torch.Tensor) -> None:
     nn.init.normal_(t, std=t.shape[-1] ** -0.5)
 
 
-def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
+def build(shape: PolicyShape, positions: int = 0) -> Decoder:
     """Return a policy whose weights are not initialized.
 
     Args:
-        max_positions: length of the RoPE table; 0: the shape's.
+        positions: length of the RoPE table, which is the longest sequence that a pass may take; 0: the shape's.
     """
     # On a CPU, torch warns when torchtitan's router asks for autocast to float32, which CPU autocast does not have.
     warnings.filterwarnings("ignore", message="In CPU autocast")
@@ -110,7 +111,7 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
     block = block_class.Config(
         attention_norm=_norm(shape, shape.dim),
         ffn_norm=_norm(shape, shape.dim),
-        attention=_attention(shape, max_positions or shape.max_positions),
+        attention=_attention(shape, 1),  # a table in each layer; `_share_rope` replaces all of them by one
         **_feed_forward(shape),
     )
     config = model_class.Config(
@@ -127,7 +128,31 @@ def build(shape: PolicyShape, max_positions: int = 0) -> Decoder:
         layers=[block] * shape.n_layers,
     )
     divide(config)
-    return config.build()
+    model = config.build()
+    rope = first_rope(model)
+    rope.config = replace(rope.config, max_seq_len=positions or shape.max_positions)
+    rope.cache = rope._precompute_cache()
+    _share_rope(model)
+    return model
+
+
+def first_rope(model: Decoder) -> CosSinRoPE | ComplexRoPE:
+    """Return the RoPE of the first layer. Its table serves all layers."""
+    return next(iter(model.layers.values())).attention.rope
+
+
+def _share_rope(model: Decoder) -> None:
+    """Have all layers use the first layer's RoPE table."""
+    rope = first_rope(model)
+    for layer in model.layers.values():
+        layer.attention.rope.config, layer.attention.rope.cache = rope.config, rope.cache
+
+
+def move(model: Decoder, device: str) -> Decoder:
+    """Move a policy to a device, in place. Each layer would get a RoPE table of its own otherwise."""
+    model.to(device)
+    _share_rope(model)
+    return model
 
 
 def _norm(shape: PolicyShape, size: int) -> RMSNorm.Config:
@@ -269,39 +294,29 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def load(directory: Path, device: str = "cpu") -> tuple[Decoder, PolicyShape]:
+def load(directory: Path, device: str = "cpu", positions: int = 0) -> tuple[Decoder, PolicyShape]:
     """Build a policy on a device and fill it from a Hugging Face directory.
 
+    Args:
+        positions: see `build`.
+
     Raises:
-        CheckpointError: missing files, shards or tensors, wrong shapes, or values that are not finite.
+        CheckpointError: what `check_policy` finds, or values that are not finite.
     """
-    shape = PolicyShape.from_hf(directory)
-    model = build(shape)
-    # The policy's own MTP module may lie in the same file, see models/mtp.py.
-    tensors = {k: v for k, v in read_tensors(directory).items() if not k.startswith("mtp.")}
-    try:
-        state = adapter(model.config).from_hf(tensors)
-    # an unknown tensor, a tensor that cannot be reshaped, or no embedding
-    except (KeyError, RuntimeError, AssertionError) as error:
-        raise CheckpointError(
-            f"{directory}: tensors do not fit model_type {shape.model_type}: {str(error) or 'one is missing'}"
-        ) from None
-    if shape.tied:
-        state["tok_embeddings.weight"] = state["lm_head.weight"]
-    expected = model.state_dict()
-    missing = sorted(set(expected) - set(state))
-    if missing:
-        raise CheckpointError(f"{directory}: tensor {missing[0]} is missing ({len(missing)} in all)")
-    for name, tensor in expected.items():
-        if state[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{directory}: tensor {name} has shape {tuple(state[name].shape)}, "
-                f"config.json asks for {tuple(tensor.shape)}"
-            )
-        if not state[name].isfinite().all():
+    shape = check_policy(directory)
+    model = build(shape, positions)
+    # The file may also hold the policy's MTP module, and a copy of the embedding as the head.
+    tensors = {
+        k: v
+        for k, v in read_tensors(directory).items()
+        if not k.startswith(MTP_PREFIX) and not (shape.tied and k == HEAD)
+    }
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
             raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
-    model.load_state_dict({name: state[name].to(torch.float32) for name in expected})
-    return model.to(device), shape
+    state = adapter(model.config).from_hf(tensors)
+    model.load_state_dict({name: state[name].to(torch.float32) for name in model.state_dict()})
+    return move(model, device), shape
 
 
 def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
@@ -348,16 +363,20 @@ def _register(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         model.get_submodule(module).register_parameter(leaf, parameter)
 
 
-def save(model: Decoder, shape: PolicyShape, directory: Path, tokenizer_from: Path | None = None, mtp=None) -> None:
-    """Write a Hugging Face directory: config.json, model.safetensors, and the tokenizer's files.
+def save(model: Decoder, shape: PolicyShape, directory: Path, source: Path | None = None, mtp=None) -> None:
+    """Write a Hugging Face directory with the policy's weights.
 
     Args:
+        source: a directory whose other files are copied, for example the tokenizer's. If it holds a policy of the same
+            shape, its fields of config.json and its further tensors are carried over too, so the result is the
+            directory that came in, with new weights.
         mtp: the policy's `MTP` module, written to the same file.
     """
     state = adapter(model.config).to_hf({k: v.detach() for k, v in model.state_dict().items()})
     more = {} if mtp is None else {"num_nextn_predict_layers": 1}
-    write_checkpoint(directory, shape.to_hf() | more, state | ({} if mtp is None else mtp.state_hf()))
-    if tokenizer_from is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            if (tokenizer_from / name).is_file():
-                (directory / name).write_bytes((tokenizer_from / name).read_bytes())
+    state |= {} if mtp is None else mtp.state_hf()
+    same = source if source is not None and PolicyShape.from_hf(source) == shape else None
+    if same is not None:
+        further = further_tensors(same, state)
+        state |= {name: state[EMBEDDING] if name == HEAD else tensor for name, tensor in further.items()}
+    write_checkpoint(directory, carried(same, shape.to_hf()) | more, state, source)

@@ -16,6 +16,18 @@ from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
 from asyncspec.wire import messages as m
 
 
+def decayed(model, weight_decay: float) -> list[dict]:
+    """Return an optimizer's groups of a policy's parameters: the matrices decay, the norms and the embedding do not.
+
+    A tied head is the embedding.
+    """
+    kept = {id(model.tok_embeddings.weight)}
+    matrices, others = [], []
+    for parameter in model.parameters():
+        (matrices if parameter.ndim > 1 and id(parameter) not in kept else others).append(parameter)
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
+
+
 class GradientAccumulator:
     """Accumulates the gradient of sum(token losses) / number of tokens over all groups added. The division of groups
     into calls and ranks does not matter.
@@ -41,7 +53,7 @@ class GradientAccumulator:
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
         o = optimizer_config
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+            decayed(model, o.weight_decay), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=0.0
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps))

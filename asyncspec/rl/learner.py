@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, resolve_path, work
 from asyncspec.ledger import checkpoint
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
@@ -54,17 +54,18 @@ class Learner:
 
         # If the policy is sharded, every rank loads it whole into host memory; `join` keeps its shards.
         self.model, self.shape = policy.load(
-            resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device
+            resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device, self.config.positions
         )
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         """Connect to the other ranks and shard the policy over them. Collective."""
+        from asyncspec.models import policy
         from asyncspec.rl.accumulate import GradientAccumulator
 
         c = self.config
-        self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
+        self.ranks.join(store_host, store_port, self.device, work.start_s(c), collective_s)
         self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
-        self.model.to(self.device)
+        policy.move(self.model, self.device)
         self.accumulator = GradientAccumulator(
             self.model,
             c.trainer.optimizer,
@@ -175,7 +176,7 @@ class Learner:
 
         directory, model = self.run_dir / "checkpoint" / "policy", self.model
         if self.ranks.sharded:
-            model = policy.build(self.shape)
+            model = policy.build(self.shape, self.config.positions)
             tensors = self.layout.views(torch.cat(list(snapshot.begin())))
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, resolve_path, work
 from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
 from asyncspec.rl.batch import padded, passes, response_logprobs
 from asyncspec.wire import messages as m
@@ -48,15 +48,18 @@ class Scorer:
         from asyncspec.models import policy
 
         # If the model is sharded, every rank loads it whole into host memory; `join` keeps its shards.
-        model, shape = policy.load(resolve_path(path), "cpu" if self.ranks.sharded else self.device)
+        device = "cpu" if self.ranks.sharded else self.device
+        model, shape = policy.load(resolve_path(path), device, self.config.positions)
         return policy.cast(model, getattr(torch, self.config.model.dtype)).requires_grad_(False), shape
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         """Connect to the other ranks and shard policy and reference over them. Collective."""
-        self.ranks.join(store_host, store_port, self.device, self.config.deployment.start_timeout_s, collective_s)
+        from asyncspec.models import policy
+
+        self.ranks.join(store_host, store_port, self.device, work.start_s(self.config), collective_s)
         for model in self._models:
             self.ranks.shard(model, trained=False)
-            model.to(self.device)
+            policy.move(model, self.device)
         self._hold()
 
     @property

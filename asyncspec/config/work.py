@@ -1,0 +1,126 @@
+"""How long work may take that grows with the policy or the data: loading, checkpoints, the export, stopping.
+
+Such a deadline is a configured number of seconds, and PATIENCE times what the work takes at a measured speed:
+
+    deadline = seconds + PATIENCE * bytes / speed
+
+The speed is `deployment.disk_mb_s`, which the launcher measures at the start if it is 0. A deadline is a limit for work
+that hangs, so it is long: what ends earlier waits for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+
+from asyncspec.config.paths import resolve_path
+from asyncspec.config.schema import Config
+from asyncspec.models import headers
+
+PATIENCE = 4
+FASTEST = 200e6  # bytes per second. Disks are faster, but tensors are also copied, checked and summed up on the way.
+UNMEASURED = 50e6  # bytes per second, where nobody has measured
+DATA = 10e6  # bytes per second at which lines of JSON are read and checked
+FLOAT = 4
+_MOST, _LONGEST_S, _BLOCK = 64_000_000, 0.5, 4_000_000  # of a measurement: bytes, seconds, bytes at once
+
+
+def measured_mb_s(directory: Path) -> float:
+    """Return the megabytes per second at which a directory's disk is written. Takes about half a second at most.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    block, written, start = os.urandom(_BLOCK), 0, time.perf_counter()
+    with tempfile.TemporaryFile(dir=directory) as file:
+        while written < _MOST and time.perf_counter() - start < _LONGEST_S:
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            written += _BLOCK
+    return round(max(0.1, 1e-6 * written / (time.perf_counter() - start)), 1)
+
+
+@lru_cache
+def _parameters(directory: Path) -> int:
+    """Return the number of elements of a directory's tensors; 0 if they cannot be counted."""
+    try:
+        return headers.parameters(directory)
+    except headers.CheckpointError:
+        return 0
+
+
+def policy_bytes(config: Config) -> int:
+    """Bytes of the policy's weights in float32, which is what the run exports."""
+    return 0 if config.trainer.kind == "mock" else FLOAT * _parameters(resolve_path(config.model.path))
+
+
+def draft_bytes(config: Config) -> int:
+    """Bytes of the draft's weights in float32; 0 for a method without files."""
+    directory = "" if config.trainer.kind == "mock" else config.draft_directory
+    return FLOAT * _parameters(resolve_path(directory)) if directory else 0
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of a checkpoint of policy and draft: weights and AdamW's two moments, in float32."""
+    return 3 * (policy_bytes(config) + (draft_bytes(config) if config.draft_trainer else 0))
+
+
+def checkpoint_s(config: Config) -> float:
+    """Seconds that a checkpoint may take until the trainer says that it is late."""
+    return config.deployment.stall_timeout_s + _writing_s(config, checkpoint_bytes(config))
+
+
+def stop_s(config: Config, finished: bool = False) -> float:
+    """Seconds that actors may take to stop: to end the checkpoint that they write, to write another, and to export.
+
+    Args:
+        finished: all steps are trained, so nobody waits for the end with a hand on Ctrl-C.
+    """
+    seconds = config.deployment.stall_timeout_s if finished else config.deployment.stop_timeout_s
+    exported = policy_bytes(config) + draft_bytes(config)
+    return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + exported)
+
+
+def start_s(config: Config) -> float:
+    """Seconds that an actor may take to start: to load policy, reference and draft, or to read the data."""
+    models = policy_bytes(config) * (2 if config.rl.kl_coef > 0 else 1) + draft_bytes(config)
+    return config.deployment.start_timeout_s + _writing_s(config, models) + PATIENCE * data_bytes(config) / DATA
+
+
+def turn_s(config: Config) -> float:
+    """Seconds that one turn of an actor's main loop may take. In a turn the trainer copies a checkpoint's tensors."""
+    return config.deployment.turn_timeout_s + _writing_s(config, checkpoint_bytes(config))
+
+
+def data_bytes(config: Config) -> int:
+    """Bytes of the data files."""
+    files = [resolve_path(path) for path in (config.data.train_file, config.data.eval_file) if path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def told(config: Config) -> str:
+    """Return the deadlines in one line, for a person."""
+    seconds = {
+        "to start": start_s(config),
+        "one turn": turn_s(config),
+        "a checkpoint": checkpoint_s(config),
+        "to stop": stop_s(config),
+    }
+    return (
+        f"a checkpoint takes {1e-9 * checkpoint_bytes(config):.2g} GB; "
+        f"deadlines at {1e-6 * speed(config):.0f} MB/s: "
+        + ", ".join(f"{what} {limit:.0f} s" for what, limit in seconds.items())
+    )
+
+
+def speed(config: Config) -> float:
+    """Bytes per second with which deadlines are computed."""
+    return min(FASTEST, 1e6 * config.deployment.disk_mb_s) or UNMEASURED
+
+
+def _writing_s(config: Config, size: float) -> float:
+    return PATIENCE * size / speed(config)
