@@ -188,7 +188,7 @@ def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
     for kind in ("qwen3", "llama"):
         folder = tmp_path / kind
         # The sizes of the weights are always given; all else is left out.
-        sizes = {name: SIZES[name] for name in list(SIZES)[:5]} | {"num_attention_heads": 32}
+        sizes = {name: SIZES[name] for name in list(SIZES)[:5]} | {"num_attention_heads": 32, "hidden_size": 128}
         theirs = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[kind])(**sizes)
         folder.mkdir()
         write_json(folder / "config.json", {"model_type": kind, "eos_token_id": 2, **sizes})
@@ -256,6 +256,12 @@ def fp8(directory):
     change_tensors(directory, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}))
 
 
+def two_sources(directory):
+    (directory / "model-00001-of-00001.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    write_json(directory / "model.safetensors.index.json", index)
+
+
 POLICY_FAULTS = {
     "a torn file": (torn, "it is torn, so copy or download it again"),
     "a pointer instead of a file": (
@@ -277,6 +283,10 @@ POLICY_FAULTS = {
     ),
     "another layer count": (lambda d: change_json(d / "config.json", num_hidden_layers=23), "has no place"),
     "another head size": (lambda d: change_json(d / "config.json", head_dim=...), "config.json asks for"),
+    "weights in two places": (
+        two_sources,
+        "holds model.safetensors and also model-00001-of-00001.safetensors, which the index names; expected one",
+    ),
     "quantized tensors": (fp8, "is of dtype F8_E4M3; expected one of F64, F32, F16, BF16"),
     "a quantized policy": (
         lambda d: change_json(d / "config.json", quantization_config={"quant_method": "fp8"}),
@@ -319,6 +329,16 @@ def test_a_policy_that_an_actor_would_refuse_is_refused_before_the_start(brought
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and "model.path=" in said
     assert not (brought.parent / "run").exists()
+
+
+def test_an_index_whose_shards_are_gone_does_not_count_beside_a_whole_file(tmp_path, brought):
+    index = brought / "model.safetensors.index.json"
+    write_json(index, {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}})
+    model, shape = policy.load(brought)  # as transformers does
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / index.name).write_bytes(index.read_bytes())
+    policy.save(model, shape, tmp_path / "out", brought)
+    assert not (tmp_path / "out" / index.name).exists()
 
 
 def test_a_reference_policy_is_checked_too(brought, capsys):

@@ -71,3 +71,6 @@ def check(settings: Training) -> None:
         need(not value or Path(value).is_file(), name, "a JSONL file that exists")
     out = Path(settings.out)
     need(not out.exists() or out.is_dir(), "out", "a directory to write to")
+    again = bool(settings.init) and out.resolve() == resolve_path(settings.init).resolve()
+    held = (out / "config.json").exists() and not again
+    need(not held, "out", "a directory without a model in it, or that of --init, whose draft is then trained further")

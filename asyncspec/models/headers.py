@@ -48,11 +48,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def tensor_files(directory: Path) -> list[str]:
-    """Return the names of the files that hold a directory's tensors: the shards that model.safetensors.index.json
-    lists, or model.safetensors.
+    """Return the names of the files that hold a directory's tensors: model.safetensors, or the shards that
+    model.safetensors.index.json lists.
 
     Raises:
-        CheckpointError: the index is malformed, or a file is missing.
+        CheckpointError: the index is malformed, a file is missing, or both kinds of files are there.
     """
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
@@ -64,6 +64,12 @@ def tensor_files(directory: Path) -> list[str]:
             )
         return [single.name]
     names = sorted(set(_weight_map(index).values()))
+    if single.is_file() and single.name not in names:
+        if there := [name for name in names if (directory / name).is_file()]:
+            raise CheckpointError(
+                f"{directory}: holds {single.name} and also {there[0]}, which the index names; expected one of them"
+            )
+        return [single.name]
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise CheckpointError(
             f"{index}: names {missing[0]!r}, which is not in the directory ({len(missing)} files are missing)"
@@ -91,7 +97,7 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     for name in tensor_files(directory):
         found |= _header(directory / name)
     index = directory / "model.safetensors.index.json"
-    if index.is_file() and (lost := sorted(set(_weight_map(index)) - set(found))):
+    if len(tensor_files(directory)) > 1 and (lost := sorted(set(_weight_map(index)) - set(found))):
         raise CheckpointError(f"{index}: names tensor {lost[0]}, which is in none of its files ({len(lost)} in all)")
     return found
 

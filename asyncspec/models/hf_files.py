@@ -75,6 +75,7 @@ def write_checkpoint(
         raise OSError(f"{directory}: {error}") from None
     partial.chmod(0o644)  # safetensors makes it readable only by its owner
     partial.replace(directory / "model.safetensors")
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards that were here before
     write_json(directory / CONFIG, config)
     if source is not None and source.resolve() != directory.resolve():
         _copy_others(source, directory)
