@@ -329,6 +329,9 @@ def test_a_policy_that_an_actor_would_refuse_is_refused_before_the_start(brought
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and "model.path=" in said
     assert not (brought.parent / "run").exists()
+    if "config.json" not in said:  # doctor's configuration is checked in the same way
+        assert main(["doctor", f"model.path={brought}", f"run_dir={brought.parent}"]) == 1
+        assert message in capsys.readouterr().out.replace("\n", "")
 
 
 def test_an_index_whose_shards_are_gone_does_not_count_beside_a_whole_file(tmp_path, brought):

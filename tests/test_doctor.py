@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncspec.commands import estimate
-from asyncspec.commands.doctor import HEADROOM, Node, judge
+from asyncspec.commands.doctor import HEADROOM, judge
+from asyncspec.commands.meeting import Node
 from asyncspec.config import load
 from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts

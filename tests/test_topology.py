@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.commands.doctor import Node, judge
+from asyncspec.commands.doctor import judge
+from asyncspec.commands.meeting import Node
 from asyncspec.config import ConfigError, load, topology
 
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
@@ -100,7 +101,10 @@ def test_one_gpu_fits_all_actors_of_the_small_example(tmp_path):
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
     }
-    for folder, more in (("policy", {}), ("draft", {"architectures": ["LlamaForCausalLMEagle3"]})):
+    for folder, more in (
+        ("policy", {}),
+        ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}),
+    ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
         (tmp_path / folder / "tokenizer.json").write_text("{}")
@@ -133,7 +137,7 @@ def test_shipped_topologies_have_the_stated_nodes_and_fit_on_them(name, nodes, g
     }
     for folder, more in (
         ("policy", {}),
-        ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}),
+        ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))

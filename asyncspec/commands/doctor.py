@@ -6,48 +6,24 @@ check whether they reach each other and see the same files, and how far apart th
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import socket
-import time
-import uuid
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.commands import estimate
+from asyncspec.commands import estimate, meeting
+from asyncspec.commands.meeting import Finding, Node, run_folder
 from asyncspec.config import Config, resolve_path, topology, work
 from asyncspec.errors import ConfigError, UserError
-from asyncspec.launch.preflight import check_host
+from asyncspec.launch.preflight import check_host, check_models
 from asyncspec.models.shape import PolicyShape
 
-ROUND_TRIPS = 20
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
 HEADROOM = 1.15  # for allocators and libraries
-
-
-@dataclass
-class Finding:
-    ok: bool
-    text: str
-
-
-@dataclass
-class Node:
-    """What one node has, as it reports itself."""
-
-    host: str
-    address: str
-    gpus: list[float]  # bytes of memory of each GPU
-    memory: float  # free bytes
-    cores: int
-    findings: list[Finding] = field(default_factory=list)
-    skew_s: float = 0.0
 
 
 def examine(config: Config) -> int:
@@ -68,7 +44,7 @@ def examine(config: Config) -> int:
     here = _here(config)
     if size == 1:
         return _report(config, placed, names, [here])
-    everyone = _meet(config, here, rank, size)
+    everyone = meeting.meet(config, here, rank, size)
     return _report(config, placed, names, everyone) if rank == 0 else int(not all(f.ok for f in here.findings))
 
 
@@ -84,7 +60,7 @@ def _here(config: Config) -> Node:
     )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings += [_binds(config), _disk(config)]
+    node.findings += [_binds(config), _models(config), _disk(config)]
     return node
 
 
@@ -138,103 +114,23 @@ def _binds(config: Config) -> Finding:
         return Finding(False, str(error))
 
 
+def _models(config: Config) -> Finding:
+    try:
+        check_models(config)
+    except UserError as error:
+        return Finding(False, str(error))
+    return Finding(True, "the files of the models are whole and fit config.json")
+
+
 def _disk(config: Config) -> Finding:
     """Measure how fast the run's directory is written, and print the deadlines that follow from it."""
-    folder = _run_folder(config)
+    folder = run_folder(config)
     try:
         measured = work.measured_mb_s(folder)
     except OSError as error:
         return Finding(False, f"{folder}: {error.strerror}; expected a directory to write to")
     config.deployment.disk_mb_s = config.deployment.disk_mb_s or measured
     return Finding(True, f"{folder} is written at {measured:.0f} MB/s; {work.told(config)}")
-
-
-def _run_folder(config: Config) -> Path:
-    """Return the directory that holds the run's directory, or will."""
-    folder = Path(config.run_dir or "runs").expanduser().absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    return folder
-
-
-def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
-    """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks."""
-    from torch.distributed import TCPStore
-
-    from asyncspec.wire.transport import own_address
-
-    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
-    here.address = own_address(master, port)
-    listener = socket.create_server((here.address, 0))
-    store.set(f"doctor/address/{rank}", f"{here.address}:{listener.getsockname()[1]}")
-    for other in range(size):
-        host, _, other_port = store.get(f"doctor/address/{other}").decode().rpartition(":")
-        try:
-            socket.create_connection((host, int(other_port)), timeout=5).close()
-        except OSError as error:
-            here.findings.append(
-                Finding(
-                    False, f"cannot reach node {other} at {host}: {error}; all nodes must reach each other on any port"
-                )
-            )
-    here.findings.append(_same_files(config, store, rank))
-    if rank:
-        here.skew_s = _skew(store, rank)
-    else:
-        _tell_time(store, size)
-    store.set(f"doctor/node/{rank}", json.dumps(asdict(here)))
-    said = [json.loads(store.get(f"doctor/node/{other}")) for other in range(size)] if rank == 0 else []
-    store.set(f"doctor/done/{rank}", "")
-    for other in range(size):  # no listener closes before all nodes have tried it
-        store.get(f"doctor/done/{other}")
-    listener.close()
-    return [Node(**{**node, "findings": [Finding(**f) for f in node["findings"]]}) for node in said]
-
-
-def _same_files(config: Config, store, rank: int) -> Finding:
-    """Check that all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
-    folder = _run_folder(config)
-    if rank == 0:
-        file = folder / f".doctor-{uuid.uuid4().hex}"
-        try:
-            file.write_text("doctor")
-        except OSError as error:
-            file, problem = folder, error.strerror
-        store.set("doctor/file", str(file))
-        for other in range(1, int(os.environ["WORLD_SIZE"])):
-            store.get(f"doctor/seen/{other}")
-        if file == folder:
-            return Finding(False, f"{folder}: {problem}; expected a directory to write to")
-        file.unlink()
-        return Finding(True, f"{folder} is writable")
-    file = Path(store.get("doctor/file").decode())
-    seen = file.exists()
-    store.set(f"doctor/seen/{rank}", "")
-    return Finding(
-        seen,
-        f"{file.parent} is {'the same' if seen else 'not the same'} as on node 0"
-        + ("" if seen else "; expected a shared file system"),
-    )
-
-
-def _skew(store, rank: int) -> float:
-    """Return the seconds that this host's clock is ahead of node 0's, from the round trip with the least delay."""
-    found = []
-    for i in range(ROUND_TRIPS):
-        sent = time.time()
-        store.set(f"doctor/ask/{rank}/{i}", "")
-        told = float(store.get(f"doctor/time/{rank}/{i}"))
-        back = time.time()
-        found.append((back - sent, (sent + back) / 2 - told))
-    return min(found)[1]
-
-
-def _tell_time(store, size: int) -> None:
-    for other in range(1, size):
-        for i in range(ROUND_TRIPS):
-            store.get(f"doctor/ask/{other}/{i}")
-            store.set(f"doctor/time/{other}/{i}", repr(time.time()))
 
 
 def judge(

@@ -8,8 +8,7 @@ twice that in 32 bits, and two bytes if they are recomputed. Allocators and libr
 from __future__ import annotations
 
 from asyncspec.config import Config, resolve_path
-from asyncspec.models.draft_shape import DraftShape
-from asyncspec.models.shape import PolicyShape
+from asyncspec.models.headers import read_json
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # AdamW's two moments
@@ -68,12 +67,13 @@ def draft_parameters(method: str, draft: dict) -> int:
 
 
 def draft_config(config: Config) -> dict:
-    """Return all fields of the draft's config.json, those with defaults included; for MTP those of the policy."""
-    policy, method = PolicyShape.from_hf(resolve_path(config.model.path)), config.speculation.method
-    directory = resolve_path(config.draft_directory)
-    if method == "eagle3":
-        return DraftShape.from_hf(directory, policy).to_hf()
-    return (policy if method == "mtp" else PolicyShape.from_hf(directory)).to_hf()
+    """Return the fields of the draft's config.json. Those that describe its heads are always there."""
+    found = read_json(resolve_path(config.draft_directory) / "config.json")
+    heads = found["num_attention_heads"]
+    return found | {
+        "num_key_value_heads": found.get("num_key_value_heads") or heads,
+        "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
+    }
 
 
 def rope_table(config: Config, policy: dict) -> float:
