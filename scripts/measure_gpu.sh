@@ -1,23 +1,26 @@
 #!/bin/sh
 # Run all measurements that need a GPU, or only the named parts, and write the results into a directory.
 #
-#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [costs] [engine] [engine-random]
+#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [stop] [costs] [engine] [engine-random]
 #
 #   tests          the tests that need a GPU
 #   default        the default job, in float32 and in bfloat16
 #   random         a job with random weights of Qwen3-0.6B's sizes
+#   stop           whether an interrupted job with such weights, in float32, ends with a whole checkpoint, and how fast
 #   costs          what steps of both policies cost by live rows and draft length, and the time to read their weights
 #   engine         generation with the shipped policy
 #   engine-random  generation with random weights of Qwen3-0.6B's sizes
 #
 # DEVICE=cpu LIKE=50mb do the same without a GPU, on smaller weights. STEPS and REPEATS set the lengths of the parts.
+# LAUNCH is the command that trains, for example "torchrun --nproc-per-node 2 launch/async.py" where Monarch is missing.
 set -eu
 out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- tests default random costs engine engine-random
+[ $# -gt 0 ] || set -- tests default random stop costs engine engine-random
 device=${DEVICE:-cuda} failed=0
 asyncspec() { python3 -m asyncspec.cli "$@"; }
+launch=${LAUNCH:-python3 -m asyncspec.cli train}
 own() { # make the policy of random weights, and set the fields that name it
     [ -d "$out/policy" ] || python3 scripts/make_random.py "$out/policy" --like "${LIKE:-qwen3-0.6b}"
     fields="model.path=$out/policy speculation.draft_path=$out/policy/eagle3 model.dtype=bfloat16"
@@ -29,15 +32,35 @@ for part in "$@"; do
         tail -1 "$out/tests.txt" ;;
     default)
         for dtype in float32 bfloat16; do
-            asyncspec train "deployment.device=$device" "model.dtype=$dtype" --steps "${STEPS:-60}" --run-dir "$out/default-$dtype"
+            $launch "deployment.device=$device" "model.dtype=$dtype" --steps "${STEPS:-60}" --run-dir "$out/default-$dtype"
             asyncspec audit "$out/default-$dtype" || failed=1
         done ;;
     random) # shellcheck disable=SC2086  # $fields must be split into words
         own
-        asyncspec train --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \
+        $launch --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \
             eval.every=0 --steps 4 --run-dir "$out/random"
         asyncspec audit "$out/random" || failed=1
         rm -r "$out/random/checkpoint"* ;;
+    stop) # shellcheck disable=SC2086
+        own
+        $launch $fields model.dtype=float32 "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity \
+            data.eval_prompts=0 checkpoint.every=0 rl.groups_per_step=4 sampling.max_response_tokens=64 --steps 1000 \
+            --run-dir "$out/stop" > "$out/stop.txt" 2>&1 &
+        pid=$!
+        until [ "$(cat "$out/stop/metrics.jsonl" 2>/dev/null | wc -l)" -ge 2 ]; do
+            kill -0 $pid 2>/dev/null || break
+            sleep 1
+        done
+        began=$(date +%s)
+        kill -TERM $pid || failed=1
+        wait $pid || true
+        echo "stopped within $(($(date +%s) - began)) s" | tee -a "$out/stop.txt"
+        tail -4 "$out/stop.txt"
+        asyncspec audit "$out/stop" || failed=1
+        python3 -c "import sys; from pathlib import Path; from asyncspec.ledger import checkpoint; found = \
+checkpoint.newest(Path(sys.argv[1]), 'trainer', print); print('whole checkpoint:', found); sys.exit(found is None)" \
+            "$out/stop" || failed=1
+        rm -r "$out/stop/checkpoint"* ;;
     costs)
         {
             python3 scripts/step_costs.py "deployment.device=$device"
@@ -49,7 +72,7 @@ for part in "$@"; do
         own
         asyncspec bench engine $fields "deployment.device=$device" sampling.max_response_tokens=32 --repeats "${REPEATS:-2}" --out "$out/engine-random" ;;
     *)
-        echo "$part: expected tests, default, random, costs, engine or engine-random" >&2
+        echo "$part: expected tests, default, random, stop, costs, engine or engine-random" >&2
         exit 2 ;;
     esac
 done
