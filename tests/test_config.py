@@ -343,3 +343,52 @@ def test_booleans_are_not_numbers_and_yaml_tags_are_not_executed(override):
     with pytest.raises(ConfigError) as error:
         load("tiny", [override])
     assert override.split("=")[0] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("rl.group_size: 4", "rl.group_size in c.yaml: expected the section rl with group_size in it"),
+        ("trainer:\n  optimizer.lr: 1", "optimizer.lr in c.yaml: expected the section optimizer with lr in it"),
+        ("steps: 1\nsteps: 2", "line 2: found duplicate key steps"),
+        ("steps: [", "not readable as YAML: line "),
+    ],
+)
+def test_what_is_wrong_in_a_yaml_file_is_named(tmp_path, text, expected):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(tmp_path / "c.yaml"))
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_section_of_a_yaml_file_changes_nothing(tmp_path):
+    (tmp_path / "c.yaml").write_text("steps: 3\nrl:\ntrainer:\n  optimizer:\n")
+    (tmp_path / "without.yaml").write_text("steps: 3\n")
+    assert load(str(tmp_path / "c.yaml")) == load(str(tmp_path / "without.yaml"))
+
+
+def test_a_file_in_the_current_directory_does_not_hide_a_shipped_configuration(tmp_path, monkeypatch):
+    (tmp_path / "tiny").write_text("hello")
+    monkeypatch.chdir(tmp_path)
+    assert load().steps == 120
+
+
+def test_a_reference_policy_with_too_few_positions_is_refused(tmp_path):
+    source = resolve_path("asset:tiny/policy")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 200}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load("tiny", [f"model.reference_path={tmp_path}"])  # not read without a KL term
+    with pytest.raises(ConfigError, match="has 200 positions; expected at least 416, .*max_response_tokens=104"):
+        load("tiny", [f"model.reference_path={tmp_path}", "rl.kl_coef=0.1"])
+
+
+def test_a_configuration_that_cannot_fit_the_memory_is_refused():
+    from asyncspec.launch.preflight import check_memory
+
+    check_memory(load("tiny"), total=8e9)
+    with pytest.raises(ConfigError, match=r"engine.slots=60000: the actors need at least .*nearest.*engine.slots=\d+"):
+        check_memory(load("tiny", ["engine.slots=60000", "speculation.method=none"]), total=8e9)
+    fits = load("tiny", ["engine.slots=5000", "speculation.method=none"])
+    check_memory(fits, total=24e9)

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncspec.cli import main
-from asyncspec.commands import estimate
 from asyncspec.config import Config, resolve_path
 from asyncspec.config import load as load_config
 from asyncspec.drafts import draft as drafts
 from asyncspec.files import write_json
+from asyncspec.launch import estimate
 from asyncspec.models import CheckpointError, contents, eagle3, mtp, policy
 from asyncspec.models.draft_shape import DraftShape
 from asyncspec.models.headers import read_headers

@@ -13,7 +13,6 @@ from runs import TORCHRUN
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncspec.commands import estimate
 from asyncspec.commands.doctor import HEADROOM, judge
 from asyncspec.commands.meeting import Node
 from asyncspec.config import load
@@ -23,6 +22,7 @@ from asyncspec.drafts.supervision import Supervision, Target
 from asyncspec.drafts.training import unrolled_loss
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.launch import estimate
 from asyncspec.models import eagle3, policy
 from asyncspec.speculation.verify import Sampling
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from asyncspec.launch.roles import CLASSES, MOCKED
 
 ROOT = Path(__file__).parents[1]

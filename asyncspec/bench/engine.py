@@ -35,10 +35,10 @@ from rich.table import Table
 from asyncspec import config as configuration
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
 from asyncspec.bench.loads import Loads
-from asyncspec.commands import estimate
 from asyncspec.engine.protocol import Completion
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.errors import UserError
+from asyncspec.launch import estimate
 from asyncspec.models.shape import PolicyShape
 
 LIVE = (1, 2, 4, 8, 16, 32, 64)

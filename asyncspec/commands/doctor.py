@@ -15,10 +15,11 @@ from pathlib import Path
 
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.commands import estimate, meeting
+from asyncspec.commands import meeting
 from asyncspec.commands.meeting import Finding, Node, run_folder
 from asyncspec.config import Config, resolve_path, topology, work
 from asyncspec.errors import ConfigError, UserError
+from asyncspec.launch import estimate
 from asyncspec.launch.preflight import check_host, check_models
 from asyncspec.models.shape import PolicyShape
 

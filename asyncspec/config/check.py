@@ -259,6 +259,13 @@ def _check_reference(config: Config, policy: PolicyShape) -> None:
                 f"{policy.vocab_size}, as in model.path; nearest valid choice: model.reference_path=, which "
                 "takes the policy of model.path"
             )
+        needed = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+        if (positions := _shape("model.reference_path", config.model.reference_path).max_positions) < needed:
+            raise ConfigError(
+                f"model.reference_path={config.model.reference_path!r}: has {positions} positions; expected at least "
+                f"{needed}, for prompt and response; nearest valid choice: sampling.max_response_tokens="
+                f"{max(1, positions - config.engine.max_prompt_tokens)}"
+            )
 
 
 def _shape(name: str, path: str) -> PolicyShape:

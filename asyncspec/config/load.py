@@ -40,10 +40,14 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
     try:
         file_cfg = OmegaConf.load(path)
     except Exception as error:  # YAML raises many types
-        raise ConfigError(f"--config {config}: not readable as YAML: {first_line(error)}") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        what = f"line {mark.line + 1}: {problem}" if mark is not None and problem else first_line(error)
+        raise ConfigError(f"--config {config}: not readable as YAML: {what}") from None
     if not OmegaConf.is_dict(file_cfg) or any("\n" in str(key) for key in file_cfg):
         raise ConfigError(f"--config {config}: expected a mapping of fields at the top of the file")
     given = typing.cast(dict, OmegaConf.to_container(file_cfg))
+    _refuse_dotted(given, path.name)
+    file_cfg = OmegaConf.create(given := _without_empty(given))
     for key in leaves(given):
         _check_key(key, f"in {path.name}")
         _check_type(key, _inner(given, key))
@@ -123,6 +127,25 @@ def _check_type(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value!r}: expected {_expected(key)}")
 
 
+def _refuse_dotted(tree: dict, where: str) -> None:
+    """Refuse a dotted name in a file: there a field stands in its section."""
+    for key, value in tree.items():
+        if "." in str(key):
+            section, _, name = str(key).rpartition(".")
+            raise ConfigError(
+                f"{key} in {where}: expected the section {section} with {name} in it, or {key}=... after it"
+            )
+        if isinstance(value, dict):
+            _refuse_dotted(value, where)
+
+
+def _without_empty(tree: dict) -> dict:
+    """Return a mapping without the sections that have nothing in them."""
+    parts = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    sections = {name.rpartition(".")[0].rpartition(".")[2] for name in leaves(dataclasses.asdict(Config()))}
+    return {key: value for key, value in parts.items() if value not in (None, {}) or key not in sections}
+
+
 def _inner(tree: dict, key: str) -> Any:
     for part in key.split("."):
         tree = tree[part]
@@ -148,7 +171,11 @@ def from_yaml(text: str) -> Config:
 
 
 def _config_path(config: str) -> Path:
-    for candidate in (Path(config), CONFIG_DIR / f"{config}.yaml"):
+    shipped = CONFIG_DIR / f"{config}.yaml"
+    # A bare name is a shipped configuration, even if the current directory has a file of that name.
+    for candidate in (
+        (shipped, Path(config).expanduser()) if Path(config).name == config else (Path(config).expanduser(),)
+    ):
         if candidate.is_file():
             return candidate
     names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))

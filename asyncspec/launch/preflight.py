@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from collections.abc import Callable
 from importlib import metadata
 
 from asyncspec import config as configuration
+from asyncspec.actors.crew import actor_names
 from asyncspec.errors import ConfigError
+from asyncspec.launch import estimate
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
@@ -62,6 +65,35 @@ def check_models(config: configuration.Config) -> None:
             raise ConfigError(f"{name}={path!r}: {error}") from None
 
 
+def check_memory(config: configuration.Config, total: float | None = None) -> None:
+    """Check that this host's memory holds at least the weights and the KV caches of all actors, which compute on it.
+
+    Args:
+        total: bytes of memory; None: what this host has.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if total is None else total
+    policy = PolicyShape.from_hf(configuration.resolve_path(config.model.path)).to_hf()
+    parts = estimate.at_least(config, policy, list(actor_names(config).values()))
+    if (needed := sum(parts.values())) > total:
+        cache = parts.get("KV cache", 0.0)
+        name, value = ("engine.slots", config.engine.slots) if cache > needed / 2 else ("model.path", config.model.path)
+        raise ConfigError(
+            f"{name}={value!r}: the actors need at least {1e-9 * needed:.1f} GB of memory, "
+            + ", ".join(
+                f"{1e-9 * size:.1f} for {what}" for what, size in sorted(parts.items(), key=lambda p: -p[1])[:3]
+            )
+            + f"; this host has {1e-9 * total:.1f} GB; nearest valid choice: "
+            + (
+                f"engine.slots={max(1, int(config.engine.slots * (total - needed + cache) / cache))}"
+                if name == "engine.slots" and total > needed - cache
+                else "a smaller policy, or several hosts with deployment.nodes"
+            )
+        )
+
+
 def check_vllm(config: configuration.Config) -> None:
     """Check that vLLM is installed, for the kind of device that the generators have.
 
@@ -110,6 +142,8 @@ def check_inputs(config: configuration.Config) -> None:
         ConfigError: one of them cannot be used.
     """
     check_models(config)
+    if config.deployment.device == "cpu" and not config.deployment.nodes:
+        check_memory(config)
     if config.engine.kind == "vllm":
         check_vllm(config)
     # With several nodes a server's URL may be valid on its own node only, so the generators there check it.

@@ -7,6 +7,8 @@ twice that in 32 bits, and two bytes if they are recomputed. Allocators and libr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncspec.config import Config, resolve_path
 from asyncspec.models.headers import read_json
 
@@ -104,6 +106,25 @@ def on_host(config: Config, policy: dict, role: str) -> float:
         # the policy that it loads; at the end the first rank holds two, to write the policy
         return LIBRARIES + whole * (2 if role == "trainer" else 1)
     return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
+
+
+# Parts whose size follows exactly from the configuration.
+_EXACT = ("weights", "weights and gradients", "optimizer", "snapshot", "KV cache")
+
+
+def at_least(config: Config, policy: dict, roles: Sequence[str]) -> dict[str, float]:
+    """Return the bytes that actors hold at least, all of them together, by purpose.
+
+    Args:
+        policy: the content of the policy's config.json.
+        roles: role of each actor.
+    """
+    found: dict[str, float] = {}
+    for role in roles:
+        for what, size in of_actor(config, policy, role).items():
+            if what in _EXACT:
+                found[what] = found.get(what, 0.0) + size
+    return found
 
 
 def _rotated_heads(policy: dict) -> float:
