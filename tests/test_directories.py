@@ -262,6 +262,16 @@ def two_sources(directory):
     write_json(directory / "model.safetensors.index.json", index)
 
 
+def twice(directory):
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file(tensors, directory / names[0])
+    save_file({"model.norm.weight": tensors["model.norm.weight"] + 1}, directory / names[1])
+    places = {name: names[0] for name in tensors} | {"model.embed_tokens.weight": names[1]}
+    write_json(directory / "model.safetensors.index.json", {"weight_map": places})
+
+
 POLICY_FAULTS = {
     "a torn file": (torn, "it is torn, so copy or download it again"),
     "a pointer instead of a file": (
@@ -286,6 +296,10 @@ POLICY_FAULTS = {
     "weights in two places": (
         two_sources,
         "holds model.safetensors and also model-00001-of-00001.safetensors, which the index names; expected one",
+    ),
+    "a tensor in two shards": (
+        twice,
+        "tensor model.norm.weight is in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors",
     ),
     "quantized tensors": (fp8, "is of dtype F8_E4M3; expected one of F64, F32, F16, BF16"),
     "a quantized policy": (

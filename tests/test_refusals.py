@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from asyncspec.launch.roles import CLASSES, MOCKED
 
 ROOT = Path(__file__).parents[1]
@@ -106,3 +108,88 @@ RUNNING_TYPES = {
     "RewardError": "too many calls of the user's function failed",
     "NotStarted": "a process did not start",
 }
+
+# Functions that only an actor calls -> the function of the start that refuses the same, and a test that shows it.
+TWINS = {
+    "config.load:from_yaml": (
+        "config.load:load",
+        "test_config.py:test_the_resolved_configuration_loads_back_unchanged",
+    ),
+    "engine.protocol:check_request": ("tasks.data:load_problems", "test_tasks.py:TODO"),
+    "engine.vllm_engine:VllmEngine.__init__": (
+        "launch.preflight:check_vllm",
+        "test_vllm.py:test_a_vllm_for_another_kind_of_device_is_refused_before_the_start",
+    ),
+    "models.parallel:_interface": ("launch.preflight:check_host", "test_doctor.py:TODO"),
+}
+# Functions that refuse what only a running system meets -> why the start cannot know it.
+RUNNING = {
+    "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
+    "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
+    "ledger.checkpoint:Checkpoints.saved": "the disk fails or is full",
+    "ledger.ledger:read": "a ledger was damaged; --resume reads it before anything starts",
+    "ledger.ledger:_lock": "another process writes the ledger",
+    "models.eagle3:load": "a value is not finite, which only who reads all values finds",
+    "models.mtp:MTP.load_hf": "a value is not finite, which only who reads all values finds",
+    "models.policy:load": "a value is not finite, which only who reads all values finds",
+    "models.hf_files:read_tensors": "the disk fails while a file is read",
+    "models.hf_files:write_checkpoint": "the disk fails or is full",
+    "speculation.drafter:NoDrafter.propose": "the engine would break its own rule",
+    "wire.transport:use_keys": "the keys that the launcher has just written are gone",
+}
+
+
+# What the start calls.
+@cache
+def called(module: str) -> dict[str, frozenset[str]]:
+    """Function of a module -> the names of the functions that it calls or passes on, methods included."""
+    return {
+        name: frozenset(
+            part.attr if isinstance(part, ast.Attribute) else part.id
+            for part in ast.walk(node)
+            if isinstance(part, (ast.Attribute, ast.Name))
+        )
+        for name, node in functions(module)
+    }
+
+
+@cache
+def from_the_start() -> frozenset[str]:
+    """Functions that the start calls. A name counts in the modules that the caller's module imports."""
+    waiting, found = list(ROOTS), set()
+    while waiting:
+        if (key := waiting.pop()) in found:
+            continue
+        found.add(key)
+        module, _, name = key.partition(":")
+        for other in {module, *imported(module)}:
+            waiting += [f"{other}:{one}" for one in called(other) if one.split(".")[-1] in called(module)[name]]
+    return frozenset(found)
+
+
+def test_what_an_actor_refuses_is_refused_at_the_start_or_only_a_running_system_can_meet_it():
+    at_start = from_the_start()
+    unknown = [key for key in raises() if key not in at_start and key not in TWINS and key not in RUNNING]
+    assert unknown == []
+
+
+def test_the_tables_name_functions_that_raise_and_that_the_start_does_not_call():
+    at_start, raising = from_the_start(), raises()
+    assert [key for key in [*TWINS, *RUNNING] if key not in raising or key in at_start] == []
+
+
+@pytest.mark.parametrize("key", TWINS)
+def test_a_twin_is_called_at_the_start_and_has_a_test(key):
+    twin, test = TWINS[key]
+    assert twin in from_the_start()
+    file, _, name = test.partition(":")
+    defined = {node.name for node in ast.walk(ast.parse((ROOT / "tests" / file).read_text())) if hasattr(node, "name")}
+    assert name in defined
+
+
+def test_the_start_is_told_apart_from_what_actors_do():
+    """The call graph goes by names. It must not take everything for a part of the start."""
+    at_start = from_the_start()
+    assert {"models.contents:check_policy", "models.headers:_header", "tasks.reward:load_reward"} <= at_start
+    assert not {"models.policy:load", "rl.learner:Learner.load", "engine.torch_engine:TorchEngine.poll"} & at_start
+    assert all(any(name == key.partition(":")[2] for name, _ in functions(key.partition(":")[0])) for key in ROOTS)

@@ -91,11 +91,17 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     """Return the tensors of a directory by name.
 
     Raises:
-        CheckpointError: a file is missing, torn or malformed, or its index names a tensor that is not there.
+        CheckpointError: a file is missing, torn or malformed, two files hold the same tensor, or the index names a
+            tensor that is not there.
     """
     found: dict[str, Tensor] = {}
     for name in tensor_files(directory):
-        found |= _header(directory / name)
+        held = _header(directory / name)
+        if twice := sorted(set(held) & set(found)):
+            raise CheckpointError(
+                f"{directory}: tensor {twice[0]} is in {found[twice[0]].file} and in {name}; expected it in one of them"
+            )
+        found |= held
     index = directory / "model.safetensors.index.json"
     if len(tensor_files(directory)) > 1 and (lost := sorted(set(_weight_map(index)) - set(found))):
         raise CheckpointError(f"{index}: names tensor {lost[0]}, which is in none of its files ({len(lost)} in all)")
