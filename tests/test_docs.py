@@ -84,7 +84,7 @@ def shortened(script):
     """A page's script without its installation, with few steps and little data."""
     script = "\n".join(line for line in script.splitlines() if not line.startswith('pip install -e ".[test]"'))
     script = script.replace("pip install -e . && ", "").replace("pip install -e .", "")
-    few = "rl.groups_per_step=4 data.eval_prompts=8 "
+    few = "rl.groups_per_step=4 data.eval_prompts=8 speculation.draft_length=3 "  # auto calibrates for seconds
     script = re.sub(r"(asyncspec train|launch/async\.py)(?! --resume)", rf"\1 {few}", script)
     script = re.sub(r"--steps \d+", "--steps 2", re.sub(r" steps=\d+", " steps=3", script))
     script = re.sub(r"--minutes [\d.]+", "--minutes 0.05", script)

@@ -11,7 +11,20 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows, train
+from runs import (
+    ROOT,
+    SCRIPT,
+    SMALL,
+    TORCHRUN,
+    Running,
+    check_finished,
+    descendants,
+    ledger,
+    outliving,
+    pid_of,
+    rows,
+    train,
+)
 
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
@@ -64,14 +77,12 @@ def check_results(run_dir, steps, lag, groups=4):
     eagle3.load(run_dir / "checkpoint" / "draft", shape)
 
 
-@pytest.mark.parametrize("lag", [0, 2])  # the ten steps of test_smoke.py have 1
 @pytest.mark.slow
-def test_a_run_keeps_its_lag_and_writes_all_its_results(tmp_path, lag):
-    done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5")
+def test_a_synchronous_run_keeps_its_lag_and_writes_all_its_results(tmp_path):
+    done = train(tmp_path / "run", "--policy-lag", "0", "--steps", "5")
     assert done.returncode == 0, done.stdout + done.stderr
-    check_results(tmp_path / "run", 5, lag)
-    if lag == 0:
-        assert max(row["lag/max"] for row in rows(tmp_path / "run")) == 0
+    check_results(tmp_path / "run", 5, lag=0)
+    assert max(row["lag/max"] for row in rows(tmp_path / "run")) == 0
     assert "step    5/5" in done.stdout and "exposed generation" in done.stdout
     again = train(tmp_path / "run", "--steps", "1")
     assert again.returncode == 2 and "holds a run already" in again.stderr and again.stderr.count("\n") == 1
@@ -166,9 +177,10 @@ def test_policies_of_other_families_are_trained(tmp_path, kind, method):
 
 
 @pytest.mark.slow
-def test_without_a_draft_nothing_is_speculated(tmp_path):
-    done = train(tmp_path / "run", "--steps", "2", "speculation.method=none")
+def test_without_a_draft_nothing_is_speculated_and_a_lag_of_two_is_kept(tmp_path):
+    done = train(tmp_path / "run", "--policy-lag", "2", "--steps", "4", "speculation.method=none")
     assert done.returncode == 0, done.stdout + done.stderr
+    check_finished(tmp_path / "run", 4, lag=2)
     for row in rows(tmp_path / "run"):
         assert row["spec/draft_length"] == 0 and row["spec/acceptance_length"] == 1
 
