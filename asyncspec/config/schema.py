@@ -40,6 +40,11 @@ class DataConfig:
         "seconds one reward call may take; a rollout whose reward fails or times out gets the mean of its group",
         above=0,
     )
+    reward_special_tokens: bool = knob(
+        False,
+        "let the reward see the special tokens of a response, such as <think> in many models; the token that ends a "
+        "response is never shown",
+    )
     reward_failures: float = knob(
         0.05,
         "share of a generator's rewards that may fail or time out before the run stops; 8 are always allowed",
@@ -74,7 +79,7 @@ class EngineConfig:
     )
     slots: int = knob(64, "maximum number of sequences that one generator decodes at once", least=1)
     max_prompt_tokens: int = knob(
-        96, "maximum number of tokens of a prompt; data with a longer one is refused before the run starts", least=1
+        96, "maximum number of tokens of a prompt; a run with a longer one is refused before it starts", least=1
     )
     threads: int = knob(1, "CPU threads of each generator", least=1)
     compile: bool = knob(False, "vllm only: compile the policy with torch.compile")
