@@ -23,7 +23,7 @@ from asyncspec.actors.crew import actor_names, computing
 from asyncspec.commands import estimate
 from asyncspec.config import Config, resolve_path, topology
 from asyncspec.errors import ConfigError, UserError
-from asyncspec.launch.preflight import check_host
+from asyncspec.launch.preflight import check_host, check_inputs
 
 ROUND_TRIPS = 20
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
@@ -83,7 +83,7 @@ def _here(config: Config) -> Node:
     )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings.append(_binds(config))
+    node.findings += [_binds(config), _inputs(config)]
     return node
 
 
@@ -137,6 +137,14 @@ def _binds(config: Config) -> Finding:
         return Finding(False, str(error))
 
 
+def _inputs(config: Config) -> Finding:
+    try:
+        check_inputs(config)
+    except UserError as error:
+        return Finding(False, str(error))
+    return Finding(True, "can read the tokenizer and the data, and load the reward")
+
+
 def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks."""
     from torch.distributed import TCPStore
@@ -174,7 +182,7 @@ def _meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
 
 def _same_files(config: Config, store, rank: int) -> Finding:
     """Check that all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
-    folder = Path(config.run_dir or "runs").expanduser().absolute()
+    folder = resolve_path(config.run_dir or "runs").absolute()
     while not folder.is_dir():
         folder = folder.parent
     if rank == 0:

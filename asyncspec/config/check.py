@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -141,7 +140,7 @@ def _check_files(config: Config) -> None:
         ("model.reference_path", config.model.reference_path),
         ("speculation.draft_path", config.draft_directory),
     ):
-        if path and not (resolve_path(path) / "config.json").is_file():
+        if path and not os.path.isfile(resolve_path(path) / "config.json"):
             shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
             raise ConfigError(
                 f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; create it, or name "
@@ -150,7 +149,7 @@ def _check_files(config: Config) -> None:
     expected = f"data.train_file as well: the built-in task {config.data.task} holds out its own prompts"
     _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        if path and not Path(path).is_file():
+        if path and not os.path.isfile(resolve_path(path)):
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
 
 
@@ -299,7 +298,7 @@ def _read_json(name: str, path: str) -> dict:
     file = resolve_path(path) / "config.json"
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}={path!r}: {file}: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{name}={path!r}: {file}: expected a JSON object")
