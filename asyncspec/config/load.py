@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from yaml import YAMLError
 from asyncspec.config import topology
 from asyncspec.config.check import check
 from asyncspec.config.fields import hint, leaves, type_of, value_of
-from asyncspec.config.paths import CONFIG_DIR
+from asyncspec.config.paths import CONFIG_DIR, resolve_path
 from asyncspec.config.schema import Config, default_of
 from asyncspec.errors import ConfigError, first_line
 
@@ -148,8 +149,8 @@ def from_yaml(text: str) -> Config:
 
 
 def _config_path(config: str) -> Path:
-    for candidate in (Path(config), CONFIG_DIR / f"{config}.yaml"):
-        if candidate.is_file():
+    for candidate in (resolve_path(config), CONFIG_DIR / f"{config}.yaml"):
+        if os.path.isfile(candidate):
             return candidate
     names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
     raise ConfigError(
