@@ -32,19 +32,13 @@ class DataConfig:
     eval_file: str = knob("", "JSONL of held-out prompts, for runs with data.train_file; empty: no evaluation there")
     train_prompts: int = knob(4096, "training prompts that the built-in task generates", least=1)
     eval_prompts: int = knob(256, "held-out prompts that the built-in task generates; 0: no evaluation", least=0)
-    reward: str = knob(
-        "asyncspec.tasks.sums:exact_match", "reward function, module:function(prompt, response, answer) -> float"
-    )
+    reward: str = knob("asyncspec.tasks.sums:exact_match", "reward, module:function(prompt, response, answer) -> float")
     reward_timeout_s: float = knob(
         10.0,
         "seconds one reward call may take; a rollout whose reward fails or times out gets the mean of its group",
         above=0,
     )
-    reward_special_tokens: bool = knob(
-        False,
-        "let the reward see the special tokens of a response, such as <think> in many models; the token that ends a "
-        "response is never shown",
-    )
+    reward_special_tokens: bool = knob(False, "keep special tokens, such as <think>, in the response for the reward")
     reward_failures: float = knob(
         0.05,
         "share of a generator's rewards that may fail or time out before the run stops; 8 are always allowed",
