@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"asyncspec: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the command handles interrupts itself
+        print("asyncspec: interrupted before anything started", file=sys.stderr)
+        return 130
 
 
 def run_script(name: str, file: str, *flags: str) -> None:

@@ -1,6 +1,7 @@
 """Wrong input is one line that names the field, the value, what was expected and the nearest valid choice."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -129,7 +130,7 @@ def test_vllm_refuses_a_policy_file_that_contains_an_mtp_module(tmp_path):
 @pytest.mark.parametrize(
     "override,expected",
     [
-        ("data.reward=nomodule:f", "data.reward='nomodule:f': No module named"),
+        ("data.reward=nomodule:f", "data.reward='nomodule:f': ModuleNotFoundError: No module named"),
         ("data.reward=json:nothing", "expected module:function"),
         ("engine.max_prompt_tokens=10", "has 64 tokens; nearest valid choice: engine.max_prompt_tokens=64"),
         ("data.train_file=bad.jsonl", "data.train_file='bad.jsonl': line 2: expected an object"),
@@ -263,6 +264,66 @@ def test_wrong_command_lines_give_one_clear_line(args, expected, capsys):
         code = stop.code
     error = capsys.readouterr().err
     assert code == 2 and expected in error and error.count("\n") == 1
+
+
+def test_all_paths_know_the_home_directory(tmp_path, monkeypatch):
+    from asyncspec.commands.draft_settings import Training, check
+    from asyncspec.engine.sglang_engine import weights_folder
+    from asyncspec.launch.preflight import check_inputs
+    from asyncspec.launch.roles import prepare_run_dir
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(resolve_path("asset:tiny/policy"), tmp_path / "policy")
+    shutil.copytree(resolve_path("asset:tiny/eagle3"), tmp_path / "draft")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "#2"}\n')
+    (tmp_path / "mine.yaml").write_text("steps: 7\nengine: {weights_dir: ~/weights}\n")
+    fields = ("model.path=~/policy", "model.reference_path=~/policy", "speculation.draft_path=~/draft")
+    config = load("~/mine.yaml", [*fields, "data.train_file=~/data.jsonl", "data.eval_file=~/data.jsonl"])
+    assert config.steps == 7 and weights_folder(config) == tmp_path / "weights"
+    config.run_dir = "~/run"
+    prepare_run_dir(config)
+    assert config.run_dir == str(tmp_path / "run") and (tmp_path / "run" / "config.yaml").is_file()
+    check_inputs(config)
+    check(Training(policy="~/policy", init="~/draft", prompts="~/data.jsonl", out="~/out"))
+    check(Training(rollouts="~/data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "args, expected",
+    [
+        (["train", "--resume", "~/run", "seed=5"], "seed=5: the run was started with 0"),
+        (["train", "--join", "~/run", "--node", "0"], "--node 0: plays the controller"),
+        (["report", "~/run"], "expected at least one finished step; see {home}/run/logs"),
+        (["bench", "engine", "--out", "~/file/x"], "--out ~/file/x: Not a directory"),
+    ],
+)
+def test_commands_find_runs_in_the_home_directory(args, expected, tmp_path, monkeypatch, capsys):
+    from asyncspec.cli import main
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("tiny")))
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert main(args) == 2
+    assert expected.format(home=tmp_path) in capsys.readouterr().err
+
+
+def test_a_run_directory_with_too_long_a_name_gives_one_line(capsys):
+    from asyncspec.cli import main
+
+    assert main(["train", "--run-dir", "x" * 5000]) == 2
+    assert capsys.readouterr().err.endswith("File name too long; expected a directory to write to\n")
+
+
+@pytest.mark.parametrize(
+    "override", ["data.train_file={path}", "model.path={path}", "model.path=~nobody-has-this-name/policy"]
+)
+def test_paths_that_cannot_be_looked_up_give_one_line(override):
+    override = override.format(path="x" * 5000)
+    with pytest.raises(ConfigError) as caught:
+        load("tiny", [override])
+    assert str(caught.value).startswith(override.partition("=")[0] + "='") and "\n" not in str(caught.value)
 
 
 def test_the_error_for_an_unknown_config_names_the_nearest_one():

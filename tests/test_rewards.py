@@ -1,52 +1,181 @@
-"""A user's reward function may raise, hang or return nonsense. Such failures affect only their own rollout and are
-counted; beyond an allowed share they stop the run.
+"""A user's reward function may raise, hang, end its process or return nonsense. Such failures affect only their own
+rollout and are counted; beyond an allowed share they stop the run.
 """
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+from runs import descendants, outliving
 
 from asyncspec.tasks.rewarder import LEAST_FAILURES, Rewarder, RewardError
 
+FUNCTION = """
+import ctypes, os, signal, subprocess, sys, threading, time
 
 def reward(prompt, response, answer):
     match response:
         case "raise":
             raise KeyError("missing")
+        case "raise half a pair":
+            raise ValueError("\\ud800")
         case "exit":
             raise SystemExit(3)
         case "nan":
             return float("nan")
         case "text":
             return "much"
+        case "lines":
+            return type("Lines", (), {"__repr__": lambda self: "two\\nlines \\ud800"})()
         case "large":
             return 10**400
         case "nothing":
             return None
         case "hang":
-            time.sleep(60)
+            time.sleep(600)
+        case "end":
+            os._exit(3)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "close":
+            os.closerange(3, 64)
+        case "print":
+            print("x" * 100_000)
+            os.write(1, b'[7, ""]\\n' * 1000)
+            subprocess.run(["echo", '[7, ""]'])
     return float(response == answer)
 
+def alarmed(prompt, response, answer):
+    def stop(signal, frame):
+        raise TimeoutError("too long")
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        if response == "long":
+            time.sleep(600)
+        return float(threading.current_thread() is threading.main_thread())
+    except TimeoutError:
+        return -1.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
-@pytest.mark.parametrize("bad", ["raise", "exit", "nan", "text", "large", "nothing", "hang"])
-def test_a_failing_reward_teaches_nothing_and_is_counted(bad):
-    rewarder = Rewarder(reward, "mine:reward", 0.2, 0.5)
-    started = time.monotonic()
+def parent(prompt, response, answer):
+    if response == "child":
+        return subprocess.Popen(["sleep", "600"]).pid
+    if response == "fork":  # it inherits everything that its parent has open
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+def where(prompt, response, answer):
+    return float(response == os.getcwd() and answer in sys.path and "torch" not in sys.modules)
+"""
+START_S = 120  # for a busy machine
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Callable(name, further arguments of Rewarder) -> a Rewarder of one of the functions above."""
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(name="reward", timeout_s=60.0, most_failures=0.5, **options):
+        made.append(Rewarder(f"mine:{name}", timeout_s, most_failures, START_S, **options))
+        return made[-1]
+
+    yield make
+    for rewarder in made:
+        rewarder.close()
+
+
+@pytest.mark.parametrize(
+    "bad", ["raise", "raise half a pair", "exit", "nan", "text", "large", "nothing", "end", "crash", "close"]
+)
+def test_a_failing_reward_teaches_nothing_and_is_counted(bad, make):
+    rewarder = make()
     assert rewarder.group("1+1=", ["2", "3", bad, "2"], "2") == pytest.approx([1, 0, 2 / 3, 1])
     assert rewarder.group("1+1=", [bad, bad], "2") == [0, 0]
     assert rewarder.group("1+1=", ["2"], "2") == [1]  # it still works
-    assert (rewarder.failed, rewarder.called) == (3, 7) and time.monotonic() - started < 30  # it would hang for 60
+    assert (rewarder.failed, rewarder.called) == (3, 7)
 
 
-def test_the_rewarder_calls_back_between_two_rewards():
-    begun = []
-    rewarder = Rewarder(reward, "mine:reward", 0.2, 1.0, lambda: begun.append(time.monotonic()))
-    rewarder.group("1+1=", ["hang", "hang", "2"], "2")
-    assert len(begun) == 3 and all(0.15 < b - a < 30 for a, b in zip(begun, begun[1:]))
+def test_a_reward_that_hangs_is_killed_and_others_work_meanwhile(make):
+    begun, before = [], set(descendants(os.getpid()))
+    rewarder = make(timeout_s=2, between=lambda: begun.append(time.monotonic()))
+    rewarder.load()
+    assert rewarder.group("1+1=", ["2"], "2") == [1]
+    calls, (hung,) = len(begun), set(descendants(os.getpid())) - before
+    assert rewarder.group("1+1=", ["hang", "2"], "2") == [1, 1] and rewarder.failed == 1
+    assert calls >= 1 and len(begun) > calls + 2  # also while it waits
+    assert not outliving([hung])
 
 
-def test_more_failures_than_allowed_stop_the_run_with_one_line():
-    rewarder = Rewarder(reward, "mine:reward", 1.0, 0.1)
+def test_a_reward_may_use_signals_because_it_runs_in_the_main_thread_of_its_process(make):
+    rewarder = make("alarmed")
+    assert rewarder.group("", ["short", "long", "short"], "") == [1, -1, 1] and rewarder.failed == 0
+
+
+def test_what_a_reward_prints_cannot_be_taken_for_an_answer(make, capfd):
+    rewarder = make()
+    assert rewarder.group("1+1=", ["print", "2", "print"], "2") == [0, 1, 0] and rewarder.failed == 0
+    rewarder.close()
+    assert capfd.readouterr().out.count('[7, ""]') == 2002
+
+
+def test_a_reward_sees_this_directory_and_this_module_path_and_no_torch(make, tmp_path):
+    assert make("where").group("", [os.getcwd()], str(tmp_path)) == [1]
+
+
+def test_the_process_and_its_children_end_with_the_rewarder(make):
+    rewarder = make("parent")
+    pids = [int(pid) for pid in rewarder.group("", ["self", "child"], "")]
+    assert len(set(pids)) == 2 and os.getpid() not in pids
+    rewarder.close()
+    assert not outliving(pids)
+
+
+def test_a_death_is_noticed_though_a_child_holds_the_connection_open(make):
+    rewarder = make("parent")
+    (before,) = rewarder.group("", ["self"], "")
+    assert rewarder.group("", ["fork"], "") == [0] and rewarder.failed == 1
+    (after,) = rewarder.group("", ["self"], "")
+    assert after != before
+
+
+def test_the_process_ends_with_a_parent_that_is_killed(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    program = (
+        "from asyncspec.tasks.rewarder import Rewarder\n"
+        f"rewarder = Rewarder('mine:parent', 600, 0.5, {START_S})\n"
+        "print(int(rewarder.group('', ['self'], '')[0]), flush=True)\n"
+        "rewarder.name = 'mine:reward'\n"
+        "rewarder._worker.ask('', ['hang'], '')\n"
+        "print('asked', flush=True)\n"
+        "rewarder._worker.answer(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
+    )
+    pid = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "asked\n"
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert not outliving([pid])
+
+
+def test_more_failures_than_allowed_stop_the_run_with_one_line(make):
+    rewarder = make(most_failures=0.1)
     for _ in range(200):
         rewarder.group("1+1=", ["2"], "2")
     with pytest.raises(
@@ -56,6 +185,42 @@ def test_more_failures_than_allowed_stop_the_run_with_one_line():
     ):
         for _ in range(100):
             rewarder.group("1+1=", ["raise"], "2")
-    few = Rewarder(reward, "mine:reward", 1.0, 0.0)
+    few = make(most_failures=0.0)
     for _ in range(LEAST_FAILURES):
         few.group("1+1=", ["raise"], "2")
+    with pytest.raises(RewardError, match="the last ended its process with exit code 3, response 'end'"):
+        few.group("1+1=", ["end"], "2")
+    with pytest.raises(RewardError, match="; the last returned two, response 'lines'; "):
+        few.group("1+1=", ["lines"], "2")
+
+
+@pytest.mark.parametrize(
+    "content,expected",
+    [
+        ("import nothing.there", "ModuleNotFoundError: No module named 'nothing'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("import os\nos._exit(0)", "ended its process with exit code 0 while it was imported"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "ended its process with SIGSEGV while it was"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise ValueError('two\\nlines \\ud800')", "ValueError: two"),
+        ("def other(): ...", "has no attribute 'reward'"),
+        ("reward = 3", "naming something that can be called"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_gives_one_line(content, expected, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewarder = Rewarder("broken:reward", 60, 0.5, START_S)
+    with pytest.raises(RewardError, match="^data.reward='broken:reward': ") as caught:
+        rewarder.load()
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+    rewarder.close()
+
+
+def test_a_function_that_loads_for_too_long_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewarder = Rewarder("slow:reward", 60, 0.5, 1.0)
+    with pytest.raises(RewardError, match="took more than 1 s while it was imported; .*deployment.start_timeout_s=1"):
+        rewarder.load()
+    rewarder.close()

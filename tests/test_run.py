@@ -109,7 +109,15 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, problems[:40])))
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, problems[40:46])))
-    (tmp_path / "mine.py").write_text("def short(prompt, response, answer):\n    return 1 / (1 + len(response))\n")
+    # Like math-verify, this reward sets a timer, which only a process's main thread can.
+    (tmp_path / "mine.py").write_text(
+        "import os, signal\n"
+        "open(f'reward.{os.getpid()}', 'w')\n"
+        "def short(prompt, response, answer):\n"
+        "    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n"
+        "    signal.alarm(600)\n"
+        "    return 1 / (1 + len(response))\n"
+    )
     done = train(
         tmp_path / "run",
         "--steps",
@@ -120,7 +128,7 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
         "data.reward=mine:short",
         "deployment.generators=2",
         "rl.kl_coef=0.01",
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 3, 1)
@@ -128,6 +136,8 @@ def test_model_data_reward_and_generators_are_replaceable(tmp_path):
     assert rows(tmp_path / "run")[-1]["loss/kl"] > 0
     generators = {line["generator"] for line in ledger(tmp_path / "run") if line["event"] in ("trained", "evaluated")}
     assert generators == {"generator0", "generator1"}
+    pids = [int(file.suffix[1:]) for file in tmp_path.glob("reward.*")]
+    assert len(pids) == 3 and not outliving(pids)  # one of each generator, and one before the start
 
 
 @pytest.mark.parametrize("kind, method", [("llama", "ngram"), ("qwen3_moe", "suffix")])

@@ -1,5 +1,7 @@
 """Tasks, rewards and data files."""
 
+import gzip
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +53,7 @@ def test_the_error_for_a_data_file_names_the_wrong_line(tmp_path):
         b'{"prompt": "1+1=", "answer": "2", "note": "\xe9t\xe9"}',
         half.encode(),
         deep.encode(),
+        gzip.compress(b'{"prompt": "1", "answer": "1"}'),
     ):
         path.write_bytes(b'{"prompt": "1+1=\xc3\xa9", "answer": "\\ud83d\\ude00"}\n' + bad + b"\n")
         with pytest.raises(ValueError, match="^data.train_file='.*/data.jsonl': line 2: expected ") as caught:
@@ -59,6 +62,26 @@ def test_the_error_for_a_data_file_names_the_wrong_line(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match="is empty"):
         load_jsonl("data.train_file", str(path))
+
+
+def test_what_other_programs_write_into_jsonl_is_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "1+1=", "answer": "2"}\r\n'
+        b'{"prompt": "1+2=", "answer": "3", "score": NaN, "note": "\\ud83d"}\n'
+        b'{"answer": "4\xc3\xa9", "prompt": "1+3=", "more": [{"prompt": 5}]}'
+    )
+    assert load_jsonl("data.train_file", str(path)) == [
+        Problem("1+1=", "2"),
+        Problem("1+2=", "3"),
+        Problem("1+3=", "4\xe9"),
+    ]
+
+
+def test_a_file_that_cannot_be_read_gives_one_line(tmp_path):
+    for path in (tmp_path, tmp_path / "gone.jsonl", tmp_path / ("x" * 300)):
+        with pytest.raises(ValueError, match="^data.train_file='.*': .*; expected a JSONL file that can be read$"):
+            load_jsonl("data.train_file", str(path))
 
 
 def test_rewards_load_by_import_path():

@@ -1,6 +1,7 @@
 """The conductor: leads a run from its start to its end.
 
-- It waits until every actor is up, then until every actor has joined its broadcast groups. Each wait has a deadline.
+- It reads the data. It waits until every actor is up, then until every actor has joined its broadcast groups. Each
+  wait has a deadline.
 - Then it loops: it issues and dispatches tickets (schedule.py), handles messages (switchboard.py), finds silent actors
   and replaces lost ones (recovery.py).
 - It ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -52,7 +54,6 @@ class Conductor:
         """Lead the run from start to end. `Run.stop_reason` and `Run.failure` then say how it ended."""
         run, schedule = self.run, self.schedule
         try:
-            schedule.load()
             if self.resume >= 0:
                 self.records.resume(self.resume)
             self._start()
@@ -96,6 +97,7 @@ class Conductor:
         run, crew = self.run, self.run.crew
         for member in crew.present:
             crew.expect(member)
+        self._load()
         self._listen_until(lambda: [member for member in crew.present if member.hello is None], "to start")
         if run.stop_reason:
             return
@@ -113,6 +115,31 @@ class Conductor:
         self.schedule.begin()
         run.progress()
         self.started = True
+
+    def _load(self) -> None:
+        """Read the data in a thread. Meanwhile the launchers get beats, and actors start.
+
+        Raises:
+            RunFailed: the data cannot be read, or not within stall_timeout_s.
+        """
+        errors: list[Exception] = []
+        limit, began = self.config.deployment.stall_timeout_s, time.monotonic()
+
+        def load() -> None:
+            try:
+                self.schedule.load()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=load, name="data", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.run.stop_reason:
+            self._listen(0.02)
+            self._watch()
+            if time.monotonic() - began > limit:
+                raise RunFailed(f"the data was not read within {limit:.0f} s; raise deployment.stall_timeout_s")
+        if errors:
+            raise errors[0]
 
     def _listen_until(self, missing: Callable[[], list[Member]], what: str) -> None:
         """Wait until no actor is missing. An actor that falls silent meanwhile is killed and replaced.

@@ -20,7 +20,6 @@ from asyncspec.actors.base import Actor, first_name
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion, Engine, Request
-from asyncspec.tasks.reward import load_reward
 from asyncspec.tasks.rewarder import Rewarder
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import now
@@ -70,12 +69,14 @@ class Generator(Actor):
     def load(self) -> None:
         from asyncspec.models import tokenizer
 
-        c = self.config
+        c, data = self.config, self.config.data
+        # The function loads in its own process, while the engine does here.
         self.rewarder = Rewarder(
-            load_reward(c.data.reward), c.data.reward, c.data.reward_timeout_s, c.data.reward_failures, self.pump_if_due
+            data.reward, data.reward_timeout_s, data.reward_failures, c.deployment.start_timeout_s, self.pump_if_due
         )
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
         self.engine = self.make_engine()
+        self.rewarder.load()
 
     def make_engine(self) -> Engine:
         from asyncspec.actors.engines import make_engine
@@ -219,11 +220,24 @@ class Generator(Actor):
 
     def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
         self.delay("reward", len(completions))
-        texts = [self.tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True) for c in completions]
+        texts = [self._text(c) for c in completions]
         rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer)
         if self.rewarder.failed:
             self.counters[f"reward/{self.name}_failed"] = self.rewarder.failed
         return rewards
+
+    def _text(self, completion: Completion) -> str:
+        """Return the response that the reward gets: without the token that ended it, which need not be special."""
+        tokens = completion.tokens.tolist()
+        return self.tokenizer.decode(
+            tokens if completion.truncated else tokens[:-1],
+            skip_special_tokens=not self.config.data.reward_special_tokens,
+        )
+
+    def _leave(self) -> None:
+        if self.rewarder is not None:
+            self.rewarder.close()
+        super()._leave()
 
     def _end_busy_span(self) -> None:
         if self._busy_since:

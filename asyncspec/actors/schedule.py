@@ -10,7 +10,8 @@ from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.tickets import Evaluations, TicketMaker
 from asyncspec.config import resolve_path
 from asyncspec.lag import PolicyClock
-from asyncspec.tasks.data import load_problems, lost_characters
+from asyncspec.models import tokenizer
+from asyncspec.tasks.data import load_problems
 from asyncspec.wire import messages as m
 
 
@@ -31,21 +32,16 @@ class Schedule:
         return self.trained_steps == self.config.steps and not self.evaluations
 
     def load(self) -> None:
-        """Read the data.
+        """Read the data, in whatever thread: it takes long if there is much. The launcher has checked it.
 
         Raises:
-            RunFailed: the data cannot be read or used.
+            RunFailed: the data cannot be read.
         """
-        from asyncspec.models import tokenizer
-
         try:
             tokens = tokenizer.load(resolve_path(self.config.model.path))
-            problems, held_out = load_problems(self.config, tokens)
+            self.maker = TicketMaker(self.config, tokens, *load_problems(self.config))
         except ValueError as error:
             raise RunFailed(str(error)) from None
-        if warning := lost_characters([*problems, *held_out], tokens):
-            self.run.records.line(f"warning: {warning}")
-        self.maker = TicketMaker(self.config, tokens, problems, held_out)
 
     def begin(self) -> None:
         """Evaluate the version that the run starts from, if that is due."""
@@ -67,7 +63,7 @@ class Schedule:
             if load[generator] >= 2 * self.config.engine.slots:
                 break
             ticket = book.next_for(generator)
-            outboxes[generator].put(ticket)
+            outboxes[generator].put(self.maker.encoded(ticket))
             load[generator] += len(ticket.seeds)
         for outbox in outboxes.values():
             outbox.flush()

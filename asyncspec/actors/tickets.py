@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncspec.config import Config
 from asyncspec.ledger.ledger import Ledger
+from asyncspec.models.tokenizer import encode_prompt
 from asyncspec.tasks.problem import Problem
 from asyncspec.wire import messages as m
 
@@ -28,16 +29,16 @@ class TicketMaker:
     """Makes the tickets of training steps and of evaluations."""
 
     def __init__(self, config: Config, tokenizer, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
+        """
+        Args:
+            problems: the problem of each training ticket, in order; see `load_problems`.
+        """
         self.config, self.tokenizer, self.problems, self.held_out = config, tokenizer, problems, held_out
-        # The order of prompts depends on the seed alone; a longer run begins like a shorter one.
-        rng = np.random.default_rng([config.seed, 0x7072])
-        needed = config.steps * config.rl.groups_per_step
-        self.order = np.concatenate([rng.permutation(len(problems)) for _ in range(-(-needed // len(problems)))])
 
     def of_step(self, step: int, min_version: int) -> list[m.Ticket]:
         count = self.config.rl.groups_per_step
         return [
-            self._make(i, step, min_version, self.problems[self.order[i]], self.config.rl.group_size)
+            self._make(i, step, min_version, self.problems[i], self.config.rl.group_size)
             for i in range(step * count, (step + 1) * count)
         ]
 
@@ -47,6 +48,12 @@ class TicketMaker:
             self._make(first + i, version, version, problem, self.config.eval.samples, evaluation=True)
             for i, problem in enumerate(self.held_out)
         ]
+
+    def encoded(self, ticket: m.Ticket) -> m.Ticket:
+        """Return the ticket with its prompt's tokens. Encode only when a ticket is sent: an evaluation may issue many
+        thousands at once.
+        """
+        return msgspec.structs.replace(ticket, prompt_tokens=encode_prompt(self.tokenizer, ticket.prompt))
 
     def _make(
         self, ticket_id: int, step: int, min_version: int, problem: Problem, samples: int, evaluation: bool = False
@@ -58,7 +65,7 @@ class TicketMaker:
             min_version=min_version,
             prompt=problem.prompt,
             answer=problem.answer,
-            prompt_tokens=self.tokenizer.encode(problem.prompt).ids,
+            prompt_tokens=[],
             seeds=seeds,
             issued=time.monotonic(),
             evaluation=evaluation,

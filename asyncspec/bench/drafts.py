@@ -214,7 +214,7 @@ def divergence(ended: Path, start: Path, prompts: int = 128) -> float:
     """Return KL(ended || start) of two policies, in nats per token, over samples of `ended` at temperature 1."""
     (model, shape), (before, _) = policy.load(ended), policy.load(start)
     encoder = tokenizer.load(ended)
-    prompts_ = [encoder.encode(p.prompt).ids for p in sums(91, prompts)]
+    prompts_ = [tokenizer.encode_prompt(encoder, p.prompt) for p in sums(91, prompts)]
     done = Sampler(model, shape, Training())(prompts_, 1)
     total = tokens = 0.0
     for tokens_BL, mask_BL in batches(

@@ -25,6 +25,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_info
 
 from asyncspec.bench import BENCHMARKS
+from asyncspec.config import resolve_path
 from asyncspec.config.fields import hint
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
@@ -86,7 +87,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
         raise UserError(f"bench {name}: expected one of {', '.join(BENCHMARKS)}" + hint(name, list(BENCHMARKS)))
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats {repeats}: expected 1 or more")
-    directory = Path(out)
+    directory = resolve_path(out)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,7 +14,7 @@ import torch
 
 from asyncspec import config as configuration
 from asyncspec.commands.draft_train import acceptance_length
-from asyncspec.config.schema import SpeculationConfig
+from asyncspec.config import SpeculationConfig
 from asyncspec.drafters.lookup import SuffixDrafter
 from asyncspec.drafters.make import drafter_for, drafter_maker
 from asyncspec.drafts import draft as drafts
@@ -64,7 +64,7 @@ class Loads:
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
         encoder = tokenizer.load(path)
-        self.prompts = [encoder.encode(p.prompt).ids for p in sums(c.seed + 77, 1024)]
+        self.prompts = [tokenizer.encode_prompt(encoder, p.prompt) for p in sums(c.seed + 77, 1024)]
         self._engines: dict[tuple[str, int], list[TorchEngine]] = {}
         self._auto = {}
         self._pasts = {}  # suffix decoding's state after the warm-up, by number of slots

@@ -20,7 +20,7 @@ from asyncspec.commands.meeting import Finding, Node, run_folder
 from asyncspec.config import Config, resolve_path, topology, work
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import estimate
-from asyncspec.launch.preflight import check_host, check_models
+from asyncspec.launch.preflight import check_host, check_inputs
 from asyncspec.models.shape import PolicyShape
 
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
@@ -61,7 +61,7 @@ def _here(config: Config) -> Node:
     )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings += [_binds(config), _models(config), _disk(config)]
+    node.findings += [_binds(config), _inputs(config), _disk(config)]
     return node
 
 
@@ -115,12 +115,12 @@ def _binds(config: Config) -> Finding:
         return Finding(False, str(error))
 
 
-def _models(config: Config) -> Finding:
+def _inputs(config: Config) -> Finding:
     try:
-        check_models(config)
+        check_inputs(config)
     except UserError as error:
         return Finding(False, str(error))
-    return Finding(True, "the files of the models are whole and fit config.json")
+    return Finding(True, "can read the models' files, the tokenizer and the data, and load the reward")
 
 
 def _disk(config: Config) -> Finding:

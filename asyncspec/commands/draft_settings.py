@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncspec.config import resolve_path
 from asyncspec.config.fields import describe, knob, refusal
@@ -65,12 +65,13 @@ def check(settings: Training) -> None:
     need(not (settings.prompts and settings.rollouts), "rollouts", "--prompts or --rollouts, but not both")
     for name in ("policy", "init"):
         value = getattr(settings, name)
-        need(not value or (resolve_path(value) / "config.json").is_file(), name, "a directory with config.json in it")
+        held = not value or os.path.isfile(resolve_path(value) / "config.json")
+        need(held, name, "a directory with config.json in it")
     for name in ("prompts", "rollouts"):
         value = getattr(settings, name)
-        need(not value or Path(value).is_file(), name, "a JSONL file that exists")
-    out = Path(settings.out)
-    need(not out.exists() or out.is_dir(), "out", "a directory to write to")
+        need(not value or os.path.isfile(resolve_path(value)), name, "a JSONL file that exists")
+    out = resolve_path(settings.out)
+    need(not os.path.exists(out) or os.path.isdir(out), "out", "a directory to write to")
     again = bool(settings.init) and out.resolve() == resolve_path(settings.init).resolve()
-    held = (out / "config.json").exists() and not again
+    held = os.path.exists(out / "config.json") and not again
     need(not held, "out", "a directory without a model in it, or that of --init, whose draft is then trained further")

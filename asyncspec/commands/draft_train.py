@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncspec.commands.draft_settings import Training
@@ -33,6 +34,7 @@ from asyncspec.models import CheckpointError, policy
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.speculation.verify import Sampling
 from asyncspec.tasks.data import read_jsonl
+from asyncspec.tasks.prompts import encoded_prompts, encoded_responses
 from asyncspec.tasks.sums import sums
 
 ROUND = 256  # rollouts sampled before each stretch of training
@@ -45,6 +47,19 @@ LINE_EVERY_S = 15.0
 class Rollout:
     prompt: tuple[int, ...]
     response: tuple[int, ...]
+
+
+class PromptLine(msgspec.Struct):
+    """A line of --prompts."""
+
+    prompt: str
+
+
+class RolloutLine(msgspec.Struct):
+    """A line of --rollouts."""
+
+    prompt: str
+    response: str
 
 
 class Sampler:
@@ -166,7 +181,7 @@ def run(settings: Training) -> int:
         model, shape = policy.load(path, positions=longest)
         model.requires_grad_(False)
         tokenizer = tokenizers.load(path)
-        prompts, held_out, rollouts = _data(settings, tokenizer, shape)
+        prompts, held_out, rollouts = _data(settings, tokenizer, shape, console)
         tokens = _draft_vocabulary(settings, model, shape, prompts, rollouts)
         draft = (
             drafts.load(settings.method, resolve_path(settings.init), shape, model)
@@ -189,7 +204,7 @@ def run(settings: Training) -> int:
 
     if settings.init:
         console.print(f"acceptance length before: {measured():.3f} at k={settings.draft_length}")
-    out, lines = Path(settings.out), [time.monotonic()]
+    out, lines = resolve_path(settings.out), [time.monotonic()]
     try:
         writer = SummaryWriter(str(out / "tensorboard"))
     except OSError as error:
@@ -239,51 +254,68 @@ def run(settings: Training) -> int:
     return 0
 
 
-def _data(settings: Training, tokenizer, shape: policy.PolicyShape) -> tuple[list, list, list[Rollout]]:
-    """Return the prompts to learn on, the held-out prompts, and the given rollouts.
+def _data(
+    settings: Training, tokenizer, shape: policy.PolicyShape, console: Console
+) -> tuple[list, list, list[Rollout]]:
+    """Return the prompts to learn on, the held-out prompts, and the given rollouts. Say what is left out.
 
     Raises:
-        ValueError: a line of a file is malformed, or too little is left.
+        ValueError: a line of a file is malformed, a prompt cannot be used, or too little is left.
     """
-    rollouts: list[Rollout] = []
+    given: list[RolloutLine] = []
     rng = np.random.default_rng([settings.seed, 3])
     if settings.rollouts:
-        texts = [
-            (item["prompt"], item["response"])
-            for item in read_jsonl(settings.rollouts, settings.rollouts, ("prompt", "response"))
-        ]
-        rollouts = [
-            Rollout(tuple(tokenizer.encode(p).ids), (*tokenizer.encode(r).ids, shape.eos_token_id)) for p, r in texts
-        ]
-        prompts = list(dict.fromkeys(r.prompt for r in rollouts))
+        given = list(read_jsonl(f"--rollouts {settings.rollouts}", settings.rollouts, RolloutLine))
+        texts = [line.prompt for line in given]
     elif settings.prompts:
-        prompts = list(
-            dict.fromkeys(
-                tuple(tokenizer.encode(item["prompt"]).ids)
-                for item in read_jsonl(settings.prompts, settings.prompts, ("prompt",))
-            )
-        )
+        texts = [line.prompt for line in read_jsonl(f"--prompts {settings.prompts}", settings.prompts, PromptLine)]
     else:
-        prompts = list(dict.fromkeys(tuple(tokenizer.encode(p.prompt).ids) for p in sums(settings.seed + 1000, 16384)))
-    fitting = [p for p in prompts if 0 < len(p) <= settings.max_prompt_tokens]
+        texts = [problem.prompt for problem in sums(settings.seed + 1000, 16384)]
+    texts = list(dict.fromkeys(texts))
+    tokens = {
+        prompt.text: tuple(prompt.tokens) for prompt in encoded_prompts(tokenizer, texts, shape.vocab_size, console)
+    }
+    responses = encoded_responses(tokenizer, [line.response for line in given], shape.vocab_size, console)
+    rollouts = [Rollout(tokens[line.prompt], _ended(response, shape)) for line, response in zip(given, responses)]
+    prompts = list(dict.fromkeys(tokens.values()))
+    fitting = [p for p in prompts if len(p) <= settings.max_prompt_tokens]
     if len(fitting) < 2:
         raise ValueError(
             f"--max-prompt-tokens {settings.max_prompt_tokens}: {len(fitting)} of {len(prompts)} prompts are short "
             f"enough; expected at least 2"
+        )
+    if len(fitting) < len(prompts):
+        console.print(
+            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are left out: they have more than "
+            f"--max-prompt-tokens {settings.max_prompt_tokens} tokens",
+            soft_wrap=True,
         )
     held = set(rng.permutation(len(fitting))[: min(settings.held_out, max(1, len(fitting) // 10))].tolist())
     held_out = [p for i, p in enumerate(fitting) if i in held]
     prompts = [p for i, p in enumerate(fitting) if i not in held]
     kept = set(prompts)
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    usable = [r for r in rollouts if r.prompt in kept and len(r.prompt) + len(r.response) <= longest]
+    learned = [r for r in rollouts if r.prompt in kept]
+    usable = [r for r in learned if len(r.prompt) + len(r.response) <= longest]
     if rollouts and not usable:
         raise ValueError(
             f"--max-response-tokens {settings.max_response_tokens}: none of {len(rollouts)} rollouts fits into "
             f"{longest} tokens, prompt included; the longest has "
             f"{max(len(r.prompt) + len(r.response) for r in rollouts)}"
         )
+    if len(usable) < len(learned):
+        console.print(
+            f"{len(learned) - len(usable)} of {len(learned)} rollouts are left out: they have more than {longest} "
+            "tokens, --max-prompt-tokens and --max-response-tokens together",
+            soft_wrap=True,
+        )
     return prompts, held_out, usable
+
+
+def _ended(response: Sequence[int], shape: policy.PolicyShape) -> tuple[int, ...]:
+    """Return a response that ends with an end-of-sequence token, as the policy's own responses do."""
+    ends = response and response[-1] in shape.eos_token_ids
+    return tuple(response) if ends else (*response, shape.eos_token_id)
 
 
 def _draft_vocabulary(settings: Training, model, shape, prompts, rollouts: list[Rollout]) -> torch.Tensor | None:

@@ -2,16 +2,8 @@
 
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
 from asyncspec.config.paths import CONFIG_DIR, PACKAGE_DIR, default_run_dir, resolve_path
-from asyncspec.config.schema import (
-    LONGEST_DRAFT,
-    Config,
-    MockConfig,
-    OptimizerConfig,
-    RLConfig,
-    SpeculationConfig,
-    TrainerConfig,
-    default_of,
-)
+from asyncspec.config.schema import LONGEST_DRAFT, Config, default_of
+from asyncspec.config.sections import MockConfig, OptimizerConfig, RLConfig, SpeculationConfig, TrainerConfig
 from asyncspec.errors import ConfigError, UserError, first_line
 
 __all__ = [

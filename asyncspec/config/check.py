@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -142,7 +141,7 @@ def _check_files(config: Config) -> None:
         ("model.reference_path", config.model.reference_path),
         ("speculation.draft_path", config.draft_directory),
     ):
-        if path and not (resolve_path(path) / "config.json").is_file():
+        if path and not os.path.isfile(resolve_path(path) / "config.json"):
             shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
             raise ConfigError(
                 f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; create it, or name "
@@ -151,7 +150,7 @@ def _check_files(config: Config) -> None:
     expected = f"data.train_file as well: the built-in task {config.data.task} holds out its own prompts"
     _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        if path and not Path(path).is_file():
+        if path and not os.path.isfile(resolve_path(path)):
             raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
 
 

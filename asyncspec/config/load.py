@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from yaml import YAMLError
 from asyncspec.config import topology
 from asyncspec.config.check import check
 from asyncspec.config.fields import hint, leaves, type_of, value_of
-from asyncspec.config.paths import CONFIG_DIR
+from asyncspec.config.paths import CONFIG_DIR, resolve_path
 from asyncspec.config.schema import Config, default_of
 from asyncspec.errors import ConfigError, first_line
 
@@ -171,12 +172,10 @@ def from_yaml(text: str) -> Config:
 
 
 def _config_path(config: str) -> Path:
-    shipped = CONFIG_DIR / f"{config}.yaml"
+    shipped, given = CONFIG_DIR / f"{config}.yaml", resolve_path(config)
     # A bare name is a shipped configuration, even if the current directory has a file of that name.
-    for candidate in (
-        (shipped, Path(config).expanduser()) if Path(config).name == config else (Path(config).expanduser(),)
-    ):
-        if candidate.is_file():
+    for candidate in (shipped, given) if os.path.basename(config) == config else (given,):
+        if os.path.isfile(candidate):
             return candidate
     names = sorted(p.stem for p in CONFIG_DIR.glob("*.yaml"))
     raise ConfigError(

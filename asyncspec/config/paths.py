@@ -11,10 +11,13 @@ CONFIG_DIR = PACKAGE_DIR / "configs"
 
 
 def resolve_path(path: str) -> Path:
-    """Return the path that a configured text names; "asset:NAME" is a file or folder that ships in the package."""
+    """Return the path that a text of the user names, in the configuration or on the command line.
+
+    "asset:NAME" is a file or folder that ships in the package; "~" is the user's home directory.
+    """
     if path.startswith("asset:"):
         return PACKAGE_DIR / "assets" / path.removeprefix("asset:")
-    return Path(path).expanduser()
+    return Path(os.path.expanduser(path))
 
 
 def default_run_dir() -> str:

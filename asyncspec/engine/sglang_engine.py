@@ -212,7 +212,7 @@ def weights_folder(config: Config) -> Path:
     that is named after the run's directory.
     """
     if config.engine.weights_dir:
-        return Path(config.engine.weights_dir).expanduser().resolve()
+        return resolve_path(config.engine.weights_dir).resolve()
     return Path(f"/dev/shm/asyncspec-{os.getuid()}", *Path(config.run_dir).resolve().parts[1:])
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     if connection is None:
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as forkserver.die_with does; it survives exec
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as parent.die_with does; it survives exec
         if os.getppid() != int(parent):
             os._exit(1)
         os.execv(sys.executable, [sys.executable, "-m", module, *args])

@@ -17,7 +17,6 @@ client then ends with its parent. A forked process has the server's module searc
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -38,9 +37,9 @@ from typing import NamedTuple
 
 from asyncspec.launch import ending
 from asyncspec.loading import gc_paused, without_gpus
+from asyncspec.parent import die_with
 
 _CLIENT = str(Path(__file__).with_name("fork_client.py"))
-_PR_SET_PDEATHSIG = 1
 _ALWAYS = ("connection", "request", "stdin", "stdout", "stderr")  # descriptors that come with each request
 _MOST = 16  # descriptors in one request, with those that the module keeps
 
@@ -90,13 +89,6 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         os.close(self.descriptor)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. Call it first."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class _Forked(NamedTuple):

@@ -10,6 +10,7 @@ has ended.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,9 +25,10 @@ from asyncspec.config import Config, topology, work
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.files import replace_file
 from asyncspec.launch import processes, roles
-from asyncspec.launch.forkserver import ForkServer, die_with
+from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
+from asyncspec.parent import die_with
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
 from asyncspec.wire.control import ControlClient
@@ -97,8 +99,8 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
     Raises:
         UserError: there is no such run or node, or the node's actors cannot be started alone.
     """
-    path = Path(run_dir).expanduser().absolute()
-    if not (path / "config.yaml").is_file():
+    path = configuration.resolve_path(run_dir).absolute()
+    if not os.path.isfile(path / "config.yaml"):
         raise UserError(
             f"--join {run_dir}: no config.yaml in it; expected the directory of a run that `asyncspec train --node "
             f"0` has started"

@@ -1,4 +1,4 @@
-"""Checks a run's inputs before any process starts: its address, engine, tokenizer, data and reward."""
+"""Checks a run's inputs before any actor starts: its address, engine, tokenizer, data and reward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from importlib import metadata
 
 from asyncspec import config as configuration
 from asyncspec.actors.crew import actor_names
+from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
 from asyncspec.launch import estimate
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
 from asyncspec.tasks.data import load_problems
-from asyncspec.tasks.reward import load_reward
+from asyncspec.tasks.prompts import encoded_prompts
+from asyncspec.tasks.reward_worker import RewardWorker
 
 
 def check_host(config: configuration.Config) -> str:
@@ -135,8 +137,8 @@ def _version(package: str) -> str:
 
 
 def check_inputs(config: configuration.Config) -> None:
-    """Check the models' files, that the engine is installed, and the data, the tokenizer and the reward, which are
-    read as the actors will read them.
+    """Check the models' files, that the engine is installed, and read the data, the tokenizer and the reward as the
+    actors will. Print a line for whatever works in another way than the user may expect.
 
     Raises:
         ConfigError: one of them cannot be used.
@@ -158,9 +160,29 @@ def check_inputs(config: configuration.Config) -> None:
                     f"engine.url={config.engine.url!r}: {error}; expected an SGLang server; nearest valid choice: "
                     "engine.kind=torch"
                 ) from None
+    _check_data(config)
+
+
+def _check_data(config: configuration.Config) -> None:
+    """Read the data, encode the prompts that the run uses, and load the reward.
+
+    Raises:
+        ConfigError: an actor would refuse one of them.
+    """
+    reward, path = RewardWorker(config.data.reward), configuration.resolve_path(config.model.path)
     try:
-        tokenizer = tokenizers.load(configuration.resolve_path(config.model.path))
-        load_problems(config, tokenizer)
-        load_reward(config.data.reward)
+        tokenizer = tokenizers.load(path)
+        problems, held_out = load_problems(config)
+        texts = list(dict.fromkeys(problem.prompt for problem in (*problems, *held_out)))
+        prompts = encoded_prompts(tokenizer, texts, PolicyShape.from_hf(path).vocab_size, terminal())
+        longest, limit = max(prompts, key=lambda prompt: len(prompt.tokens)), config.engine.max_prompt_tokens
+        if (count := len(longest.tokens)) > limit:
+            raise ValueError(
+                f"engine.max_prompt_tokens={limit}: the longest prompt, {longest.text[:40]!r}, has {count} tokens; "
+                f"nearest valid choice: engine.max_prompt_tokens={count}"
+            )
+        reward.wait_until_loaded(config.deployment.start_timeout_s)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    finally:
+        reward.close()

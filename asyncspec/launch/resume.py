@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from asyncspec.config import Config, load
+from asyncspec.config import Config, load, resolve_path
 from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.timing.metrics import read_rows
@@ -42,10 +42,10 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
     Raises:
         UserError: there is no such run, all its steps are trained, or a field may not change.
     """
-    run_dir = Path(directory).expanduser().absolute()
+    run_dir = resolve_path(directory).absolute()
     if config is not None:
         raise UserError(f"--config {config}: expected none with --resume: the run has its own, {run_dir}/config.yaml")
-    if not (run_dir / "config.yaml").is_file():
+    if not os.path.isfile(run_dir / "config.yaml"):
         runs = sorted(path.parent.name for path in run_dir.parent.glob("*/config.yaml"))
         nearest = difflib.get_close_matches(run_dir.name, runs, 1, 0.0)
         raise UserError(

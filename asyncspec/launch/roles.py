@@ -137,8 +137,8 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
     if local:
         devices(config.deployment.device, [])
     check_inputs(config)
-    config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
-    if (Path(config.run_dir) / "metrics.jsonl").exists():
+    config.run_dir = os.path.abspath(configuration.resolve_path(config.run_dir or configuration.default_run_dir()))
+    if os.path.exists(Path(config.run_dir) / "metrics.jsonl"):
         raise ConfigError(
             f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
             f"{config.run_dir}"

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
-from asyncspec.config import from_yaml
+from asyncspec.config import from_yaml, resolve_path
 from asyncspec.errors import UserError
 from asyncspec.ledger import ledger
 from asyncspec.timing.metrics import read_rows
@@ -116,9 +116,9 @@ def audit(directory: str) -> int:
     Raises:
         UserError: the directory is not a run's, or a line of its ledger is damaged.
     """
-    run = Path(directory)
+    run = resolve_path(directory)
     for name in ("config.yaml", "ledger.jsonl", "metrics.jsonl"):
-        if not (run / name).is_file():
+        if not os.path.isfile(run / name):
             raise UserError(f"audit {directory}: no {name} in it; expected the directory of a run")
     config = from_yaml((run / "config.yaml").read_text(errors="replace"))
     going_on = ledger.written(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Run:
             UserError: it holds no run, the run has no finished step, or a line of its ledger is damaged.
         """
         for name in ("config.yaml", "metrics.jsonl"):
-            if not (directory / name).is_file():
+            if not os.path.isfile(directory / name):
                 raise UserError(
                     f"report {directory}: no {name} in it; expected a run's directory, for example runs/20261121-120000"
                 )
@@ -55,7 +56,8 @@ class Run:
                         f"report {directory}: metrics.jsonl, line {number}: {key}={row.get(key)!r}: expected a number"
                     )
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
-        return cls(directory.name, from_yaml((directory / "config.yaml").read_text()), rows, steps, dropped)
+        config = from_yaml((directory / "config.yaml").read_text(errors="replace"))
+        return cls(directory.name, config, rows, steps, dropped)
 
     def series(self, key: str) -> np.ndarray:
         """Return a metric over the steps, NaN where it is missing."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from rich.table import Table
 
-from asyncspec.config import to_yaml
+from asyncspec.config import resolve_path, to_yaml
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
 from asyncspec.report.advice import CHANGES, Replayed, advice, replayed
@@ -159,12 +159,12 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
     Raises:
         UserError: a directory holds no run, or the page cannot be written.
     """
-    runs = [Run.read(Path(directory)) for directory in directories]
+    runs = [Run.read(resolve_path(directory)) for directory in directories]
     console = terminal()
     if as_text:
         text(runs, console)
         return 0
-    path = Path(out) if out else Path(directories[0]) / "report.html"
+    path = resolve_path(out) if out else resolve_path(directories[0]) / "report.html"
     page = html(runs)
     try:
         path.write_text(page)

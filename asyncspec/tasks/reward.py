@@ -26,9 +26,9 @@ def load_reward(path: str) -> Reward:
         sys.path.append(os.getcwd())
     try:
         reward = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # importing the user's module may raise anything
+    except BaseException as error:  # importing the user's module may raise anything, SystemExit too
         raise ValueError(
-            f"data.reward={path!r}: {first_line(error)}; expected "
+            f"data.reward={path!r}: {type(error).__name__}: {first_line(error)}; expected "
             f"module:function, for example asyncspec.tasks.sums:exact_match"
         ) from None
     if not colon or not callable(reward):

@@ -1,4 +1,4 @@
-"""Compute rewards with the user's function, which may raise, hang or return nonsense.
+"""Compute rewards with the user's function, which may raise, hang, end its process or return nonsense.
 
 A failed call affects only the rollout it was made for, until too many fail.
 """
@@ -6,101 +6,102 @@ A failed call affects only the rollout it was made for, until too many fail.
 from __future__ import annotations
 
 import math
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from asyncspec.tasks.reward import Reward
+from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
 
 LEAST_FAILURES = 8  # this many rewards may fail, whatever their share
 
 
 class RewardError(RuntimeError):
-    """Too many rewards failed; the message is one line for the user."""
-
-
-class _Caller:
-    """A thread that calls the reward function. A thread that hangs is abandoned, and a new one takes its place."""
-
-    def __init__(self, reward: Reward) -> None:
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._results: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(reward,), name="reward", daemon=True).start()
-
-    def __call__(self, arguments: tuple, timeout_s: float):
-        self._calls.put(arguments)
-        return self._results.get(timeout=timeout_s)
-
-    def _run(self, reward: Reward) -> None:
-        while True:
-            arguments = self._calls.get()
-            try:
-                value = reward(*arguments)
-                try:
-                    self._results.put((float(value), None))
-                except Exception:
-                    self._results.put((None, f"returned {value!r:.40}"))
-            except BaseException as error:  # the user's function may raise anything
-                self._results.put((None, f"raised {type(error).__name__}: {error}"))
+    """Rewards cannot be computed; the message is one line for the user."""
 
 
 class Rewarder:
+    """Calls the function in a process of its own, which is replaced after a call that hangs or ends it."""
+
     def __init__(
         self,
-        reward: Reward,
         name: str,
         timeout_s: float,
         most_failures: float,
+        start_s: float,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-            reward: the user's function.
-            name: the function's name in the configuration, for messages.
+            name: the function's name in the configuration, module:function. It begins to load at once.
             timeout_s: time limit of one call.
             most_failures: share of rollouts whose reward may fail.
-            between: called before each reward, since one reward may take up to timeout_s.
+            start_s: time limit of loading the function.
+            between: called before each reward of a group and often while one is computed, which may take timeout_s.
         """
-        self.reward, self.name, self.timeout_s, self.most_failures, self.between = (
-            reward,
-            name,
-            timeout_s,
-            most_failures,
-            between,
-        )
+        self.name, self.timeout_s, self.most_failures, self.start_s = name, timeout_s, most_failures, start_s
+        self.between = between
         self.called = self.failed = 0
-        self._caller = _Caller(reward)
+        self._worker, self._loaded = RewardWorker(name), False
 
-    def group(self, prompt: str, responses: list[str], answer: str) -> list[float]:
+    def load(self, between: Callable[[], None] = lambda: None) -> None:
+        """Wait until the function is loaded.
+
+        Args:
+            between: called often meanwhile.
+
+        Raises:
+            RewardError: it cannot be loaded.
+        """
+        if not self._loaded:
+            try:
+                self._worker.wait_until_loaded(self.start_s, between)
+            except ValueError as error:
+                raise RewardError(str(error)) from None
+            self._loaded = True
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+    def group(self, prompt: str, responses: Sequence[str], answer: str) -> list[float]:
         """Return the rewards of a group.
 
         A rollout whose reward fails gets the mean of the others, so that it teaches nothing; 0 if all failed.
 
         Raises:
-            RewardError: more than the allowed share of rewards failed.
+            RewardError: more than the allowed share of rewards failed, or the function cannot be loaded again.
         """
-        found = [self._one(prompt, response, answer) for response in responses]
+        found: list[float | None] = []
+        while len(found) < len(responses):
+            self.load(self.between)
+            self._worker.ask(prompt, responses[len(found) :], answer)
+            self._collect(found, responses)
         good = [value for value in found if value is not None]
         mean = sum(good) / len(good) if good else 0.0
         return [mean if value is None else value for value in found]
 
-    def _one(self, prompt: str, response: str, answer: str) -> float | None:
-        self.called += 1
-        self.between()
-        try:
-            number, trouble = self._caller((prompt, response, answer), self.timeout_s)
-            if number is not None:
-                if math.isfinite(number):
-                    return number
-                trouble = f"returned {number}"
-        except queue.Empty:
-            self._caller = _Caller(self.reward)
-            trouble = f"took more than {self.timeout_s:g} s"
+    def _collect(self, found: list[float | None], responses: Sequence[str]) -> None:
+        """Append the rewards of the responses that have none, up to one that ends the process or hangs."""
+        while len(found) < len(responses):
+            self.called += 1
+            self.between()
+            try:
+                number, trouble = self._worker.answer(self.timeout_s, self.between)
+            except NoAnswer as none:
+                number, trouble = None, str(none)
+                self._worker.kill()
+                self._worker, self._loaded = RewardWorker(self.name), False
+            if number is not None and not math.isfinite(number):
+                number, trouble = None, f"returned {number}"
+            if number is None:
+                self._failed(trouble, responses[len(found)])
+            found.append(number)
+            if not self._loaded:
+                return
+
+    def _failed(self, trouble: str, response: str) -> None:
         self.failed += 1
         if self.failed > max(LEAST_FAILURES, self.most_failures * self.called):
             raise RewardError(
                 f"data.reward={self.name}: failed for {self.failed} of {self.called} rollouts, more than "
-                f"data.reward_failures={self.most_failures:g} allows; the last {trouble.splitlines()[0]}, response "
-                f"{response[:40]!r}; expected a finite number"
+                f"data.reward_failures={self.most_failures:g} allows; the last {trouble}, response {response[:40]!r}; "
+                "expected a finite number"
             )
-        return None

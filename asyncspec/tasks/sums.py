@@ -7,9 +7,12 @@ hundreds of tokens.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
 from asyncspec.tasks.problem import Problem
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_TERMS = 32
 
@@ -21,6 +24,8 @@ def sum_terms(rng: np.random.Generator) -> list[int]:
 
 def sums(seed: int, count: int) -> list[Problem]:
     """Return `count` problems of the sums task. The same seed gives the same problems."""
+    import numpy as np  # not for the rewards below, whose process starts sooner without
+
     rng = np.random.default_rng([seed, 0x5375])
     problems = []
     for _ in range(count):

@@ -1,0 +1,326 @@
+"""The sections of a configuration: typed dataclasses whose fields carry their default, help text and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncspec.config.fields import knob
+
+
+@dataclass
+class ModelConfig:
+    path: str = knob("asset:tiny/policy", "Hugging Face directory of the policy; asset:NAME ships with asyncspec")
+    reference_path: str = knob("", "directory of the reference policy for the KL term; empty: model.path")
+    dtype: str = knob(
+        "float32",
+        "dtype in which policy and draft compute; the trainer keeps weights, sums and optimizer state in float32",
+        choices=("float32", "bfloat16"),
+    )
+
+
+@dataclass
+class DataConfig:
+    task: str = knob("sums", "built-in task; used only when data.train_file is empty", choices=("sums",))
+    train_file: str = knob("", 'JSONL with "prompt" and "answer" on each line; empty: the built-in data.task')
+    eval_file: str = knob("", "JSONL of held-out prompts, for runs with data.train_file; empty: no evaluation there")
+    train_prompts: int = knob(4096, "training prompts that the built-in task generates", least=1)
+    eval_prompts: int = knob(256, "held-out prompts that the built-in task generates; 0: no evaluation", least=0)
+    reward: str = knob("asyncspec.tasks.sums:exact_match", "reward, module:function(prompt, response, answer) -> float")
+    reward_timeout_s: float = knob(
+        10.0,
+        "seconds one reward call may take; a rollout whose reward fails or times out gets the mean of its group",
+        above=0,
+    )
+    reward_special_tokens: bool = knob(False, "keep special tokens, such as <think>, in the response for the reward")
+    reward_failures: float = knob(
+        0.05,
+        "share of a generator's rewards that may fail or time out before the run stops; 8 are always allowed",
+        least=0,
+        most=1,
+    )
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = knob(
+        1.0,
+        "sampling temperature of rollouts and evaluations, used for all logprobs too; 0 (greedy) is not possible",
+        least=1e-3,
+    )
+    top_p: float = knob(
+        1.0,
+        "nucleus sampling: sample from the most probable tokens whose probabilities sum to this; 1: all tokens",
+        above=0,
+        most=1,
+    )
+    top_k: int = knob(0, "sample from this many most probable tokens; 0: all tokens", least=0)
+    max_response_tokens: int = knob(320, "maximum number of tokens of a response; a longer one is truncated", least=1)
+
+
+@dataclass
+class EngineConfig:
+    kind: str = knob(
+        "torch",
+        "inference engine; torch: the embedded one; vllm, sglang: see docs/how-to; mock: waits instead of computing",
+        choices=("torch", "vllm", "sglang", "mock"),
+    )
+    slots: int = knob(64, "maximum number of sequences that one generator decodes at once", least=1)
+    max_prompt_tokens: int = knob(
+        96, "maximum number of tokens of a prompt; a run with a longer one is refused before it starts", least=1
+    )
+    threads: int = knob(1, "CPU threads of each generator", least=1)
+    compile: bool = knob(False, "vllm only: compile the policy with torch.compile")
+    gpu_memory_utilization: float = knob(
+        0.9, "vllm on a GPU only: share of the GPU's memory that one generator takes", above=0, most=1
+    )
+    url: str = knob("", "sglang only: one server address http://HOST:PORT for each generator, separated by commas")
+    weights_dir: str = knob(
+        "",
+        "sglang only: directory through which weights pass to the servers; empty: one in /dev/shm, for a single host",
+    )
+    kv_at_swap: str = knob(
+        "keep",
+        "KV cache of unfinished sequences at a weight update: keep it, or recompute it with the new weights",
+        choices=("keep", "recompute"),
+    )
+
+
+@dataclass
+class SpeculationConfig:
+    method: str = knob(
+        "eagle3",
+        "source of the proposed tokens: a trained draft (eagle3, mtp, draft_model), a lookup in earlier text (ngram, "
+        "suffix), or none: no speculative decoding",
+        choices=("eagle3", "mtp", "draft_model", "ngram", "suffix", "none"),
+    )
+    draft_length: str = knob(
+        "auto", "k, tokens proposed per verification: 1 to 16, or auto, which chooses k (also 0) at each engine step"
+    )
+    draft_path: str = knob(
+        "", "directory of the draft; empty: the draft shipped for the default policy; ngram and suffix need none"
+    )
+
+
+@dataclass
+class RLConfig:
+    group_size: int = knob(8, "rollouts per prompt; their rewards are compared to get advantages", least=2)
+    groups_per_step: int = knob(16, "prompts per optimizer step, with rl.group_size rollouts each", least=1)
+    advantage: str = knob(
+        "group",
+        "advantage of a rollout with reward r in its group: group is (r - mean) / std, mean is r - mean (Dr. GRPO)",
+        choices=("group", "mean"),
+    )
+    clip_low: float = knob(0.2, "PPO clipping: the ratio's lower bound is 1 - clip_low", above=0, below=1)
+    clip_high: float = knob(
+        0.28, "PPO clipping: the ratio's upper bound is 1 + clip_high (DAPO's clip-higher)", above=0
+    )
+    correction: str = knob(
+        "truncated",
+        "off-policy correction; truncated: weight each token by min(pi_prox / pi_behavior, rl.correction_cap)",
+        choices=("truncated", "none"),
+    )
+    correction_cap: float = knob(2.0, "largest weight of a token under rl.correction=truncated", least=1)
+    kl_coef: float = knob(
+        0.0, "weight of KL(policy || reference) in the loss; 0: no KL term and no reference pass", least=0
+    )
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = knob(2e-4, "learning rate of AdamW after warm-up", above=0, most=1)
+    beta1: float = knob(0.9, "AdamW's decay of the mean of gradients", least=0, below=1)
+    beta2: float = knob(0.95, "AdamW's decay of the mean of squared gradients", least=0, below=1)
+    eps: float = knob(1e-8, "AdamW's epsilon, added to the root in the denominator", above=0)
+    weight_decay: float = knob(
+        0.0, "AdamW's decoupled weight decay, on matrices; norms and embedding do not decay; 0: none", least=0
+    )
+    max_grad_norm: float = knob(1.0, "norm to which a larger gradient is clipped", above=0)
+    warmup_steps: int = knob(3, "optimizer steps of linear learning-rate warm-up; 0: none", least=0)
+
+
+@dataclass
+class TrainerConfig:
+    kind: str = knob(
+        "torch",
+        "torch: train; mock: trainer and logprob actors wait instead of computing, see the mock fields",
+        choices=("torch", "mock"),
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ranks: int = knob(1, "processes of the trainer, which shard one policy with FSDP", least=1)
+    tensor_parallel: int = knob(
+        1, "trainer ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
+    )
+    tokens_per_pass: int = knob(
+        32768,
+        "maximum number of tokens of a pass in trainer and logprob, with padding; a larger group takes several passes",
+        least=1,
+        most=10**9,
+    )
+    recompute: bool = knob(
+        False, "recompute activations in the backward pass: saves memory, costs about a third more compute"
+    )
+    threads: int = knob(1, "CPU threads of each trainer rank", least=1)
+
+
+@dataclass
+class LogprobConfig:
+    ranks: int = knob(1, "processes of each logprob actor, which shard one policy with FSDP", least=1)
+    tensor_parallel: int = knob(
+        1, "logprob ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
+    )
+    threads: int = knob(1, "CPU threads of each logprob rank", least=1)
+
+
+@dataclass
+class DraftConfig:
+    adapt: bool = knob(
+        True, "train the draft on the rollouts: mtp in the trainer, eagle3 and draft_model in the draft adapter"
+    )
+    lr: float = knob(3e-4, "learning rate of AdamW for the draft", above=0, most=1)
+    groups_per_step: int = knob(
+        4,
+        "groups per optimizer step that train the draft; also how many may wait for the draft adapter (then the oldest "
+        "is dropped)",
+        least=1,
+    )
+    bytes_per_step: int = knob(
+        64_000_000,
+        "bytes per optimizer step after which the draft adapter is sent no more groups; also how many may wait for it",
+        least=1,
+        most=10**12,
+    )
+    top_tokens: int = knob(
+        512,
+        "most probable tokens kept of each target distribution, the rest merged into one outcome; 0: all tokens",
+        least=0,
+    )
+    window: int = knob(
+        0,
+        "positions of each rollout sent to the draft adapter, one random stretch (for long contexts); 0: all",
+        least=0,
+        most=10**9,
+    )
+    publish_every: int = knob(4, "optimizer steps of the draft between two published draft versions", least=1)
+    unroll: int = knob(
+        3, "draft positions over which eagle3 and mtp are unrolled in training (training-time test)", least=1
+    )
+
+
+@dataclass
+class EvalConfig:
+    every: int = knob(
+        20,
+        "optimizer steps between evaluations; 0: only of the first and the last version, which are always evaluated",
+        least=0,
+    )
+    samples: int = knob(1, "rollouts per held-out prompt, sampled as in training", least=1)
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = knob(
+        20, "optimizer steps between checkpoints, written in the background; 0: only one, at the end", least=0
+    )
+    keep: int = knob(2, "newest checkpoints to keep", least=1)
+
+
+@dataclass
+class MockConfig:
+    time_scale: float = knob(
+        0.05, "real seconds per simulated second; all other mock times are in simulated seconds", above=0
+    )
+    gpus: int = knob(8, "GPUs that one generator simulates", least=1)
+    token_s: float = knob(
+        0.003, "seconds a GPU needs to read the weights in one decoding step; each sequence adds mock.row_s", above=0
+    )
+    row_s: float = knob(0.0001, "seconds that each sequence adds to a decoding step of its GPU", least=0)
+    acceptance: float = knob(2.77, "tokens that a verification emits on average (acceptance length)", above=0)
+    draft_length: int = knob(3, "k, tokens proposed per verification; 0: no speculation", least=0)
+    draft_share: float = knob(
+        0.266, "time that each proposed token adds to a decoding step, as a share of the step", least=0
+    )
+    tokens_median: float = knob(6000.0, "median tokens of a response; lengths are log-normal", above=0)
+    tokens_sigma: float = knob(0.6, "standard deviation of the logarithm of a response's tokens", above=0)
+    tokens_max: int = knob(20480, "tokens after which a response is truncated", least=1)
+    token_unit: int = knob(64, "one real token is sent for this many simulated ones", least=1)
+    logprob_s: float = knob(17.9, "seconds that logprob takes for all groups of a step", least=0)
+    train_s: float = knob(31.4, "seconds that the trainer takes for all groups of a step", least=0)
+    prepare_s: float = knob(2.1, "seconds from a version's publication to its arrival in the generators", least=0)
+    weights: int = knob(100_000, "elements of the weights that are really broadcast", least=1, most=10**9)
+
+
+@dataclass
+class DeploymentConfig:
+    generators: int = knob(1, "number of generator actors", least=1)
+    logprobs: int = knob(
+        1, "number of logprob actors, each of logprob.ranks processes; groups are dealt to them round-robin", least=1
+    )
+    nodes: str = knob(
+        "",
+        "actors of each node, for example 4*trainer:4+logprob:4,12*generator:8 (16 nodes); sets the numbers of actors "
+        "and trainer ranks; empty: the launcher places the actors",
+    )
+    device: str = knob(
+        "auto",
+        "where actors compute; auto: on GPUs if there are any, else on the CPU; GPUs are dealt to the actors in turn",
+        choices=("auto", "cpu", "cuda"),
+    )
+    host: str = knob(
+        "auto",
+        "address that this host's actors bind to; auto: loopback, or the address at which other hosts reach this one",
+    )
+    replacements: int = knob(
+        8,
+        "generators, draft adapters and one-rank logprob actors that a launcher replaces before all actors restart",
+        least=0,
+    )
+    restarts: int = knob(
+        3,
+        "times that all actors may restart from the last checkpoint, after the death of one that cannot be replaced",
+        least=0,
+    )
+    standby: int = knob(
+        1, "Ray only: spare processes per node with all libraries loaded, ready to replace a dead actor", least=0
+    )
+    encrypt: bool = knob(
+        True, "encrypt the actors' sockets with keys made for the run; peers without the keys cannot connect"
+    )
+    start_timeout_s: float = knob(
+        120.0,
+        "seconds an actor may take to start, besides loading the policy, and again to join the broadcast groups",
+        above=0,
+    )
+    stall_timeout_s: float = knob(
+        300.0, "seconds without any progress after which the run stops and reports what it waited for", above=0
+    )
+    silent_timeout_s: float = knob(
+        5.0, "seconds without a heartbeat after which a process counts as frozen, is killed and is replaced", least=1
+    )
+    turn_timeout_s: float = knob(
+        180.0,
+        "seconds one turn of an actor's main loop may take; an actor that takes longer counts as stuck and is killed",
+        above=0,
+    )
+    stop_timeout_s: float = knob(
+        4.0,
+        "seconds that an interrupted run may take to stop, besides writing its checkpoint; then its processes are "
+        "killed",
+        above=0,
+    )
+    disk_mb_s: float = knob(
+        0.0,
+        "megabytes per second at which run_dir is written; deadlines of work that grows with the policy follow from "
+        "it; 0: measured at the start",
+        least=0,
+    )
+    record: bool = knob(True, "record the actors' activities over time in trace.json")
+    faults: str = knob(
+        "",
+        "faults to inject, for tests of recovery: actor:place:count:kill or actor:place:count:freeze, separated by "
+        "commas; asyncspec/faults.py lists the places; empty: none",
+    )
+    delays: str = knob(
+        "",
+        "delays to inject, for tests of the time measurement: place=seconds, separated by commas; places: generate, "
+        "reward, queue, logprob, broadcast, train; empty: none",
+    )
