@@ -22,6 +22,7 @@ ROOTS = (
     "launch.preflight:check_inputs",
     "launch.preflight:check_host",
     "launch.roles:devices",
+    "tasks.reward_process:main",  # the process that `check_inputs` starts
 )
 
 
@@ -115,12 +116,18 @@ TWINS = {
         "config.load:load",
         "test_config.py:test_the_resolved_configuration_loads_back_unchanged",
     ),
-    "engine.protocol:check_request": ("tasks.data:load_problems", "test_tasks.py:TODO"),
+    "engine.protocol:check_request": (
+        "tasks.prompts:encoded_prompts",
+        "test_start.py:test_prompts_that_a_generator_would_refuse_are_refused_before_it_starts",
+    ),
     "engine.vllm_engine:VllmEngine.__init__": (
         "launch.preflight:check_vllm",
         "test_vllm.py:test_a_vllm_for_another_kind_of_device_is_refused_before_the_start",
     ),
-    "models.parallel:_interface": ("launch.preflight:check_host", "test_doctor.py:TODO"),
+    "models.parallel:_interface": (
+        "launch.preflight:check_host",
+        "test_launchers.py:test_a_launcher_that_does_not_fit_gives_one_line",
+    ),
 }
 # Functions that refuse what only a running system meets -> why the start cannot know it.
 RUNNING = {

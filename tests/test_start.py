@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from groups import ticket_of
+from safetensors.torch import load_file, save_file
 from test_tokenizer import BEGIN, END, LETTERS, letters
 
 from asyncspec.actors.base import ActorSpec
@@ -44,7 +45,11 @@ def model(tmp_path):
     def make(tokenizer, **config):
         folder = tmp_path / "model"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | config))
+        fields = json.loads((TINY / "config.json").read_text()) | config
+        (folder / "config.json").write_text(json.dumps(fields))
+        tensors = load_file(TINY / "model.safetensors")
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][: fields["vocab_size"]].clone()
+        save_file(tensors, folder / "model.safetensors")
         tokenizer.save(str(folder / "tokenizer.json"))
         return folder
 
@@ -119,6 +124,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused_if_a_prompt_needs_it(tmp_
 
 def test_a_damaged_tokenizer_ends_the_command_with_one_line(tmp_path, capsys):
     (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((TINY / "model.safetensors").read_bytes())
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(["train", f"model.path={tmp_path}", f"run_dir={tmp_path}/run"]) == 2
     error = capsys.readouterr().err
@@ -223,7 +229,7 @@ def test_the_reward_gets_special_tokens_if_asked_but_never_the_one_that_ends(kee
 def test_doctor_reads_the_inputs_that_a_run_would_read(tmp_path, capsys):
     path = jsonl(tmp_path / "train.jsonl", "1+1=")
     main(["doctor", f"data.train_file={path}", "deployment.device=cpu"])
-    assert "can read the tokenizer and the data, and load the reward" in capsys.readouterr().out
+    assert "can read the models' files, the tokenizer and the data, and load the reward" in capsys.readouterr().out
     path.write_text('{"prompt": "1+1="}\n')
     assert main(["doctor", f"data.train_file={path}", "deployment.device=cpu"]) == 1
     assert f"data.train_file='{path}': line 1: expected an object" in capsys.readouterr().out
