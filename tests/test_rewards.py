@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from runs import descendants, outliving
 
+from asyncspec.tasks.reward import load_reward
 from asyncspec.tasks.rewarder import LEAST_FAILURES, Rewarder, RewardError
 
 FUNCTION = """
@@ -93,6 +94,39 @@ def make(tmp_path, monkeypatch):
     yield make
     for rewarder in made:
         rewarder.close()
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        ("async def f(prompt, response, answer):\n    return 1.0", "is an async function"),
+        (
+            "def f(prompts, completions, **kwargs):\n    return [1.0]",
+            "cannot be called as reward(prompt, response, answer)",
+        ),
+        ("def f(prompt):\n    return 1.0", "too many positional arguments"),
+        ("def f(*texts):\n    return 1.0", ""),
+        ("class f:\n    def __init__(self, *texts): ...\n    def __float__(self): return 1.0", ""),
+    ],
+)
+def test_a_function_that_cannot_take_three_texts_is_refused_when_it_is_loaded(
+    tmp_path, monkeypatch, function, expected
+):
+    name = f"mine{abs(hash(function))}"
+    (tmp_path / f"{name}.py").write_text(function)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if not expected:
+        assert float(load_reward(f"{name}:f")("a", "b", "c")) == 1.0
+        return
+    with pytest.raises(ValueError) as caught:
+        load_reward(f"{name}:f")
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_first_failure_is_kept_for_the_user(make):
+    rewarder = make(timeout_s=30.0)
+    rewarder.group("", ["raise", "nan"], "")
+    assert rewarder.first_failure.startswith("raised KeyError") and "response 'raise'" in rewarder.first_failure
 
 
 @pytest.mark.parametrize(

@@ -230,3 +230,23 @@ def test_warnings_say_what_the_policy_gets(capsys):
     assert capsys.readouterr().out == (
         "warning: tokenizer.json adds '</s>' behind every prompt; the policy's responses begin behind it\n"
     )
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"62": {"content": "<|im_start|>", "special": True}}}),
+        ("added_tokens.json", {"<|im_start|>": 62}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<|im_start|>"]}),
+    ],
+)
+def test_tokens_that_only_another_file_adds_are_refused(tmp_path, file, content):
+    """transformers reads them as one token each, and tokenizer.json alone would give characters."""
+    (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="<|im_start|>.*which tokenizer.json does not add"):
+        load(tmp_path)
+    tokenizer = load(TINY)
+    tokenizer.add_special_tokens(["<|im_start|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    load(tmp_path)

@@ -223,6 +223,8 @@ class Generator(Actor):
         texts = [self._text(c) for c in completions]
         rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer)
         if self.rewarder.failed:
+            if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
+                self.control.send(m.Notice(self.name, f"data.reward failed: {self.rewarder.first_failure}"))
             self.counters[f"reward/{self.name}_failed"] = self.rewarder.failed
         return rewards
 

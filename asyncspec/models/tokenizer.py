@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from asyncspec.errors import first_line
 from asyncspec.models import CheckpointError
+from asyncspec.models.headers import read_json
 
 # A process that has encoded in parallel may fork later. Unless this is set, the library then warns on the console.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -48,7 +49,32 @@ def load(directory: Path) -> Tokenizer:
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
         tokenizer.encode("")  # fails if the post-processor adds a token that it does not define
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for file, token in _added_elsewhere(directory):
+        if token not in known:
+            raise CheckpointError(
+                f"{directory / file}: adds the token {token!r}, which tokenizer.json does not add, so it would be read "
+                "as characters; expected both to agree; transformers' save_pretrained writes them so"
+            )
     return tokenizer
+
+
+def _added_elsewhere(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield (file, token) of the tokens that the files beside tokenizer.json add."""
+    for file in ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+        if not (directory / file).is_file():
+            continue
+        found = read_json(directory / file)
+        if file == "added_tokens.json":
+            named: list = list(found)
+        elif file == "tokenizer_config.json":
+            decoder = found.get("added_tokens_decoder")
+            named = list(decoder.values()) if isinstance(decoder, dict) else []
+        else:
+            more = found.get("additional_special_tokens")
+            named = more if isinstance(more, list) else []
+        for token in named:
+            yield file, str(token.get("content") if isinstance(token, dict) else token)
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Prompt]:

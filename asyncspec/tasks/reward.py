@@ -6,6 +6,7 @@ It is called as `reward(prompt: str, response: str, answer: str) -> float`.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -33,4 +34,15 @@ def load_reward(path: str) -> Reward:
         ) from None
     if not colon or not callable(reward):
         raise ValueError(f"data.reward={path!r}: expected module:function, naming something that can be called")
+    if inspect.iscoroutinefunction(reward):
+        raise ValueError(f"data.reward={path!r}: is an async function; expected one that returns the reward")
+    try:
+        inspect.signature(reward).bind("", "", "")
+    except TypeError as error:
+        raise ValueError(
+            f"data.reward={path!r}: cannot be called as reward(prompt, response, answer): {error}; expected a function "
+            "of these three strings"
+        ) from None
+    except ValueError:  # a built-in function that does not tell its arguments
+        pass
     return reward

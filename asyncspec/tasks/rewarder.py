@@ -39,6 +39,7 @@ class Rewarder:
         self.name, self.timeout_s, self.most_failures, self.start_s = name, timeout_s, most_failures, start_s
         self.between = between
         self.called = self.failed = 0
+        self.first_failure = ""  # what went wrong first, in one line
         self._worker, self._loaded = RewardWorker(name), False
 
     def load(self, between: Callable[[], None] = lambda: None) -> None:
@@ -99,6 +100,7 @@ class Rewarder:
 
     def _failed(self, trouble: str, response: str) -> None:
         self.failed += 1
+        self.first_failure = self.first_failure or f"{trouble}, response {response[:40]!r}"
         if self.failed > max(LEAST_FAILURES, self.most_failures * self.called):
             raise RewardError(
                 f"data.reward={self.name}: failed for {self.failed} of {self.called} rollouts, more than "
