@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib import metadata
@@ -23,7 +24,8 @@ from asyncspec.actors.crew import actor_names, computing
 from asyncspec.commands import estimate
 from asyncspec.config import Config, resolve_path, topology
 from asyncspec.errors import ConfigError, UserError
-from asyncspec.launch.preflight import check_host
+from asyncspec.launch import scratch
+from asyncspec.launch.preflight import check_host, check_machine
 
 ROUND_TRIPS = 20
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
@@ -83,7 +85,11 @@ def _here(config: Config) -> Node:
     )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings.append(_binds(config))
+    node.findings += [
+        _tried(lambda: f"can listen on {check_host(config)}"),
+        _tried(lambda: check_machine(config)),
+        _tried(scratch.check),
+    ]
     return node
 
 
@@ -130,9 +136,10 @@ def _backends(config: Config, gpus: list[float]) -> list[Finding]:
     return [Finding(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")]
 
 
-def _binds(config: Config) -> Finding:
+def _tried(check: Callable[[], str]) -> Finding:
+    """Run a check of the launchers."""
     try:
-        return Finding(True, f"can listen on {check_host(config)}")
+        return Finding(True, check())
     except UserError as error:
         return Finding(False, str(error))
 

@@ -15,9 +15,10 @@ import msgspec
 from asyncspec import config as configuration
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import topology
+from asyncspec.console import never_fail
 from asyncspec.errors import ConfigError
 from asyncspec.launch import ending
-from asyncspec.launch.preflight import check_inputs
+from asyncspec.launch.preflight import check_directory, check_inputs
 from asyncspec.ledger import checkpoint
 from asyncspec.loading import gc_paused
 from asyncspec.timing.metrics import read_rows
@@ -57,6 +58,7 @@ _DRAFTING = "asyncspec.drafters.numba_draft"
 
 def make(spec: ActorSpec):
     """Make the actor of a spec. Imports only the modules of its role."""
+    never_fail()
     ending.make_ready()
     mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
@@ -133,12 +135,14 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
     Raises:
         ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or
             deployment.device=cuda, and there is no GPU.
+        UserError: the working directory was removed.
     """
+    check_directory()
     if local:
         devices(config.deployment.device, [])
     check_inputs(config)
     config.run_dir = os.path.abspath(os.path.expanduser(config.run_dir or configuration.default_run_dir()))
-    if (Path(config.run_dir) / "metrics.jsonl").exists():
+    if os.path.exists(os.path.join(config.run_dir, "metrics.jsonl")):
         raise ConfigError(
             f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
             f"{config.run_dir}"
@@ -156,6 +160,7 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     Raises:
         ConfigError: an input cannot be used, or the directory cannot be written.
     """
+    check_directory()
     check_inputs(config)
     run_dir = Path(config.run_dir)
     rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
