@@ -15,6 +15,7 @@ from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import BENCHMARKS
 from asyncspec.config.fields import bounds, describe, hint
+from asyncspec.console import never_fail
 from asyncspec.errors import UserError
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
@@ -38,6 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. Wrong input is one line on standard error and exit code 2."""
+    never_fail()
     parser = _Parser(
         prog="asyncspec",
         description="Asynchronous, speculative RL post-training for language models.",
@@ -75,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"asyncspec: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the command handles interrupts itself
-        print("asyncspec: interrupted before anything started", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"asyncspec {args.command}: interrupted", file=sys.stderr)
         return 130
 
 
@@ -296,14 +298,12 @@ def _draft_train(args) -> int:
             except ValueError:
                 args.parser.error(f"--{name.replace('_', '-')} {text}: expected a number")
     check(settings)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM is an interrupt, too
-    try:
-        from asyncspec.commands import draft_train as offline
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they are interrupts, too, except under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    from asyncspec.commands import draft_train as offline
 
-        return offline.run(settings)
-    except KeyboardInterrupt:
-        print("asyncspec draft train: interrupted", file=sys.stderr)
-        return 130
+    return offline.run(settings)
 
 
 def _add_report(commands) -> None:

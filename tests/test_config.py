@@ -446,7 +446,7 @@ def test_a_reference_policy_with_too_few_positions_is_refused(tmp_path):
 
 
 def test_a_configuration_that_cannot_fit_the_memory_is_refused():
-    from asyncspec.launch.preflight import check_memory
+    from asyncspec.launch.machine import check_memory
 
     check_memory(load("tiny"), total=8e9)
     with pytest.raises(ConfigError, match=r"engine.slots=60000: the actors need at least .*nearest.*engine.slots=\d+"):

@@ -14,7 +14,7 @@ from runs import ROOT
 from asyncspec import cli
 from asyncspec.config import ConfigError, load
 from asyncspec.launch import attempts
-from asyncspec.launch.preflight import check_host
+from asyncspec.launch.machine import check_host
 from asyncspec.launch.roles import hold
 
 SBATCH = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))

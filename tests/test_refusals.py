@@ -20,7 +20,7 @@ ROOTS = (
     "config.load:load",
     "config.check:check",
     "launch.preflight:check_inputs",
-    "launch.preflight:check_host",
+    "launch.machine:check_host",
     "launch.roles:devices",
     "tasks.reward_process:main",  # the process that `check_inputs` starts
 )
@@ -125,7 +125,7 @@ TWINS = {
         "test_vllm.py:test_a_vllm_for_another_kind_of_device_is_refused_before_the_start",
     ),
     "models.parallel:_interface": (
-        "launch.preflight:check_host",
+        "launch.machine:check_host",
         "test_launchers.py:test_a_launcher_that_does_not_fit_gives_one_line",
     ),
 }

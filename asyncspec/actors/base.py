@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import msgspec
 
 from asyncspec import clock
 from asyncspec.config import Config, from_yaml, work
+from asyncspec.console import never_fail
 from asyncspec.deadlines import LOADING_PATIENCE
 from asyncspec.errors import first_line
 from asyncspec.faults import Faults
@@ -275,10 +277,7 @@ class Actor(ABC):
             self.control.send(m.Spans(self.name, self.recorder.drain(), dict(self.counters)))
 
     def log(self, text: str) -> None:
-        try:
-            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-        except OSError:  # the disk is full; errors still reach the controller
-            pass
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
     def _await(self, kind: type) -> m.Message:
         # Long enough for the launchers to replace other actors that fail to start.
@@ -330,12 +329,20 @@ def resource_usage() -> dict[str, float]:
     }
 
 
-def redirect_output(spec: ActorSpec) -> None:
-    """Send standard output and error of this process to logs/NAME.log of the run."""
-    folder = os.path.join(spec.run_dir, "logs")
-    os.makedirs(folder, exist_ok=True)
-    log = open(os.path.join(folder, f"{spec.name}.log"), "a", buffering=1)
+def redirect_output(spec: ActorSpec, descriptors: Sequence[int] = (1, 2)) -> None:
+    """Send standard output and error of this process, or one of them, to logs/NAME.log of the run, or nowhere if there
+    is no way to open that file.
+    """
+    path = os.path.join(spec.run_dir, "logs", f"{spec.name}.log")
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        print(f"{spec.name} writes no log: {path}: {error.strerror}", flush=True)
+        log = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    for descriptor in descriptors:
+        os.dup2(log, descriptor)
+    os.close(log)
+    never_fail()

@@ -80,7 +80,7 @@ class Conductor:
         run.crew.tell_launchers(m.Stop(run.stop_reason))  # it sends no beats from now on, but it is not frozen
         for close in (
             lambda: run.book.drop_all(run.stop_reason),
-            lambda: records.note("ended", reason=run.stop_reason),
+            lambda: records.note("ended", reason=run.stop_reason, failure=run.failure),
             *records.closing(),
         ):
             try:

@@ -7,10 +7,11 @@ it returns an exit code. conductor.py leads the run.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
-from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
+from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec, redirect_output
 from asyncspec.actors.conductor import Conductor
 from asyncspec.actors.records import Records
 from asyncspec.actors.run import Run
@@ -27,7 +28,7 @@ class Controller:
     role = "controller"
 
     def __init__(self, spec: ActorSpec) -> None:
-        self.config = from_yaml(spec.config_yaml)
+        self.spec, self.config = spec, from_yaml(spec.config_yaml)
         self.run_dir, self.resume = Path(spec.run_dir), spec.resume
         transport.use_keys(self.run_dir if self.config.deployment.encrypt else None)
         self.fault = Faults(self.config.deployment.faults, "controller", self.run_dir)
@@ -38,7 +39,8 @@ class Controller:
         """Run to the end. Return the exit code: 0 if all steps were trained, 1 after a failure, 130 after an interrupt,
         RESTART, or LEFT_BEHIND.
         """
-        self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}\n")
+        redirect_output(self.spec, [2])  # standard output is the console
+        self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}")
         self.fault("start")
         first_step = max(0, self.resume)
         console = Console(self.config, self.run_dir, first_step)
@@ -48,6 +50,7 @@ class Controller:
             console.line(f"failed: {error}")
             return 1
         run = Run(self.config, records, self.server)
+        records.failed = run.fail
         conductor = Conductor(run, self.fault, self.resume, self._log)
         conductor.lead()
         console.end(run.failure, run.stop_reason, records.metrics, run.resuming)
@@ -56,9 +59,4 @@ class Controller:
         return RESTART if run.resuming else 1 if run.failure else 0 if run.stop_reason == "finished" else 130
 
     def _log(self, text: str) -> None:
-        try:
-            (self.run_dir / "logs").mkdir(exist_ok=True)
-            with open(self.run_dir / "logs" / "controller.log", "a") as log:
-                log.write(text)
-        except OSError:
-            pass
+        print(text, file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncspec.actors.base import REPORT_EVERY_S, resource_usage
+from asyncspec.files import LineFiles
 from asyncspec.ledger import ledger as ledgers
 from asyncspec.report.console import Console
 from asyncspec.timing.exporters import RunMetrics, TraceFile
@@ -30,9 +31,11 @@ class Records:
             OSError: a file cannot be written, or another process writes the ledger.
         """
         self.run_dir, self.console = run_dir, console
-        self.ledger = ledgers.Ledger(run_dir)
-        self.metrics, self.timeline = RunMetrics(run_dir, first_step), TimelineFile(run_dir, first_step)
-        self.trace = TraceFile(run_dir, first_step)
+        self.failed = console.line  # called once, with a line for the user, if the run can no longer be recorded
+        self._files = LineFiles(run_dir, lambda failure: self.failed(failure))
+        self.ledger = ledgers.Ledger(self._files)
+        self.metrics = RunMetrics(self._files, console.line, first_step)
+        self.timeline, self.trace = TimelineFile(self._files, first_step), TraceFile(run_dir, console.line, first_step)
         self.line, self.note = console.line, self.ledger.note
         self.counters: dict[str, float] = {}  # the latest from all actors, for the next row of metrics
         self._accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
@@ -73,7 +76,7 @@ class Records:
         self.metrics.evaluated(accuracy)
 
     def step(self, done: m.StepDone, final: bool) -> None:
-        """Write the row, the trace and the timeline of a step.
+        """Write the row, the trace and the timeline of a step, unless the run can no longer be recorded.
 
         Args:
             final: the row waits for the evaluation of the version that the step made.
@@ -81,6 +84,8 @@ class Records:
         for record in done.groups:
             self.trace.write_group(done.step, record)
         self.ledger.sync()
+        if self._files.stopped:
+            return
         self.timeline.write(done)
         self._latest.append(done)
         if (done.step + 1) % PICTURE_EVERY == 0:
@@ -93,6 +98,6 @@ class Records:
         self.console.step(row)
 
     def closing(self) -> list[Callable[[], None]]:
-        """Return the calls that close all files. Each may fail on its own, on a full disk."""
+        """Return the calls that close all files. Each may fail on its own."""
         clock_error = max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3
         return [self.ledger.close, self.metrics.close, lambda: self.trace.close(clock_error), self.timeline.close]

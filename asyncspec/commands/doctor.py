@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from asyncspec.commands import meeting
 from asyncspec.commands.meeting import Finding, Node, run_folder
 from asyncspec.config import Config, resolve_path, topology, work
 from asyncspec.errors import ConfigError, UserError
-from asyncspec.launch import estimate
-from asyncspec.launch.preflight import check_host, check_inputs
+from asyncspec.launch import estimate, scratch
+from asyncspec.launch.machine import check_host, check_machine
+from asyncspec.launch.preflight import check_inputs
 from asyncspec.models.shape import PolicyShape
 
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
@@ -61,7 +63,13 @@ def _here(config: Config) -> Node:
     )
     node = Node(socket.gethostname(), "127.0.0.1", gpus, free, len(os.sched_getaffinity(0)))
     node.findings += [*_versions(config), *_backends(config, gpus)]
-    node.findings += [_binds(config), _inputs(config), _disk(config)]
+    node.findings += [
+        _tried(lambda: f"can listen on {check_host(config)}"),
+        _tried(lambda: check_machine(config)),
+        _tried(scratch.check),
+        _tried(lambda: _inputs(config)),
+        _disk(config),
+    ]
     return node
 
 
@@ -108,19 +116,17 @@ def _backends(config: Config, gpus: list[float]) -> list[Finding]:
     return [Finding(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}")]
 
 
-def _binds(config: Config) -> Finding:
+def _tried(check: Callable[[], str]) -> Finding:
+    """Run a check of the launchers."""
     try:
-        return Finding(True, f"can listen on {check_host(config)}")
+        return Finding(True, check())
     except UserError as error:
         return Finding(False, str(error))
 
 
-def _inputs(config: Config) -> Finding:
-    try:
-        check_inputs(config)
-    except UserError as error:
-        return Finding(False, str(error))
-    return Finding(True, "can read the models' files, the tokenizer and the data, and load the reward")
+def _inputs(config: Config) -> str:
+    check_inputs(config)
+    return "can read the models' files, the tokenizer and the data, and load the reward"
 
 
 def _disk(config: Config) -> Finding:

@@ -15,6 +15,7 @@ import msgspec
 
 from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
 from asyncspec.config import Config, work
+from asyncspec.console import terminal
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles
 from asyncspec.launch.interrupt import InterruptFlag
@@ -144,6 +145,7 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
         if pool is not None:
             pool.ended(config, code)
             pool.stop()
+        terminal().show_cursor()  # the bars hide it, and a controller that was killed has not shown it again
         os.close(lock)
     return code
 
@@ -258,6 +260,7 @@ class _Attempt:
                 break
             time.sleep(POLL_S)
         if (outcome is None or isinstance(outcome, Ended)) and self.restarts_left:
+            open("/tmp/h3/dbg", "a").write(repr(outcome) + "\n")
             how = (
                 "its process ended while starting"
                 if outcome is not None

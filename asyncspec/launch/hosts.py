@@ -27,6 +27,7 @@ import monarch.actor as monarch
 from asyncspec.config import Config, topology, work
 from asyncspec.deadlines import HOST_ALONE_S, HOST_ASKED_S, HOST_LOST_S, HOST_REACHED_S, HOST_RETRY_S, MESH_STOP_S
 from asyncspec.errors import ConfigError, UserError
+from asyncspec.launch import scratch
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire import transport
 
@@ -137,20 +138,28 @@ def serve(text: str) -> int:
         why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
         raise UserError(f"asyncspec host {address}: {why}; expected an address of this host and a free port") from None
     interrupt = InterruptFlag()
-    served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
-    interrupt.arm()
-    print(
-        f"launchers can start processes on this host: --hosts {ip}:{address.port}; so can anyone else who reaches that "
-        f"port; Ctrl-C ends this",
-        flush=True,
-    )
-    while not interrupt.count:
-        try:
-            served.get(timeout=0.5)
-            return 0
-        except TimeoutError:
-            continue
-    return 130
+    with scratch.directory() as sockets:
+        with scratch.monarch_in(sockets):
+            served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
+            ended = _ended(served)  # it starts meanwhile
+        interrupt.arm()
+        print(
+            f"launchers can start processes on this host: --hosts {ip}:{address.port}; so can anyone else who reaches "
+            f"that port; Ctrl-C ends this",
+            flush=True,
+        )
+        while not ended and not interrupt.count:
+            ended = _ended(served)
+    return 0 if ended else 130
+
+
+def _ended(served) -> bool:
+    """Wait for half a second. Return whether Monarch has ended its loop."""
+    try:
+        served.get(timeout=0.5)
+        return True
+    except TimeoutError:
+        return False
 
 
 class _Node(monarch.Actor):

@@ -18,11 +18,11 @@ import msgspec
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import Config, topology
 from asyncspec.errors import ConfigError
-from asyncspec.launch import attempts, ending, roles
+from asyncspec.launch import attempts, ending, roles, scratch
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.join import Rendezvous, check_first
-from asyncspec.launch.preflight import check_host
+from asyncspec.launch.machine import check_host, check_machine
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -71,34 +71,33 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
             f"--hosts with the other {nodes - 1}, torchrun --nnodes {nodes} --nproc-per-node 1 launch/async.py on each "
             f"node, or launch/ray.py"
         )
+    check_machine(config, 0 if hosts else node)
     # Monarch's own hook would end this process before the run is closed cleanly. A death shows in the result of the
     # actor's `run` anyway.
     monarch.unhandled_fault_hook = lambda failure: None
-    if hosts:
-        return attempts.run(
-            config, resume, lambda interrupt: _Pool(interrupt, 0, here, Hosts(config, elsewhere)), local=True
-        )
-    return attempts.run(config, resume, lambda interrupt: _Pool(interrupt, node, here), local=True)
+    with scratch.directory() as sockets:
+
+        def start(interrupt: InterruptFlag) -> _Pool:
+            with scratch.monarch_in(sockets):
+                host = monarch.this_host()
+            return _Pool(interrupt, 0 if hosts else node, here, host, Hosts(config, elsewhere) if hosts else None)
+
+        return attempts.run(config, resume, start, local=True)
 
 
 class _Pool(attempts.Pool):
     """Process meshes with one `_Host` in each."""
 
-    def __init__(self, interrupt: InterruptFlag, node: int | None, here: str, hosts: Hosts | None = None) -> None:
+    def __init__(self, interrupt: InterruptFlag, node: int | None, here: str, host, hosts: Hosts | None) -> None:
         """
         Args:
             node: the node that this host plays; None: the whole run.
             here: the address that deployment.host=auto stands for.
-            hosts: the hosts that play the further nodes.
+            host: this host, as Monarch has it.
+            hosts: the hosts that play the further nodes; None: there are none.
         """
         super().__init__()
-        self._interrupt, self._node, self._here, self._host, self._hosts = (
-            interrupt,
-            node,
-            here,
-            monarch.this_host(),
-            hosts,
-        )
+        self._interrupt, self._node, self._here, self._host, self._hosts = interrupt, node, here, host, hosts
         self._launch = time.time_ns()
         self._forks: ForkServer | None = None
         self._meshes: list = []

@@ -1,41 +1,21 @@
-"""Checks a run's inputs before any actor starts: its address, engine, tokenizer, data and reward."""
+"""Checks a run's inputs before any actor starts: the models' files, the engine, the tokenizer, data and reward."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
 from collections.abc import Callable
 from importlib import metadata
 
 from asyncspec import config as configuration
-from asyncspec.actors.crew import actor_names
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
-from asyncspec.launch import estimate
+from asyncspec.launch.machine import check_memory
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
 from asyncspec.tasks.data import load_problems
 from asyncspec.tasks.prompts import encoded_prompts
 from asyncspec.tasks.reward_worker import RewardWorker
-
-
-def check_host(config: configuration.Config) -> str:
-    """Return the address that this host's actors listen on. "auto" is loopback.
-
-    Raises:
-        ConfigError: this host cannot listen on that address.
-    """
-    host = "127.0.0.1" if config.deployment.host == "auto" else config.deployment.host
-    try:
-        socket.create_server((host, 0)).close()
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
-        raise ConfigError(
-            f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "
-            "nearest valid choice: deployment.host=auto"
-        ) from None
-    return host
 
 
 def check_models(config: configuration.Config) -> None:
@@ -65,35 +45,6 @@ def check_models(config: configuration.Config) -> None:
             check()
         except CheckpointError as error:
             raise ConfigError(f"{name}={path!r}: {error}") from None
-
-
-def check_memory(config: configuration.Config, total: float | None = None) -> None:
-    """Check that this host's memory holds at least the weights and the KV caches of all actors, which compute on it.
-
-    Args:
-        total: bytes of memory; None: what this host has.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if total is None else total
-    policy = PolicyShape.from_hf(configuration.resolve_path(config.model.path)).to_hf()
-    parts = estimate.at_least(config, policy, list(actor_names(config).values()))
-    if (needed := sum(parts.values())) > total:
-        cache = parts.get("KV cache", 0.0)
-        name, value = ("engine.slots", config.engine.slots) if cache > needed / 2 else ("model.path", config.model.path)
-        raise ConfigError(
-            f"{name}={value!r}: the actors need at least {1e-9 * needed:.1f} GB of memory, "
-            + ", ".join(
-                f"{1e-9 * size:.1f} for {what}" for what, size in sorted(parts.items(), key=lambda p: -p[1])[:3]
-            )
-            + f"; this host has {1e-9 * total:.1f} GB; nearest valid choice: "
-            + (
-                f"engine.slots={max(1, int(config.engine.slots * (total - needed + cache) / cache))}"
-                if name == "engine.slots" and total > needed - cache
-                else "a smaller policy, or several hosts with deployment.nodes"
-            )
-        )
 
 
 def check_vllm(config: configuration.Config) -> None:

@@ -29,7 +29,7 @@ from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import roles
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.launch.preflight import check_host
+from asyncspec.launch.machine import check_host, check_machine
 from asyncspec.launch.watch import Supervisor
 from asyncspec.wire import transport
 from asyncspec.wire.transport import own_address
@@ -57,6 +57,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     if nodes is None and world_size > roles_taken:
         config.deployment.generators += world_size - roles_taken
     check_host(config)
+    check_machine(config, rank)
     restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     store = TCPStore(
         os.environ["MASTER_ADDR"],

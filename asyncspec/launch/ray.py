@@ -271,8 +271,10 @@ def _connect(namespace: str) -> None:
     ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
         ray.init(namespace=namespace, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = os.environ.get("RAY_ADDRESS", "")
+    except (OSError, RuntimeError, ValueError) as error:
+        where, files = os.environ.get("RAY_ADDRESS", ""), os.environ.get("TMPDIR", "")
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # its sockets and logs
+            raise UserError(f"TMPDIR={files!r}: {first_line(error)}; nearest valid choice: RAY_TMPDIR=/tmp") from None
         raise UserError(
             f"RAY_ADDRESS={where!r}: {first_line(error)}; expected the address of a Ray cluster, or no RAY_ADDRESS to "
             f"start one"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from asyncspec.config import Config, load, resolve_path
 from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError, UserError
+from asyncspec.ledger import ledger
 from asyncspec.timing.metrics import read_rows
 
 # Fields that may change when a run resumes. All others decide what the run has learned and what its records mean.
@@ -40,7 +41,7 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
         overrides: `field=value` of the fields to change.
 
     Raises:
-        UserError: there is no such run, all its steps are trained, or a field may not change.
+        UserError: there is no such run, it is finished, its ledger is damaged, or a field may not change.
     """
     run_dir = resolve_path(directory).absolute()
     if config is not None:
@@ -63,7 +64,11 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
                 f"field cannot change; nearest valid choice: {name}={value_of(before, name)}"
             )
     trained = len(read_rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
-    if trained >= after.steps:
+    try:
+        events = list(ledger.read(run_dir)) if (run_dir / ledger.FILE).exists() else []
+    except ValueError as error:
+        raise UserError(f"--resume {directory}: {error}") from None
+    if trained >= after.steps and ledger.finished(events):
         raise UserError(
             f"--resume {directory}: {trained} steps are trained, and steps={after.steps} adds none; expected more, "
             f"steps={2 * trained} for example"

@@ -15,8 +15,10 @@ import msgspec
 from asyncspec import config as configuration
 from asyncspec.actors.base import ActorSpec
 from asyncspec.config import topology, work
+from asyncspec.console import never_fail
 from asyncspec.errors import ConfigError
 from asyncspec.launch import ending
+from asyncspec.launch.machine import check_directory
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.ledger import checkpoint
 from asyncspec.loading import gc_paused
@@ -57,6 +59,7 @@ _DRAFTING = "asyncspec.drafters.numba_draft"
 
 def make(spec: ActorSpec):
     """Make the actor of a spec. Imports only the modules of its role."""
+    never_fail()
     ending.make_ready()
     mocked = spec.role in MOCKED and configuration.from_yaml(spec.config_yaml).trainer.kind == "mock"
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
@@ -133,7 +136,9 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
     Raises:
         ConfigError: an input cannot be used; the directory holds a run already, or cannot be written; or
             deployment.device=cuda, and there is no GPU.
+        UserError: the working directory was removed.
     """
+    check_directory()
     if local:
         devices(config.deployment.device, [])
     check_inputs(config)
@@ -156,6 +161,7 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     Raises:
         ConfigError: an input cannot be used, or the directory cannot be written.
     """
+    check_directory()
     check_inputs(config)
     run_dir = Path(config.run_dir)
     rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []

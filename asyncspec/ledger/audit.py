@@ -46,8 +46,8 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         events: the ledger's lines, in order.
         lag: the run's policy lag.
         groups_per_step: tickets that each step trains.
-        steps_trained: number of rows of metrics.jsonl; None for a run in progress, whose tickets may still be open and
-            whose newest step may be incomplete.
+        steps_trained: number of rows of metrics.jsonl; None for a run that has not ended, whose tickets may still be
+            open and whose newest step may be incomplete.
     """
     ended = steps_trained is not None
     found: list[str] = []
@@ -111,13 +111,14 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
 
 
 def audit(directory: str) -> int:
-    """Check a run's ledger and print the result; return 0 if there is no violation, else 1.
+    """Check a run's ledger and print the result; return 0 if there is no violation, else 1. A run that was cut short is
+    unfinished, which is no violation: its ledger has no end.
 
     Raises:
         UserError: the directory is not a run's, or a line of its ledger is damaged.
     """
     run = resolve_path(directory)
-    for name in ("config.yaml", "ledger.jsonl", "metrics.jsonl"):
+    for name in ("config.yaml", "ledger.jsonl"):
         if not os.path.isfile(run / name):
             raise UserError(f"audit {directory}: no {name} in it; expected the directory of a run")
     config = from_yaml((run / "config.yaml").read_text(errors="replace"))
@@ -127,10 +128,11 @@ def audit(directory: str) -> int:
     except ValueError as error:
         raise UserError(f"audit {directory}: {error}") from None
     # count whole lines before reading them, since a run in progress may write more
-    written = (run / "metrics.jsonl").read_bytes().count(b"\n")
-    rows = read_rows(run / "metrics.jsonl")
+    metrics = run / "metrics.jsonl"
+    written, rows = (metrics.read_bytes().count(b"\n"), read_rows(metrics)) if metrics.exists() else (0, [])
     found = [f"metrics.jsonl, line {len(rows) + 1}: not the row of a step"] if len(rows) < written else []
-    found += violations(events, config.policy_lag, config.rl.groups_per_step, None if going_on else len(rows))
+    ended = ledger.ended(events) and not going_on
+    found += violations(events, config.policy_lag, config.rl.groups_per_step, len(rows) if ended else None)
     counts = Counter(event["event"] for event in events)
     for line in found[:SHOWN]:
         print(f"violated: {line}")
@@ -148,10 +150,17 @@ def audit(directory: str) -> int:
         faults += "all of them were issued again"
     if faults:
         print(f"{directory}: {faults}")
+    open_now = len(ledger.open_tickets(events))
     if going_on:
         print(
-            f"{directory}: still running; {len(ledger.open_tickets(events))} tickets are open; audit again after the "
-            f"run to check that each of them ends once"
+            f"{directory}: still running; {open_now} tickets are open; audit again after the run to check that each of "
+            f"them ends once"
+        )
+    elif not ended:
+        print(
+            f"{directory}: unfinished: the run was cut short, its ledger "
+            + ("ends in a torn line" if ledger.torn(run) else "has no end")
+            + f"; {open_now} tickets are open; to continue: asyncspec train --resume {directory}"
         )
     print(
         f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, "

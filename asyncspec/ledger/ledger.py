@@ -4,7 +4,7 @@ appended, never changed.
 A ticket is issued, and then trained, evaluated or dropped with a reason. In between it may be reissued because an actor
 died while it had the ticket. The line `resumed` says that the run resumed from a checkpoint, and names its version: all
 earlier events of tickets for that step and later ones are void, and these tickets are issued again. Some lines are
-about the run, not about a ticket: lost, joined, resumed, finished.
+about the run, not about a ticket: lost, joined, resumed, ended.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from asyncspec.deadlines import LEDGER_S
+from asyncspec.files import LineFiles
 from asyncspec.wire.messages import Ticket
 
 FILE = "ledger.jsonl"
@@ -34,14 +34,17 @@ _FIELDS = {
 class Ledger:
     """The writing end of a run's ledger. A lock ensures that only one process writes it."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, files: LineFiles) -> None:
         """
+        Args:
+            files: the run's files.
+
         Raises:
-            OSError: another process still writes the ledger.
+            OSError: it cannot be opened, or another process still writes it.
         """
-        self._file = open(run_dir / FILE, "a", buffering=1)
-        _lock(self._file)
-        _cut_torn_end(run_dir / FILE)
+        self._file = files.open(FILE)
+        _lock(self._file.descriptor)
+        _cut_torn_end(files.folder / FILE)
 
     def write(self, event: str, ticket: Ticket, **details) -> None:
         """Write an event in a ticket's life."""
@@ -55,16 +58,12 @@ class Ledger:
         )
 
     def note(self, event: str, **details) -> None:
-        """Write an event of the run.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write an event of the run."""
         self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **details}) + "\n")
 
     def sync(self) -> None:
-        """Flush the lines to the disk, so that they survive a crash of the machine and not only of this process."""
-        os.fsync(self._file.fileno())
+        """Flush the lines to the disk, and check that the file is still there."""
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -107,6 +106,22 @@ def written(run_dir: Path) -> bool:
     return False
 
 
+def torn(run_dir: Path) -> bool:
+    """Whether the last line is incomplete, because the process that wrote it died or had no room on the disk."""
+    text = (run_dir / FILE).read_bytes()
+    return bool(text) and not text.endswith(b"\n")
+
+
+def ended(events: Sequence[dict]) -> bool:
+    """Whether the run was ended by its controller, and not cut short."""
+    return bool(events) and events[-1]["event"] == "ended"
+
+
+def finished(events: Sequence[dict]) -> bool:
+    """Whether the run was ended because all its steps were trained, and without a failure."""
+    return ended(events) and events[-1].get("reason") == "finished" and not events[-1].get("failure")
+
+
 def open_tickets(events: Iterable[dict]) -> dict[int, dict]:
     """Return the tickets that were issued and have no end yet: ticket id -> the event that issued it."""
     found: dict[int, dict] = {}
@@ -131,7 +146,7 @@ def undone(events: Iterable[dict], version: int) -> int:
     return sum(step >= version for step in steps)
 
 
-def _lock(file: IO) -> None:
+def _lock(file: int) -> None:
     """Lock the ledger. A controller whose launcher has died may need a moment to release its lock."""
     deadline = time.monotonic() + LEDGER_S
     while True:

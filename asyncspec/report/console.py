@@ -143,7 +143,7 @@ class Console:
                 f"stopped early: {reason}; "
                 + ("the checkpoint holds all trained steps" if steps else "no step was trained")
             )
-        if reason != "finished" and steps:
+        if (failure or reason != "finished") and steps and (self.run_dir / "config.yaml").exists():
             self.line(f"to resume: asyncspec train --resume {self.run_dir}")
         left = [name for name in RESULTS if (self.run_dir / name).exists()]
         self.line(f"results in {self.run_dir}: {', '.join(left)}")

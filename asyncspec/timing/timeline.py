@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncspec.files import replace_file
+from asyncspec.files import LineFiles, replace_file
 from asyncspec.wire.messages import StepDone
 
 FILE = "timeline.jsonl"
@@ -18,17 +18,18 @@ FILE = "timeline.jsonl"
 class TimelineFile:
     """Writer of timeline.jsonl."""
 
-    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+    def __init__(self, files: LineFiles, first_step: int = 0) -> None:
         """Open the file.
 
         Args:
+            files: the run's files.
             first_step: the step that the run starts or resumes with. This step and later ones, which an earlier part
                 of the run wrote, are removed.
         """
-        if (run_dir / FILE).exists():
-            kept = [msgspec.json.encode(step) + b"\n" for step in read(run_dir) if step.step < first_step]
-            replace_file(run_dir / FILE, b"".join(kept))
-        self._file = open(run_dir / FILE, "ab", buffering=0)
+        if (files.folder / FILE).exists():
+            kept = [msgspec.json.encode(step) + b"\n" for step in read(files.folder) if step.step < first_step]
+            replace_file(files.folder / FILE, b"".join(kept))
+        self._file = files.open(FILE)
 
     def write(self, step: StepDone) -> None:
         self._file.write(msgspec.json.encode(step) + b"\n")
