@@ -17,6 +17,7 @@ from asyncspec.bench import BENCHMARKS
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
+from asyncspec.launch.torchrun import ranks
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
 LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
@@ -168,7 +169,7 @@ def _train(args) -> int:
     else:
         config = configuration.load(args.config or "tiny", overrides)
     resume = args.resume is not None
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size = ranks()
     if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
         raise UserError(
             f"--node {args.node}: expected one process and the monarch launcher, because torchrun and Ray place all "

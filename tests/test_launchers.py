@@ -85,7 +85,7 @@ def test_slurm_scripts_forward_signals_and_exit_with_the_launchers_code(tmp_path
         (["--launcher", "torchrun"], {}, "--launcher torchrun: expected torchrun to start this command"),
         (
             ["--launcher", "monarch"],
-            {"RANK": "0", "WORLD_SIZE": "2"},
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "--launcher monarch: expected one process, but torchrun has started 2; nearest valid choice: ",
         ),
         (
@@ -136,7 +136,7 @@ def test_slurm_scripts_forward_signals_and_exit_with_the_launchers_code(tmp_path
         ),
         (
             ["--launcher", "torchrun", "deployment.host=203.0.113.7"],
-            {"RANK": "1", "WORLD_SIZE": "2"},
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "deployment.host='203.0.113.7': Cannot assign",
         ),
     ],
@@ -194,7 +194,7 @@ def test_a_controller_that_does_not_start_in_time_is_given_up(restarts, capsys):
     """The controller freezes before its first message to the launcher."""
     attempt = object.__new__(attempts._Attempt)
     attempt.config, attempt.restarts_left, attempt.resuming = (
-        load("tiny", ["deployment.start_timeout_s=0.2"]),
+        load("tiny", ["deployment.start_timeout_s=0.2", "engine.kind=mock", "trainer.kind=mock"]),
         restarts,
         False,
     )

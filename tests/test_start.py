@@ -138,7 +138,7 @@ def test_an_interrupt_while_prompts_are_encoded_is_one_line(tmp_path, monkeypatc
 
     monkeypatch.setattr("asyncspec.tasks.prompts.encode_prompts", interrupted)
     assert main(["train", f"run_dir={tmp_path}/run"]) == 130
-    assert capsys.readouterr().err == "asyncspec: interrupted before anything started\n"
+    assert capsys.readouterr().err == "asyncspec train: interrupted\n"
     assert not (tmp_path / "run").exists()
 
 

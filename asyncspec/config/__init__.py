@@ -1,7 +1,7 @@
 """The configuration of a run: its fields, how it is composed and checked, and which node runs which actors."""
 
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
-from asyncspec.config.paths import CONFIG_DIR, PACKAGE_DIR, default_run_dir, resolve_path
+from asyncspec.config.paths import CONFIG_DIR, PACKAGE_DIR, default_run_dir, make_paths_absolute, resolve_path
 from asyncspec.config.schema import LONGEST_DRAFT, Config, default_of
 from asyncspec.config.sections import MockConfig, OptimizerConfig, RLConfig, SpeculationConfig, TrainerConfig
 from asyncspec.errors import ConfigError, UserError, first_line
@@ -23,6 +23,7 @@ __all__ = [
     "first_line",
     "from_yaml",
     "load",
+    "make_paths_absolute",
     "nearest_field",
     "resolve_path",
     "to_yaml",

@@ -5,9 +5,19 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
+from typing import Any
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 CONFIG_DIR = PACKAGE_DIR / "configs"
+# The fields that name files or directories which exist before the run.
+PATHS = (
+    "model.path",
+    "model.reference_path",
+    "speculation.draft_path",
+    "data.train_file",
+    "data.eval_file",
+    "engine.weights_dir",
+)
 
 
 def resolve_path(path: str) -> Path:
@@ -18,6 +28,15 @@ def resolve_path(path: str) -> Path:
     if path.startswith("asset:"):
         return PACKAGE_DIR / "assets" / path.removeprefix("asset:")
     return Path(os.path.expanduser(path))
+
+
+def make_paths_absolute(config: Any) -> None:
+    """Make the paths that a configuration names absolute, in place. An empty path and "asset:NAME" stay as they are."""
+    for name in PATHS:
+        section, field = name.split(".")
+        path = getattr(getattr(config, section), field)
+        if path and not path.startswith("asset:"):
+            setattr(getattr(config, section), field, os.path.abspath(resolve_path(path)))
 
 
 def default_run_dir() -> str:

@@ -114,8 +114,9 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
         local: whether the actors compute on this host.
     """
     if not resume:
-        roles.prepare_run_dir(config, local)
-    lock = roles.hold(config.run_dir)
+        lock = roles.prepare_run_dir(config, local)
+    else:
+        lock = roles.hold(config.run_dir)
     pool, code = None, 1
     try:
         version = roles.prepare_resume(config) if resume else -1

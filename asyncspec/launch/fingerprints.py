@@ -8,7 +8,11 @@ run's directory, and resuming compares them.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncspec.config import Config, resolve_path
@@ -26,11 +30,14 @@ def write(config: Config) -> None:
         write_json(file, digests(config))
 
 
-def compare(config: Config) -> None:
+def compare(config: Config, tell: Callable[[str], None] = print) -> None:
     """Check that the files that a run reads are those that it was started with.
 
+    Args:
+        tell: called with one line if the reward function's file has changed: perhaps it was repaired.
+
     Raises:
-        ConfigError: a file has changed.
+        ConfigError: another file has changed.
     """
     file = Path(config.run_dir) / FILE
     try:
@@ -38,7 +45,11 @@ def compare(config: Config) -> None:
     except (OSError, ValueError):  # the run was cut short before it wrote them
         return
     for name, digest in digests(config).items():
-        if before.get(name, digest) != digest:
+        if before.get(name, digest) == digest:
+            continue
+        if name.startswith("data.reward="):
+            tell(f"{name}: its file has changed since the run was started; the next rewards come from the new one")
+        else:
             raise ConfigError(
                 f"--resume {config.run_dir}: {name} has changed since the run was started; expected the same content: "
                 f"restore it, or start a new run with model.path={config.run_dir}/checkpoint/policy"
@@ -53,12 +64,25 @@ def digests(config: Config) -> dict[str, str]:
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path:
             found[f"{name}={path}"] = _digest(resolve_path(path))
+    if (source := _source(config.data.reward)) is not None:
+        found[f"data.reward={config.data.reward}"] = _digest(source)
     if config.rl.kl_coef > 0:
         name = "model.reference_path" if config.model.reference_path else "model.path"
         directory = resolve_path(config.model.reference_path or config.model.path)
         weights = [_digest(directory / file, sampled=True) for file in tensor_files(directory)]
         found[f"{name}={directory}"] = hashlib.sha256("".join(weights).encode()).hexdigest()
     return found
+
+
+def _source(reward: str) -> Path | None:
+    """Return the file of the reward function's module; None if it cannot be found."""
+    try:
+        if os.getcwd() not in sys.path:  # as load_reward does
+            sys.path.append(os.getcwd())
+        spec = importlib.util.find_spec(reward.partition(":")[0])
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
 
 
 def _digest(file: Path, sampled: bool = False) -> str:

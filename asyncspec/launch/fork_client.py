@@ -66,7 +66,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as parent.die_with does; it survives exec
         if os.getppid() != int(parent):
             os._exit(1)
-        os.execv(sys.executable, [sys.executable, "-m", module, *args])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
     if (code := _end(connection)) < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code != signal.SIGKILL:  # whose action cannot be set

@@ -64,7 +64,7 @@ class ForkServer:
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.dup2(requests.fileno(), self.descriptor)  # makes it inheritable: Monarch's processes inherit it
         requests.close()
-        command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *self._modules]
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(theirs.fileno()), *self._modules]
         # The server has its own session, so an interrupt from the terminal reaches the launcher alone.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True

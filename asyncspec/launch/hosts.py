@@ -180,7 +180,16 @@ class _Node(monarch.Actor):
         """
         if not os.path.isdir(directory):
             return f"{directory}: no such directory on that host; expected a file system that all nodes share"
-        command = [sys.executable, "-m", "asyncspec.launch.join", str(os.getpid()), run_dir, str(node), str(launch)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "asyncspec.launch.join",
+            str(os.getpid()),
+            run_dir,
+            str(node),
+            str(launch),
+        ]
         self._child = subprocess.Popen(
             command, cwd=directory, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
         )

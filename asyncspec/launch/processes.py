@@ -25,7 +25,7 @@ from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, topology, work
 from asyncspec.deadlines import LATE_WORD_S
-from asyncspec.errors import ConfigError, UserError
+from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import roles
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
@@ -59,20 +59,24 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     check_host(config)
     check_machine(config, rank)
     restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=config.deployment.start_timeout_s),
-    )
+    try:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=config.deployment.start_timeout_s),
+        )
+    except RuntimeError as error:  # torch's errors of the network are of this type
+        raise UserError(
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']!r}, MASTER_PORT={os.environ['MASTER_PORT']}: {first_line(error)}; "
+            "expected the store of the torchrun that starts this process; without torchrun, unset WORLD_SIZE"
+        ) from None
     key = f"asyncspec/{restart}/".__add__  # each restart has its own keys in the store
     if rank == 0:
         version = -1
         if restart:
             config.run_dir = store.get("asyncspec/0/run_dir").decode()
-        elif not resume:
-            roles.prepare_run_dir(config)
-        lock = roles.hold(config.run_dir)
+        lock = roles.hold(config.run_dir) if restart or resume else roles.prepare_run_dir(config)
         if restart or resume:
             version = roles.prepare_resume(config)
         store.set(key("version"), str(version))

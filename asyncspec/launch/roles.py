@@ -17,7 +17,7 @@ from asyncspec.actors.base import ActorSpec
 from asyncspec.config import topology, work
 from asyncspec.console import never_fail
 from asyncspec.errors import ConfigError
-from asyncspec.launch import ending
+from asyncspec.launch import ending, fingerprints
 from asyncspec.launch.machine import check_directory
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.ledger import checkpoint
@@ -127,8 +127,9 @@ def _yaml_at(config: configuration.Config, host: str) -> str:
     return configuration.to_yaml(config)
 
 
-def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
-    """Check the run's inputs, choose and make the run directory, and write config.yaml and the keys into it.
+def prepare_run_dir(config: configuration.Config, local: bool = True) -> int:
+    """Check the run's inputs, choose, make and lock the run directory, and write config.yaml and the keys into it.
+    Paths become absolute, so that the run resumes from any directory. Returns the lock's descriptor, see `hold`.
 
     Args:
         local: whether the actors compute on this host.
@@ -142,13 +143,41 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> None:
     if local:
         devices(config.deployment.device, [])
     check_inputs(config)
-    config.run_dir = os.path.abspath(configuration.resolve_path(config.run_dir or configuration.default_run_dir()))
-    if os.path.exists(Path(config.run_dir) / "metrics.jsonl"):
-        raise ConfigError(
-            f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
-            f"{config.run_dir}"
-        )
-    _write_run_dir(config)
+    _make_run_dir(config)
+    lock = hold(config.run_dir)  # before a file is written: another run may be using the directory
+    try:
+        if os.path.exists(Path(config.run_dir) / "metrics.jsonl"):
+            raise ConfigError(
+                f"run_dir={config.run_dir!r}: holds a run already; expected a new or empty directory, or --resume "
+                f"{config.run_dir}"
+            )
+        configuration.make_paths_absolute(config)
+        _write_run_dir(config)
+        fingerprints.write(config)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _make_run_dir(config: configuration.Config) -> None:
+    """Make the run's directory, and set `config.run_dir` to its absolute path. One that is named by date and time is
+    new, even if another run starts in the same second.
+    """
+    wanted = os.path.abspath(configuration.resolve_path(config.run_dir or configuration.default_run_dir()))
+    named, config.run_dir, number = bool(config.run_dir), wanted, 1
+    try:
+        while True:
+            try:
+                os.makedirs(config.run_dir, exist_ok=named)
+                return
+            except FileExistsError:
+                if named:
+                    raise
+                number += 1
+                config.run_dir = f"{wanted}-{number}"
+    except OSError as error:
+        raise ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
 
 
 def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = print) -> int:
@@ -156,13 +185,14 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     checkpoint's version, 0 if there is none.
 
     Args:
-        tell: called with one line for each damaged checkpoint that is skipped.
+        tell: called with one line for each damaged checkpoint that is skipped, and for a reward that has changed.
 
     Raises:
         ConfigError: an input cannot be used, or the directory cannot be written.
     """
     check_directory()
     check_inputs(config)
+    fingerprints.compare(config, tell)
     run_dir = Path(config.run_dir)
     rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
     found = checkpoint.newest(run_dir, "trainer", tell, at_most=len(rows))
@@ -171,6 +201,7 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
         checkpoint.drop_after(run_dir, kind, version)
         checkpoint.drop_cut_short(run_dir, kind)
     _write_run_dir(config, f"config-until-step-{version}.yaml")
+    fingerprints.write(config)
     return version
 
 
@@ -186,8 +217,13 @@ def hold(run_dir: str) -> int:
         raise ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise ConfigError(
+                f"run_dir={run_dir!r}: its file system cannot lock files ({error.strerror}); expected one that can, "
+                "since two runs in one directory would destroy each other; nearest valid choice: another disk"
+            ) from None
         raise ConfigError(
             f"run_dir={run_dir!r}: another process is training in it; expected a run that has ended"
         ) from None

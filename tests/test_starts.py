@@ -1,0 +1,161 @@
+"""How runs begin and resume: the lock, the paths and the files that must stay the same."""
+
+import fcntl
+import json
+import os
+
+import pytest
+
+from asyncspec.cli import main
+from asyncspec.config import ConfigError, load, resolve_path
+from asyncspec.errors import UserError
+from asyncspec.launch import fingerprints, roles, torchrun
+from asyncspec.ledger import checkpoint
+
+TINY = resolve_path("asset:tiny/policy")
+
+
+def jsonl(path, count):
+    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(count)))
+    return path
+
+
+def begun(tmp_path, *overrides):
+    """Prepare a run's directory as a launcher does. Returns the configuration, and the lock's descriptor."""
+    config = load("tiny", ["deployment.device=cpu", f"run_dir={tmp_path}/run", *overrides])
+    return config, roles.prepare_run_dir(config)
+
+
+def test_a_second_start_in_a_directory_in_use_writes_nothing(tmp_path):
+    _, lock = begun(tmp_path, "seed=1")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    with pytest.raises(ConfigError, match="another process is training in it"):
+        begun(tmp_path, "seed=2")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+    os.close(lock)
+
+
+def test_two_runs_that_start_in_one_second_get_two_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(roles.configuration, "default_run_dir", lambda: "runs/20261127-120000")
+    locks, names = [], []
+    for _ in range(3):
+        config = load("tiny", ["deployment.device=cpu"])
+        locks.append(roles.prepare_run_dir(config))
+        names.append(os.path.relpath(config.run_dir, tmp_path))
+    assert names == ["runs/20261127-120000", "runs/20261127-120000-2", "runs/20261127-120000-3"]
+    for lock in locks:
+        os.close(lock)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(ConfigError, match="cannot lock files .Operation not supported.; expected one that can"):
+        begun(tmp_path)
+
+
+def test_a_failed_start_releases_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(roles, "_write_run_dir", lambda config: (_ for _ in ()).throw(ConfigError("no room")))
+    with pytest.raises(ConfigError, match="no room"):
+        begun(tmp_path)
+    monkeypatch.undo()
+    os.close(begun(tmp_path)[1])
+
+
+def test_a_runs_paths_are_absolute_so_that_it_resumes_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "train.jsonl", 8)
+    (tmp_path / "model").symlink_to(TINY)
+    config, lock = begun(tmp_path, "data.train_file=train.jsonl", "model.path=model")
+    os.close(lock)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    jsonl(tmp_path / "elsewhere" / "train.jsonl", 3)  # a file of the same name that is not the run's
+    again = load(f"{tmp_path}/run/config.yaml")
+    assert again.data.train_file == f"{tmp_path}/train.jsonl" and again.model.path == f"{tmp_path}/model"
+    assert again.speculation.draft_path == "" and config.data.eval_file == ""
+    assert roles.prepare_resume(again) == 0
+
+
+@pytest.mark.parametrize("changed", ["train.jsonl", "eval.jsonl", "model/tokenizer.json"])
+def test_a_run_whose_files_have_changed_is_not_resumed(tmp_path, changed):
+    (tmp_path / "model").mkdir()
+    for file in TINY.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    jsonl(tmp_path / "train.jsonl", 8), jsonl(tmp_path / "eval.jsonl", 2)
+    files = [f"data.{name}_file={tmp_path}/{name}.jsonl" for name in ("train", "eval")]
+    config, lock = begun(tmp_path, *files, f"model.path={tmp_path}/model")
+    os.close(lock)
+    assert roles.prepare_resume(config) == 0
+    before = (tmp_path / changed).read_text()
+    (tmp_path / changed).write_text(before + "\n")
+    with pytest.raises(ConfigError, match=f"{changed.rpartition('/')[2]} has changed since the run was started"):
+        roles.prepare_resume(config)
+    (tmp_path / changed).write_text(before)
+    assert roles.prepare_resume(config) == 0
+
+
+def test_a_reference_with_other_weights_is_noticed(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "model").mkdir()
+    for file in TINY.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    config, lock = begun(tmp_path, f"model.path={tmp_path}/model", "rl.kl_coef=0.1")
+    os.close(lock)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.7.mlp.up_proj.weight"][3, 5] += 1
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="has changed since the run was started"):
+        roles.prepare_resume(config)
+    config.rl.kl_coef = 0.0  # without a KL term the checkpoint holds all weights
+    fingerprints.compare(config)
+
+
+def test_a_repaired_reward_is_told_and_accepted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_starts.py").write_text("def reward(prompt, response, answer):\n    return 0.0\n")
+    config, lock = begun(tmp_path, "data.reward=mine_of_starts:reward")
+    os.close(lock)
+    (tmp_path / "mine_of_starts.py").write_text("def reward(prompt, response, answer):\n    return 1.0\n")
+    told = []
+    roles.prepare_resume(config, told.append)
+    assert len(told) == 1 and "data.reward=mine_of_starts:reward: its file has changed" in told[0]
+
+
+def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypatch):
+    """All steps have their rows, but the run died before it wrote its last checkpoint and its policy."""
+    config, lock = begun(tmp_path, "steps=2")
+    os.close(lock)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    from asyncspec.launch.resume import configure
+
+    monkeypatch.setattr(checkpoint, "newest", lambda *args, **options: None)
+    assert configure(f"{tmp_path}/run", None, []).steps == 2
+
+
+@pytest.mark.parametrize(
+    "environment, named",
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT=None"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "29500"}, "MASTER_ADDR=None"),
+        ({"WORLD_SIZE": "2"}, "RANK=None"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two'"),
+    ],
+)
+def test_a_part_of_torchruns_environment_is_refused_in_one_line(monkeypatch, capsys, environment, named):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun.ranks() == (0, 1)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        torchrun.ranks()
+    assert named in str(caught.value) and str(caught.value).endswith("unset WORLD_SIZE")
+    assert main(["train"]) == 2 and capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as some clusters set it for every process
+    assert torchrun.ranks() == (0, 1)
