@@ -13,6 +13,7 @@ import pytest
 import torch
 from runs import ROOT, SCRIPT, SMALL, TORCHRUN, Running, descendants, ledger, outliving, pid_of, rows, train
 
+from asyncspec.bench.attribution import Trace, read_spans
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
 
@@ -64,14 +65,33 @@ def check_results(run_dir, steps, lag, groups=4):
     eagle3.load(run_dir / "checkpoint" / "draft", shape)
 
 
+def check_delays(run_dir, steps):
+    """Check that each delay in a run is a span of the actor, and of the group or version, that it held up."""
+    delays = Trace.of(read_spans(run_dir)).delays
+    trained = {line["ticket"] for line in ledger(run_dir) if line["event"] == "trained"}
+    for place, actor in (
+        ("reward", "generator0"),
+        ("queue", "generator0"),
+        ("logprob", "logprob"),
+        ("train", "trainer"),
+    ):
+        assert {name for name, _ in delays[place]} == {actor}
+        assert {span.ticket for _, span in delays[place]} >= trained, place
+    assert {span.ticket for _, span in delays["queue"]} == trained  # evaluations do not go to logprob
+    assert {span.version for _, span in delays["broadcast"]} >= set(range(1, steps))
+    assert len(delays["generate"]) > steps
+
+
 @pytest.mark.parametrize("lag", [0, 2])  # the ten steps of test_smoke.py have 1
 @pytest.mark.slow
 def test_a_run_keeps_its_lag_and_writes_all_its_results(tmp_path, lag):
-    done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5")
+    delays = "generate=0.002,reward=0.001,queue=0.1,logprob=0.01,broadcast=0.1,train=0.01" if lag == 0 else ""
+    done = train(tmp_path / "run", "--policy-lag", str(lag), "--steps", "5", f"deployment.delays={delays}")
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 5, lag)
     if lag == 0:
         assert max(row["lag/max"] for row in rows(tmp_path / "run")) == 0
+        check_delays(tmp_path / "run", 5)
     assert "step    5/5" in done.stdout and "exposed generation" in done.stdout
     again = train(tmp_path / "run", "--steps", "1")
     assert again.returncode == 2 and "holds a run already" in again.stderr and again.stderr.count("\n") == 1
