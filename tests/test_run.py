@@ -26,6 +26,7 @@ from runs import (
     train,
 )
 
+from asyncspec.bench.attribution import Trace, read_spans
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
 
@@ -77,12 +78,31 @@ def check_results(run_dir, steps, lag, groups=4):
     eagle3.load(run_dir / "checkpoint" / "draft", shape)
 
 
+def check_delays(run_dir, steps):
+    """Check that each delay in a run is a span of the actor, and of the group or version, that it held up."""
+    delays = Trace.of(read_spans(run_dir)).delays
+    trained = {line["ticket"] for line in ledger(run_dir) if line["event"] == "trained"}
+    for place, actor in (
+        ("reward", "generator0"),
+        ("queue", "generator0"),
+        ("logprob", "logprob"),
+        ("train", "trainer"),
+    ):
+        assert {name for name, _ in delays[place]} == {actor}
+        assert {span.ticket for _, span in delays[place]} >= trained, place
+    assert {span.ticket for _, span in delays["queue"]} == trained  # evaluations do not go to logprob
+    assert {span.version for _, span in delays["broadcast"]} >= set(range(1, steps))
+    assert len(delays["generate"]) > steps
+
+
 @pytest.mark.slow
 def test_a_synchronous_run_keeps_its_lag_and_writes_all_its_results(tmp_path):
-    done = train(tmp_path / "run", "--policy-lag", "0", "--steps", "5")
+    delays = "generate=0.002,reward=0.001,queue=0.1,logprob=0.01,broadcast=0.1,train=0.01"
+    done = train(tmp_path / "run", "--policy-lag", "0", "--steps", "5", f"deployment.delays={delays}")
     assert done.returncode == 0, done.stdout + done.stderr
     check_results(tmp_path / "run", 5, lag=0)
     assert max(row["lag/max"] for row in rows(tmp_path / "run")) == 0
+    check_delays(tmp_path / "run", 5)
     assert "step    5/5" in done.stdout and "exposed generation" in done.stdout
     again = train(tmp_path / "run", "--steps", "1")
     assert again.returncode == 2 and "holds a run already" in again.stderr and again.stderr.count("\n") == 1

@@ -370,6 +370,21 @@ def test_a_delay_must_have_a_place_and_a_time(text, message):
     assert delays.parse("train=0.5,queue=1") == {"train": 0.5, "queue": 1.0}
 
 
+def test_a_delay_is_a_span_of_what_it_held_up(monkeypatch):
+    time = [10.0]
+    monkeypatch.setattr(delays, "now", lambda: time[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: time.append(time.pop() + seconds))
+    recorder = Recorder()
+    delay = delays.Delays("reward=0.5,broadcast=2", recorder)
+    delay("train", ticket=3)
+    delay("reward", 4, ticket=3)
+    delay("broadcast", version=6)
+    assert recorder.drain() == [
+        Span("delay reward", 10.0, 12.0, ticket=3),
+        Span("delay broadcast", 12.0, 14.0, version=6),
+    ]
+
+
 @given(st.floats(-1e4, 1e4), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20))
 def test_the_clock_of_another_host_is_known_within_the_stated_error(ahead, trips):
     estimate, own = clock.Estimate(), 100.0

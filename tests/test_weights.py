@@ -159,6 +159,32 @@ def test_a_version_broken_off_halfway_reaches_nobody_until_the_next_epoch(monkey
         worker.close()
 
 
+def test_a_version_is_held_back_just_before_it_is_sent():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members, live = Membership("policy", 1, MEMBERS[:2], "gloo"), tensors(1)
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    held, go = [], threading.Event()
+    publisher.hold_back = lambda version: (held.append(version), go.wait(60))
+    receiver = Receiver("127.0.0.1", store.port, "policy", "generator0", "cpu", Layout.of(live), lambda version: None)
+    for worker in (publisher, receiver):
+        worker.form(members, 60, lambda: None)
+    publisher.publish(
+        Publish("policy", 7),
+        WholeSnapshot(Layout.of(live), live, "cpu"),
+        lambda message: receiver.expect(message.version, message.epoch),
+    )
+    deadline = time.monotonic() + 60
+    while not held and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held == [7] and publisher.busy and receiver.complete == []
+    go.set()
+    while not receiver.complete and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert receiver.take()[0] == 7 and held == [7]
+    for worker in (publisher, receiver):
+        worker.close()
+
+
 def test_a_member_that_never_joins_is_reported_and_then_raises_an_error(monkeypatch):
     monkeypatch.setattr(weights, "REGROUP_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

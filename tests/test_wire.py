@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from asyncspec.bench import fuzz
+from asyncspec.clock import now
 from asyncspec.deadlines import QUEUE_SILENT_S
 from asyncspec.wire import codec, transport
 from asyncspec.wire import messages as m
@@ -137,9 +138,9 @@ def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
     outbox.put(m.Ready("a"))
-    message = [b"D", transport._NUMBER.pack(1), *codec.encode(m.Ready("a"))]
+    message = [b"D", transport._STAMP.pack(1, 0.0), *codec.encode(m.Ready("a"))]
     outbox.socket.send_multipart(message)  # the same sequence number again
-    outbox.socket.send_multipart([b"D", transport._NUMBER.pack(2), b"rubbish"])
+    outbox.socket.send_multipart([b"D", transport._STAMP.pack(2, 0.0), b"rubbish"])
     stranger = transport.context().socket(zmq.DEALER)
     stranger.connect(inbox.address)
     stranger.send_multipart(message)  # data before the opening message
@@ -149,11 +150,26 @@ def test_repeated_and_foreign_frames_are_counted_and_dropped(queue):
     stranger.close()
 
 
+def test_a_message_tells_when_it_was_sent_but_not_later_than_it_was_seen(queue):
+    inbox, outbox = queue
+    settle(inbox, outbox, until=lambda: outbox.credits == 4)
+    before = now()
+    outbox.put(m.Ready("true"))
+    after = now()
+    for number, stamp in ((2, float("nan")), (3, after + 1e6)):
+        outbox.socket.send_multipart([b"D", transport._STAMP.pack(number, stamp), *codec.encode(m.Ready("false"))])
+    settle(inbox, until=lambda: len(inbox) == 3)
+    _, _, sent, seen = inbox.take()
+    assert before <= sent <= after and sent <= seen
+    for _, _, sent, seen in (inbox.take(), inbox.take()):
+        assert sent == seen
+
+
 def test_messages_that_skip_a_number_or_exceed_the_credits_are_rejected(queue):
     inbox, outbox = queue
     settle(inbox, outbox, until=lambda: outbox.credits == 4)
     for number in (1, 3, 2, 3, 4, 5):  # the first 3 comes too early; 5 exceeds the credits
-        outbox.socket.send_multipart([b"D", transport._NUMBER.pack(number), *codec.encode(m.Ready(str(number)))])
+        outbox.socket.send_multipart([b"D", transport._STAMP.pack(number, 0.0), *codec.encode(m.Ready(str(number)))])
     settle(inbox, until=lambda: inbox.rejected == 2)
     assert [inbox.take()[0].name for _ in range(len(inbox))] == ["1", "2", "3", "4"]
 
@@ -173,6 +189,28 @@ def test_messages_that_a_dead_consumer_had_not_taken_go_to_its_successor(queue):
         names.append(second.take()[0].name)
     assert names == [str(i) for i in range(3, 10)]
     second.close()
+
+
+def test_a_message_that_is_held_back_is_told_when_it_is_let_go():
+    first, second = (transport.Inbox("127.0.0.1", credits=4) for _ in range(2))
+    told = []
+    outbox = transport.Outbox(first.address, 0.2, lambda *about: told.append(about))
+    begun = now()
+    outbox.put(m.Ready("0"))
+    settle(first, outbox, until=lambda: outbox.credits == 4)
+    assert outbox.backlog == 1 and not told or now() - begun > 0.2
+    settle(first, outbox, until=lambda: len(first) == 1)
+    outbox.put(m.Ready("1"))
+    outbox.redirect(second.address)  # "0" was never taken out, so it goes on at once; "1" is held back as before
+    arrived = []
+    while len(arrived) < 2:
+        settle(second, outbox, until=lambda: len(second) > 0)
+        arrived.append(second.take())
+    assert [message.name for message, *_ in arrived] == ["0", "1"] and arrived[1][2] >= told[1][2]
+    assert [message.name for message, *_ in told] == ["0", "1"]
+    assert all(end - start >= 0.2 for _, start, end in told) and begun <= told[0][1]
+    for end in (outbox, first, second):
+        end.close()
 
 
 class CutConnection:

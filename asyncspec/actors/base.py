@@ -177,9 +177,9 @@ class Actor(ABC):
         self.stopping = self.stopping or f"{self.name} failed"
         self._code = 1
 
-    def outbox(self, consumer: str, welcome: m.Welcome, delay_s: float = 0.0) -> transport.Outbox:
-        """Open an outbox to an actor. It is redirected when the actor is replaced."""
-        made = self._outbox_to[consumer] = transport.Outbox(welcome.addresses[consumer], delay_s)
+    def outbox(self, consumer: str, welcome: m.Welcome, *delay) -> transport.Outbox:
+        """Open an outbox to an actor. It is redirected when the actor is replaced. `delay` is `Outbox`'s."""
+        made = self._outbox_to[consumer] = transport.Outbox(welcome.addresses[consumer], *delay)
         self.outboxes.append(made)
         return made
 

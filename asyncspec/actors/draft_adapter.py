@@ -96,7 +96,7 @@ class DraftAdapter(Actor):
         if item is None:
             self.wait(0.05)
             return
-        supervision, arrays, _ = item
+        supervision, arrays, *_ = item
         self.fault("work")
         with self.recorder.span("adapt", ticket=supervision.ticket_id, version=supervision.policy_version):
             loss, rates = self.trainer.step(unpack(arrays, self.device))

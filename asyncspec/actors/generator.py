@@ -85,7 +85,7 @@ class Generator(Actor):
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [
-            self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0))
+            self.outbox(name, welcome, self.delay.seconds.get("queue", 0.0), self._held_back)
             for name, role in actor_names(self.config).items()
             if role == "logprob"
         ]
@@ -151,7 +151,7 @@ class Generator(Actor):
         """Submit tickets in order while the engine has room. One that waits for weights holds back all behind it."""
         while self.engine.waiting < self.engine.slots:
             if self.held_back is None and (item := self.inbox.take()) is not None:
-                self.held_back = (item[0], item[2])
+                self.held_back = (item[0], item[3])
             if self.held_back is None or self.held_back[0].min_version > self.engine.version:
                 return
             (ticket, arrived), self.held_back = self.held_back, None
@@ -204,6 +204,9 @@ class Generator(Actor):
         )
         self.fault("send")
 
+    def _held_back(self, group: m.Group, start: float, end: float) -> None:
+        self.delay.record("queue", start, end, group.ticket.ticket_id)
+
     def _cut(self, name: str, start: float, end: float) -> list[m.Phase]:
         """Split a phase around the interruptions within it: rewarding other groups, and swapping weights."""
         oldest = min((g.admitted for g in self.open_groups.values()), default=end)
@@ -219,7 +222,7 @@ class Generator(Actor):
         return [*phases, m.Phase(name, at, end)]
 
     def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
-        self.delay("reward", len(completions))
+        self.delay("reward", len(completions), ticket.ticket_id)
         texts = [self._text(c) for c in completions]
         rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer)
         if self.rewarder.failed:

@@ -116,13 +116,13 @@ class Logprob(PolicyHolder):
     def turn(self) -> None:
         self.tell_received()
         while (item := self.inbox.take()) is not None:
-            message, arrays, _ = item
+            message, arrays, sent, _ = item
             if isinstance(message, m.Received):
                 self.complete[message.version].add(message.name)
             else:
-                # The inbox is checked only between two groups, so the time of arrival is an estimate: the end of the
-                # last phase, or the last check if that was later.
-                self.waiting.append((message, arrays, max(message.phases[-1].end, self.looked)))
+                # The inbox is checked only between two groups, so the time of arrival is an estimate: when the group
+                # was sent, or the last check if that was later. An arrival ends a wait, so its end is a check too.
+                self.waiting.append((message, arrays, max(sent, self.looked)))
         self.looked = now()
         self._swap_weights()
         ready = [
@@ -135,6 +135,7 @@ class Logprob(PolicyHolder):
             self._process(items)
         else:
             self.wait(0.005 if self.waiting else 0.02)
+            self.looked = now()
 
     def _swap_weights(self) -> None:
         """Swap in, on all ranks, the newest version that every rank has received."""
@@ -156,7 +157,7 @@ class Logprob(PolicyHolder):
     def _process(self, items: list[tuple[m.Group, m.Arrays, float]]) -> None:
         """Score groups, the first one on this rank, and send them to the trainer."""
         start, mark, first = now(), self.recorder.mark(), items[0][0].ticket
-        self.delay("logprob")
+        self.delay("logprob", ticket=first.ticket_id)
         self.fault("work")
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()

@@ -130,8 +130,8 @@ class Trainer(Actor):
         where = welcome.store_host, welcome.store_port
         self.team.connect(welcome)
         self.learner.join(*where, COLLECTIVE_S)
-        delay_s = self.delay.seconds.get("broadcast", 0.0)
-        self.publishers["policy"] = Publisher(*where, "policy", self.name, self.device, delay_s=delay_s)
+        self.publishers["policy"] = Publisher(*where, "policy", self.name, self.device)
+        self.publisher.hold_back = lambda version: self.delay("broadcast", version=version)
         if self.mtp is not None:
             self.publishers["draft"] = Publisher(*where, "draft", self.name, self.device)
         if self.step_index:
@@ -281,7 +281,7 @@ class Trainer(Actor):
         versions = arrays["versions"]
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
         self.step.groups.append((group, arrays))
-        self.delay("train")
+        self.delay("train", ticket=group.ticket.ticket_id)
         self.fault("work")
         forward = self.team.add(group, arrays)
         if self.mtp is not None and forward is not None:
@@ -305,7 +305,7 @@ class Trainer(Actor):
 
     def _sort_inbox(self) -> None:
         while (item := self.inbox.take()) is not None:
-            group, arrays, _ = item
+            group, arrays, *_ = item
             ticket_id = group.ticket.ticket_id
             self.control.send(m.Arrived(ticket_id))
             # A ticket that was issued again because its generator died may arrive twice: the first one counts.

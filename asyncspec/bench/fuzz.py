@@ -177,7 +177,7 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
                 framed = rng.random() < 0.95
                 number += framed and step == 1 and bool(frames)
                 sent = (
-                    [b"D", transport._NUMBER.pack(max(0, number + step - (step == 1 and bool(frames)))), *frames]
+                    [b"D", transport._STAMP.pack(max(0, number + step - (step == 1 and bool(frames))), 0.0), *frames]
                     if framed
                     else frames
                 )

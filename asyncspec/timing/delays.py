@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from asyncspec.clock import now
 from asyncspec.timing.spans import Recorder
 
 PLACES = {  # place: what is delayed, each time it happens
@@ -37,13 +38,18 @@ def parse(text: str) -> dict[str, float]:
 
 
 class Delays:
-    """Sleeps at the configured places of one actor."""
+    """Sleeps at the configured places of one actor. The trace shows each one as "delay PLACE"."""
 
     def __init__(self, text: str, recorder: Recorder) -> None:
         self.seconds, self._recorder = parse(text), recorder
 
-    def __call__(self, place: str, times: int = 1) -> None:
-        """Sleep for what happened `times` times in this place. The trace shows the sleep as "delay PLACE"."""
-        if self.seconds and place in self.seconds:
-            with self._recorder.span(f"delay {place}"):
-                time.sleep(times * self.seconds[place])
+    def __call__(self, place: str, times: int = 1, ticket: int = -1, version: int = -1) -> None:
+        """Sleep for what happened `times` times in this place, to the ticket or version; -1: to all in this actor."""
+        if place in self.seconds:
+            start = now()
+            time.sleep(times * self.seconds[place])
+            self.record(place, start, now(), ticket, version)
+
+    def record(self, place: str, start: float, end: float, ticket: int = -1, version: int = -1) -> None:
+        """Record a delay that has ended. Any thread may call this: it leaves the GPU alone."""
+        self._recorder.add(f"delay {place}", start, end, ticket=ticket, version=version)

@@ -22,11 +22,10 @@ import os
 import resource
 import socket as sockets
 import struct
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -39,6 +38,7 @@ from asyncspec.wire.messages import Arrays, Message
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
+_STAMP = struct.Struct("<Qd")  # of a message: its number, and the time of the run's clock when it was sent
 
 
 KEYS = "keys"  # name of the key file in a run's directory
@@ -171,21 +171,23 @@ class Inbox:
         self.rejected = self.duplicates = 0
         self._seen: dict[bytes, int] = {}  # sender -> number of its last message
         self._held: Counter[bytes] = Counter()  # sender -> number of its messages that wait here
-        self._waiting: deque[tuple[bytes, bytes, Message, Arrays, float]] = deque()
+        self._waiting: deque[tuple[bytes, int, Message, Arrays, float, float]] = deque()
 
     def __len__(self) -> int:
         self._pump()
         return len(self._waiting)
 
-    def take(self) -> tuple[Message, Arrays, float] | None:
-        """Return the oldest message, its arrays and its arrival time, and give its credit back; None if none waits."""
+    def take(self) -> tuple[Message, Arrays, float, float] | None:
+        """Return the oldest message, its arrays, when it was sent and when it was seen here, and give its credit back;
+        None if none waits.
+        """
         self._pump()
         if not self._waiting:
             return None
-        sender, number, body, arrays, arrived = self._waiting.popleft()
+        sender, number, body, arrays, sent, seen = self._waiting.popleft()
         self._held[sender] -= 1
-        self.socket.send_multipart([sender, _ACK, number])
-        return body, arrays, arrived
+        self._acknowledge(sender, number)
+        return body, arrays, sent, seen
 
     def close(self) -> None:
         self.socket.close()
@@ -199,15 +201,15 @@ class Inbox:
             self._accept(frames)
 
     def _accept(self, frames: list) -> None:
-        if len(frames) < 4 or frames[1] != _DATA or len(frames[2]) != _NUMBER.size or frames[0] not in self._seen:
+        if len(frames) < 4 or frames[1] != _DATA or len(frames[2]) != _STAMP.size or frames[0] not in self._seen:
             self.rejected += 1
             return
-        sender, number = frames[0], _NUMBER.unpack(frames[2])[0]
+        sender, (number, sent) = frames[0], _STAMP.unpack(frames[2])
         if number <= self._seen[sender]:
             self.duplicates += 1
             # the message was taken out before, but the acknowledgment was lost
-            if not any(waiting[:2] == (sender, frames[2]) for waiting in self._waiting):
-                self.socket.send_multipart([sender, _ACK, frames[2]])
+            if not any(waiting[:2] == (sender, number) for waiting in self._waiting):
+                self._acknowledge(sender, number)
             return
         # the sender skipped a number, or sent without credit
         if number != self._seen[sender] + 1 or self._held[sender] >= self.credits:
@@ -220,10 +222,15 @@ class Inbox:
                 raise WireError(f"{type(body).__name__}: not accepted by this inbox")
         except WireError:
             self.rejected += 1
-            self.socket.send_multipart([sender, _ACK, frames[2]])  # the sender still gets its credit back
+            self._acknowledge(sender, number)  # the sender still gets its credit back
             return
         self._held[sender] += 1
-        self._waiting.append((sender, frames[2], body, arrays, now()))
+        seen = now()
+        # in this order, which turns a stamp that is no number into `seen`; clocks of two hosts differ a little
+        self._waiting.append((sender, number, body, arrays, min(seen, sent), seen))
+
+    def _acknowledge(self, sender: bytes, number: int) -> None:
+        self.socket.send_multipart([sender, _ACK, _NUMBER.pack(number)])
 
 
 class Watched:
@@ -257,14 +264,17 @@ class Watched:
 class Outbox(Watched):
     """A producing end of a queue."""
 
-    def __init__(self, address: str, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, address: str, delay_s: float = 0.0, held: Callable[[Any, float, float], None] | None = None
+    ) -> None:
         """
         Args:
             address: the inbox's.
             delay_s: seconds for which each message is held back, to test to which cause that time is charged.
+            held: callable(message, start, end), called with each message that was held back, when it is let go.
         """
-        self.delay_s = delay_s
-        self._due: deque = deque()
+        self.delay_s, self._on_release = delay_s, held
+        self._held: deque[tuple[Message, list, float]] = deque()  # message, its frames, since when it is held back
         self.unacknowledged: dict[int, list] = {}  # number -> frames, in order; sent again to a replaced consumer
         self._backlog: deque[list] = deque()
         self._sent = 0  # number of the newest message
@@ -286,7 +296,6 @@ class Outbox(Watched):
     def redirect(self, address: str) -> None:
         """Continue with a consumer that replaces another: it gets all messages that the other had not taken out."""
         self.close(0)
-        self._due.extendleft([0.0] * (len(self.unacknowledged) if self.delay_s else 0))
         self._backlog.extendleft(reversed(self.unacknowledged.values()))
         self.unacknowledged, self._sent, self._window, self._cut = {}, 0, 0, False
         self.address = address
@@ -298,13 +307,15 @@ class Outbox(Watched):
 
     @property
     def backlog(self) -> int:
-        return len(self._backlog)
+        return len(self._held) + len(self._backlog)
 
     def put(self, body: Message, arrays: Arrays | None = None) -> None:
         """Send a message, now or when a credit comes back (see `flush`)."""
-        self._backlog.append(encode(body, arrays))
+        frames = encode(body, arrays)
         if self.delay_s:
-            self._due.append(time.monotonic() + self.delay_s)
+            self._held.append((body, frames, now()))
+        else:
+            self._backlog.append(frames)
         self.flush()
 
     def offer(self, body: Message, arrays: Arrays | None, most_bytes: int, most: int) -> int:
@@ -335,17 +346,18 @@ class Outbox(Watched):
                 self._window = number
             elif frames[0] == _ACK:
                 self.unacknowledged.pop(number, None)
+        while self._held and now() >= self._held[0][2] + self.delay_s:
+            body, held, since = self._held.popleft()
+            self._backlog.append(held)
+            if self._on_release is not None:
+                self._on_release(body, since, now())
         while self._backlog and self.credits and not self._cut:
-            if self._due:
-                if time.monotonic() < self._due[0]:
-                    break
-                self._due.popleft()
             self._sent += 1
             self.unacknowledged[self._sent] = self._backlog.popleft()
             self._send(self._sent)
 
     def _send(self, number: int) -> None:
-        self.socket.send_multipart([_DATA, _NUMBER.pack(number), *self.unacknowledged[number]])
+        self.socket.send_multipart([_DATA, _STAMP.pack(number, now()), *self.unacknowledged[number]])
 
     def _tend_connection(self) -> None:
         """When a cut connection is up again, send all unacknowledged messages again.

@@ -250,12 +250,8 @@ class _Worker:
 class Publisher(_Worker):
     """The sending end: it broadcasts one snapshot at a time."""
 
-    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str, delay_s: float = 0.0) -> None:
-        """
-        Args:
-            delay_s: seconds for which each version is held back, to test to which cause that time is charged.
-        """
-        self.delay_s = delay_s
+    def __init__(self, store_host: str, store_port: int, kind: str, me: str, device: str) -> None:
+        self.hold_back: Callable[[int], None] | None = None  # called in the thread before it sends a version
         self._newest: tuple[Publish, Snapshot] | None = None
         self._sent_in = 0  # the newest epoch in which anything was sent
         super().__init__(f"publish-{kind}", store_host, store_port, kind=kind, me=me, device=device)
@@ -305,7 +301,8 @@ class Publisher(_Worker):
 
         def task() -> None:
             group = lane.joined
-            time.sleep(self.delay_s)
+            if self.hold_back is not None:
+                self.hold_back(announcement.version)
             elements = 0
             for payload in payloads:
                 group.broadcast(payload.to(lane.device))
