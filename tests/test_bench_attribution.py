@@ -162,7 +162,7 @@ def test_a_place_whose_delays_stayed_hidden_fails_the_headline():
 
 
 def test_a_traces_spans_are_read_back_with_actor_ticket_and_version(tmp_path):
-    trace = TraceFile(tmp_path)
+    trace = TraceFile(tmp_path, print)
     spans = [Span("delay queue", 7.0, 8.5, ticket=3), Span("delay broadcast", 8.0, 9.0, version=4)]
     trace.write("generator0", [*spans, Span("generate", 1.0, 2.0, device="cuda:0")])
     trace.close()

@@ -134,6 +134,7 @@ RUNNING = {
     "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
     "ledger.checkpoint:Checkpoints.saved": "the disk fails or is full",
+    "files:LineFile.sync": "a file of the run was removed",
     "ledger.ledger:read": "a ledger was damaged; --resume reads it before anything starts",
     "ledger.ledger:_lock": "another process writes the ledger",
     "models.eagle3:load": "a value is not finite, which only who reads all values finds",
