@@ -95,7 +95,6 @@ def test_a_trace_that_is_cut_short_lacks_only_its_closing_bracket(tmp_path):
     trace = TraceFile(tmp_path, print)
     trace.write("generator0", [Span("generate", 1.0, 2.0, version=3), Span("swap policy", 2.0, 2.1, version=4)])
     trace.write_group(5, GroupRecord(7, "generator0", 0.5, True, [3, 4], 3, 4, 4, 2, 6, 3, 0, 0, PHASES))
-    trace._file.flush()
     assert json.loads((tmp_path / "trace.json").read_text() + "]")
     trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())

@@ -64,7 +64,9 @@ class Draft:
             mtp.save(self.module, directory)
         if policy_version is not None:
             file = directory / "config.json"
-            write_json(file, json.loads(file.read_text()) | {"trained_for_policy_version": policy_version})
+            write_json(
+                file, json.loads(file.read_text(encoding="utf-8")) | {"trained_for_policy_version": policy_version}
+            )
 
 
 def new(method: str, shape: PolicyShape, model, tokens: torch.Tensor | None = None) -> Draft:

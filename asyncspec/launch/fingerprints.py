@@ -41,7 +41,7 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
     """
     file = Path(config.run_dir) / FILE
     try:
-        before = json.loads(file.read_text())
+        before = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the run was cut short before it wrote them
         return
     for name, digest in digests(config).items():

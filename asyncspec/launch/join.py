@@ -52,7 +52,7 @@ class Rendezvous:
     @classmethod
     def read(cls, run_dir: str) -> Rendezvous | None:
         try:
-            return cls(**json.loads((Path(run_dir) / FILE).read_text()))
+            return cls(**json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
 

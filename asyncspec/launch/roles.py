@@ -242,9 +242,9 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
         if not config.deployment.disk_mb_s and config.trainer.kind != "mock":
             config.deployment.disk_mb_s = work.measured_mb_s(run_dir)
             text = configuration.to_yaml(config)
-        if before and (there := (run_dir / "config.yaml").read_text()) != text:
-            (run_dir / before).write_text(there)
-        (run_dir / "config.yaml").write_text(text)
+        if before and (there := (run_dir / "config.yaml").read_text(encoding="utf-8")) != text:
+            (run_dir / before).write_text(there, encoding="utf-8")
+        (run_dir / "config.yaml").write_text(text, encoding="utf-8")
         if config.deployment.encrypt:
             transport.make_keys(run_dir)
         # New checkpoints replace those that the run already has, so their bytes count as free.

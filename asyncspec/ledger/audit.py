@@ -121,7 +121,7 @@ def audit(directory: str) -> int:
     for name in ("config.yaml", "ledger.jsonl"):
         if not os.path.isfile(run / name):
             raise UserError(f"audit {directory}: no {name} in it; expected the directory of a run")
-    config = from_yaml((run / "config.yaml").read_text(errors="replace"))
+    config = from_yaml((run / "config.yaml").read_text(encoding="utf-8", errors="replace"))
     going_on = ledger.written(run)
     try:
         events = list(ledger.read(run))

@@ -179,7 +179,7 @@ def drop_cut_short(run_dir: Path, kind: str) -> None:
 def damage(path: Path) -> str:
     """Compare a checkpoint's files with its manifest; return what is wrong, in one line, or "" if nothing is."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, (size, crc) in files.items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, expected {size}"

@@ -24,7 +24,7 @@ def widened(source: Path, target: Path, factor: int) -> None:
     Raises:
         CheckpointError: a file in `source` cannot be read.
     """
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.pop("rope_scaling", None) or {"rope_type": "default"}
     theta = float(config.get("rope_theta") or rope["rope_theta"]) ** factor

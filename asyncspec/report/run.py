@@ -56,7 +56,7 @@ class Run:
                         f"report {directory}: metrics.jsonl, line {number}: {key}={row.get(key)!r}: expected a number"
                     )
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
-        config = from_yaml((directory / "config.yaml").read_text(errors="replace"))
+        config = from_yaml((directory / "config.yaml").read_text(encoding="utf-8", errors="replace"))
         return cls(directory.name, config, rows, steps, dropped)
 
     def series(self, key: str) -> np.ndarray:

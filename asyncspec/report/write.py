@@ -167,7 +167,7 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
     path = resolve_path(out) if out else resolve_path(directories[0]) / "report.html"
     page = html(runs)
     try:
-        path.write_text(page)
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"report: --out {path}: {error.strerror}; expected a writable file") from None
     console.print(f"written: {path}", soft_wrap=True)
