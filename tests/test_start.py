@@ -261,3 +261,10 @@ def test_a_draft_learns_on_the_tokens_that_a_run_would_have(tmp_path, small_shap
     out = capsys.readouterr().out
     assert "1 of 4 prompts are left out: they have more than --max-prompt-tokens 10 tokens\n" in out
     assert ("1 of 3 rollouts are left out" in out or "1 of 2 rollouts are left out" in out) == (tokens("b") in prompts)
+
+
+def test_held_out_prompts_that_are_trained_on_are_told(tmp_path, model, capsys):
+    train, held_out = jsonl(tmp_path / "train.jsonl", "abc", "ab"), jsonl(tmp_path / "eval.jsonl", "ab", "bb")
+    files = [f"data.train_file={train}", f"data.eval_file={held_out}", "steps=1"]
+    check_inputs(load("tiny", [f"model.path={model(letters())}", *files]))
+    assert "warning: 1 prompts of data.eval_file are also trained on" in capsys.readouterr().out

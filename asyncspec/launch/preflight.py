@@ -124,6 +124,11 @@ def _check_data(config: configuration.Config) -> None:
     try:
         tokenizer = tokenizers.load(path)
         problems, held_out = load_problems(config)
+        if config.data.eval_file and (both := {p.prompt for p in problems} & {p.prompt for p in held_out}):
+            terminal().print(
+                f"warning: {len(both)} prompts of data.eval_file are also trained on; expected held-out ones",
+                soft_wrap=True,
+            )
         texts = list(dict.fromkeys(problem.prompt for problem in (*problems, *held_out)))
         prompts = encoded_prompts(tokenizer, texts, PolicyShape.from_hf(path).vocab_size, terminal())
         longest, limit = max(prompts, key=lambda prompt: len(prompt.tokens)), config.engine.max_prompt_tokens
