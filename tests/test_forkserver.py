@@ -237,3 +237,15 @@ def test_a_client_without_a_server_runs_the_module_and_ends_with_its_parent(star
     asking.kill()
     asking.communicate()
     assert not outliving([pid])
+
+
+@pytest.mark.parametrize("name", ["random", "queue", "tokenizers"])
+def test_a_file_of_the_working_directory_does_not_come_before_a_library(tmp_path, monkeypatch, name):
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    server = ForkServer([name])
+    done = subprocess.run(
+        server.command("asyncspec.lag"), pass_fds=[server.descriptor], capture_output=True, text=True, timeout=120
+    )
+    server.close()
+    assert done.returncode == 0, done.stderr

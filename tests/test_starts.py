@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 
 import pytest
 
@@ -10,6 +11,7 @@ from asyncspec.cli import main
 from asyncspec.config import ConfigError, load, resolve_path
 from asyncspec.errors import UserError
 from asyncspec.launch import fingerprints, roles, torchrun
+from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.ledger import checkpoint
 
 TINY = resolve_path("asset:tiny/policy")
@@ -159,3 +161,41 @@ def test_a_part_of_torchruns_environment_is_refused_in_one_line(monkeypatch, cap
     assert main(["train"]) == 2 and capsys.readouterr().err.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "1")  # as some clusters set it for every process
     assert torchrun.ranks() == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "sent, counted",
+    [
+        (["SIGINT", "SIGINT"], 2),
+        (["SIGHUP", "SIGHUP"], 1),
+        (["SIGUSR1"], 1),
+        (["SIGXCPU", "SIGTERM"], 2),
+        (["SIGTERM", "SIGHUP"], 1),
+    ],
+)
+def test_warnings_of_a_terminal_or_a_scheduler_interrupt_a_run_once(sent, counted):
+    before = {number: signal.getsignal(number) for number in signal.valid_signals() if number not in (9, 19, 32, 33)}
+    try:
+        flag = InterruptFlag()
+        for name in sent:
+            os.kill(os.getpid(), getattr(signal, name))
+        assert flag.count == counted
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def test_an_ignored_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    others = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
+    }
+    try:
+        flag = InterruptFlag()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert flag.count == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        for number, handler in others.items():
+            signal.signal(number, handler)
