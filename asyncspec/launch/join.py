@@ -21,11 +21,13 @@ import msgspec
 
 from asyncspec import config as configuration
 from asyncspec.config import Config, topology
+from asyncspec.console import never_fail
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.files import replace_file
 from asyncspec.launch import processes, roles
 from asyncspec.launch.forkserver import ForkServer, die_with
 from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.preflight import check_machine
 from asyncspec.launch.watch import Supervisor
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
@@ -95,7 +97,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
         launch: the only launcher to play for; None: any launcher that continues the run.
 
     Raises:
-        UserError: there is no such run or node, or the node's actors cannot be started alone.
+        UserError: there is no such run or node, the node's actors cannot be started alone, or not on this machine.
     """
     path = Path(run_dir).expanduser().absolute()
     if not (path / "config.yaml").is_file():
@@ -110,6 +112,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
             "with --resume to continue a run"
         )
     check_node(config, node)
+    check_machine(config, node)
     interrupt, attempt = InterruptFlag(), -1
     deadline = time.monotonic() + config.deployment.start_timeout_s
     while not interrupt.count:
@@ -198,6 +201,7 @@ def _main() -> int:
     """Entry point of the child process that hosts.py starts."""
     parent, run_dir, node, launch = sys.argv[1:]
     die_with(int(parent))
+    never_fail()
     try:
         return join(run_dir, int(node), int(launch))
     except UserError as error:
