@@ -92,7 +92,7 @@ def test_covered_counts_each_instant_once(items):
 
 
 def test_a_trace_that_is_cut_short_lacks_only_its_closing_bracket(tmp_path):
-    trace = TraceFile(tmp_path, print)
+    trace = TraceFile(tmp_path, pytest.fail)
     trace.write("generator0", [Span("generate", 1.0, 2.0, version=3), Span("swap policy", 2.0, 2.1, version=4)])
     trace.write_group(5, GroupRecord(7, "generator0", 0.5, True, [3, 4], 3, 4, 4, 2, 6, 3, 0, 0, PHASES))
     assert json.loads((tmp_path / "trace.json").read_text() + "]")
@@ -237,7 +237,7 @@ def test_a_step_is_explained_by_what_it_waited_for():
 
 def test_a_timeline_reads_back_up_to_a_torn_line(tmp_path):
     steps = pipeline([[1.0], [2.0]], [[0.1], [0.1]], [[0.5], [0.5]], 1)
-    file = timeline.TimelineFile(LineFiles(tmp_path, print))
+    file = timeline.TimelineFile(LineFiles(tmp_path, pytest.fail))
     for step in steps:
         file.write(step)
     file.close()

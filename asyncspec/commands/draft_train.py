@@ -36,6 +36,7 @@ from asyncspec.speculation.verify import Sampling
 from asyncspec.tasks.data import read_jsonl
 from asyncspec.tasks.prompts import encoded_prompts, encoded_responses
 from asyncspec.tasks.sums import sums
+from asyncspec.timing.exporters import Board
 
 ROUND = 256  # rollouts sampled before each stretch of training
 SEEN = 4  # training steps on each batch for one forward pass of the policy over it
@@ -170,8 +171,6 @@ def policy_width(model) -> int:
 
 def run(settings: Training) -> int:
     """Train a draft, write it, and print how well it drafts. Returns the exit code."""
-    from torch.utils.tensorboard import SummaryWriter
-
     use_threads(settings.threads)
     torch.manual_seed(settings.seed)
     console = terminal()
@@ -206,9 +205,10 @@ def run(settings: Training) -> int:
         console.print(f"acceptance length before: {measured():.3f} at k={settings.draft_length}")
     out, lines = resolve_path(settings.out), [time.monotonic()]
     try:
-        writer = SummaryWriter(str(out / "tensorboard"))
+        (out / "tensorboard").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"draft train: --out {out}: {error.strerror}; expected a directory to write to") from None
+    board = Board(out / "tensorboard", console.print)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -226,9 +226,8 @@ def run(settings: Training) -> int:
                 completed=progress,
                 description=f"step {trainer.steps}, loss {loss:.3f}, acceptance by position {by_position}",
             )
-            writer.add_scalar("draft/loss", loss, trainer.steps)
-            for position, rate in enumerate(rates, 1):
-                writer.add_scalar(f"draft/expected_acceptance_{position}", rate, trainer.steps)
+            expected = {f"draft/expected_acceptance_{position}": rate for position, rate in enumerate(rates, 1)}
+            board.scalars({"draft/loss": loss, **expected}, trainer.steps)
             if not console.is_terminal and time.monotonic() - lines[-1] > LINE_EVERY_S:
                 lines.append(time.monotonic())
                 console.print(
@@ -241,8 +240,8 @@ def run(settings: Training) -> int:
         bars.update(bar, completed=1.0)
     draft.save(out, path)
     length = measured()
-    writer.add_scalar("draft/acceptance_length", length, trainer.steps)
-    writer.close()
+    board.scalars({"draft/acceptance_length": length}, trainer.steps)
+    board.close()
     console.print(
         f"{trainer.steps} steps; acceptance length {length:.3f} at k={settings.draft_length} on held-out prompts, "
         f"temperature {settings.temperature:g}",

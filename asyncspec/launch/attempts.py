@@ -261,7 +261,6 @@ class _Attempt:
                 break
             time.sleep(POLL_S)
         if (outcome is None or isinstance(outcome, Ended)) and self.restarts_left:
-            open("/tmp/h3/dbg", "a").write(repr(outcome) + "\n")
             how = (
                 "its process ended while starting"
                 if outcome is not None

@@ -22,11 +22,13 @@ import msgspec
 
 from asyncspec import config as configuration
 from asyncspec.config import Config, topology, work
+from asyncspec.console import never_fail
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.files import replace_file
 from asyncspec.launch import processes, roles
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.machine import check_machine
 from asyncspec.launch.watch import Supervisor
 from asyncspec.parent import die_with
 from asyncspec.wire import messages as m
@@ -97,7 +99,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
         launch: the only launcher to play for; None: any launcher that continues the run.
 
     Raises:
-        UserError: there is no such run or node, or the node's actors cannot be started alone.
+        UserError: there is no such run or node, the node's actors cannot be started alone, or not on this machine.
     """
     path = configuration.resolve_path(run_dir).absolute()
     if not os.path.isfile(path / "config.yaml"):
@@ -112,6 +114,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
             "with --resume to continue a run"
         )
     check_node(config, node)
+    check_machine(config, node)
     interrupt, attempt = InterruptFlag(), -1
     deadline = time.monotonic() + work.start_s(config)
     while not interrupt.count:
@@ -200,6 +203,7 @@ def _main() -> int:
     """Entry point of the child process that hosts.py starts."""
     parent, run_dir, node, launch = sys.argv[1:]
     die_with(int(parent))
+    never_fail()
     try:
         return join(run_dir, int(node), int(launch))
     except UserError as error:

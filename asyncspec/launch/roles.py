@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import fcntl
 import importlib
 import os
@@ -176,8 +177,9 @@ def _make_run_dir(config: configuration.Config) -> None:
                     raise
                 number += 1
                 config.run_dir = f"{wanted}-{number}"
-    except OSError as error:
-        raise ConfigError(f"run_dir={config.run_dir!r}: {error.strerror}; expected a directory to write to") from None
+    except (OSError, RecursionError) as error:  # RecursionError: thousands of folders inside each other
+        why = getattr(error, "strerror", None) or os.strerror(errno.ENAMETOOLONG)
+        raise ConfigError(f"run_dir={config.run_dir!r}: {why}; expected a directory to write to") from None
 
 
 def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = print) -> int:

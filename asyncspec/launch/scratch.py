@@ -3,7 +3,7 @@
 Monarch puts a socket for each process into a directory that it never removes, and a socket's path may have 107 bytes
 only. So a launcher gives it a directory with a short path, and removes it. A launcher that is killed cannot; the next
 one removes the directory then. Monarch also appends to a log in /tmp/USER, without end; it gets one of its own, for
-errors only, which the launcher removes.
+errors only, which the launcher removes. Who needs that log sets MONARCH_FILE_LOG, for example to info.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ def _login() -> str:
         return os.environ.get("USER", "")
 
 
+_ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")  # where to look if the user's temporary directory cannot be used
 _PREFIX, _LOCK = "asyncspec-", "lock"
-_LIKE_MONARCH = ".tmpXXXXXX/0123456789abcdef"  # a socket's path in the directory, as long as Monarch's or longer
-_LOG = "monarch_log_asyncspec.log"
+_LIKE_MONARCH = ".tmpXXXXXX-0123456789ab"  # as long as a socket's path in the directory, or longer
 
 # Monarch reads these when it is imported, and makes these directories.
-os.environ.setdefault("MONARCH_FILE_LOG", "error")
-os.environ.setdefault("MONARCH_LOG_SUFFIX", "asyncspec")
+_LEVEL, _SUFFIX = (
+    os.environ.setdefault(name, value)
+    for name, value in (("MONARCH_FILE_LOG", "error"), ("MONARCH_LOG_SUFFIX", "asyncspec"))
+)
 _ABSENT = [
     path
     for path in {f"/tmp/{_login()}", os.path.join(os.environ.get("TMPDIR") or "/tmp", os.environ.get("USER", ""))}
@@ -95,9 +97,7 @@ def monarch_in(path: str) -> Iterator[None]:
 def _make() -> tuple[str, int]:
     """Make a directory in the first temporary directory that can hold sockets. Return it and its lock's descriptor."""
     asked, wrong = os.environ.get("TMPDIR", ""), ""
-    for parent in dict.fromkeys((asked, "/tmp", "/var/tmp", "/dev/shm")):
-        if not parent:
-            continue
+    for parent in dict.fromkeys((asked or _ELSEWHERE[0], *_ELSEWHERE)):
         path = ""
         try:
             path = tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(parent))
@@ -111,7 +111,8 @@ def _make() -> tuple[str, int]:
             wrong = wrong or f"{parent}: {error.strerror or error}"
             shutil.rmtree(path, ignore_errors=True)
     raise UserError(
-        f"TMPDIR={asked!r}: {wrong}; expected a directory that can hold sockets, nor can /tmp, /var/tmp or /dev/shm"
+        f"TMPDIR={asked!r}: {wrong}; expected a directory that can hold sockets, and neither can any of "
+        f"{', '.join(_ELSEWHERE)}; nearest valid choice: TMPDIR set to another directory with a short path"
     )
 
 
@@ -121,7 +122,7 @@ def _hold_socket(path: str) -> None:
     Raises:
         OSError: its path is too long, or the file system has no sockets.
     """
-    name = os.path.join(path, _LIKE_MONARCH.replace("/", "-"))
+    name = os.path.join(path, _LIKE_MONARCH)
     with socket.socket(socket.AF_UNIX) as probe:
         probe.bind(name)
     os.unlink(name)
@@ -137,11 +138,13 @@ def _remove_dead(lock: Path) -> None:
 
 
 def _remove_log() -> None:
-    """Remove the log that Monarch has opened in this process, and the directories that it has made for itself."""
+    """Remove the log that Monarch has opened in this process, unless the user has asked for it. Remove the directories
+    that it has made for itself.
+    """
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
-            if path.endswith(f"/{_LOG}"):
+            if (_LEVEL, _SUFFIX) == ("error", "asyncspec") and path.endswith("/monarch_log_asyncspec.log"):
                 os.unlink(path)
     for made in _ABSENT:
         with suppress(OSError):  # something else is in it
