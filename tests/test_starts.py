@@ -137,6 +137,8 @@ def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypa
 
     monkeypatch.setattr(checkpoint, "newest", lambda *args, **options: None)
     assert configure(f"{tmp_path}/run", None, []).steps == 2
+    with pytest.raises(UserError, match="2 steps are trained, and steps=1 adds none"):
+        configure(f"{tmp_path}/run", None, ["steps=1"])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
         events = list(ledger.read(run_dir)) if (run_dir / ledger.FILE).exists() else []
     except ValueError as error:
         raise UserError(f"--resume {directory}: {error}") from None
-    if trained >= after.steps and ledger.finished(events):
+    if trained > after.steps or (trained == after.steps and ledger.finished(events)):
         raise UserError(
             f"--resume {directory}: {trained} steps are trained, and steps={after.steps} adds none; expected more, "
             f"steps={2 * trained} for example"
