@@ -235,6 +235,21 @@ def test_tokens_that_end_a_response_come_from_both_files(brought):
         PolicyShape.from_hf(brought)
 
 
+def test_a_tied_policy_may_hold_its_embedding_under_the_name_of_its_head(tmp_path, brought):
+    """As safetensors' save_model writes it."""
+    before, _ = policy.load(brought)
+    change_tensors(brought, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    after, shape = policy.load(brought)
+    assert torch.equal(before.tok_embeddings.weight, after.tok_embeddings.weight)
+    policy.save(after, shape, tmp_path / "out", brought)
+    assert torch.equal(policy.load(tmp_path / "out")[0].lm_head.weight, before.lm_head.weight)
+
+
+def test_frequencies_of_rope_in_a_file_are_passed_over(brought):
+    change_tensors(brought, lambda t: t.update({"model.rotary_emb.inv_freq": torch.ones(8)}))
+    policy.load(brought)
+
+
 def test_a_tied_policy_with_another_head_is_refused(brought, capsys):
     change_tensors(brought, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight"):
@@ -378,7 +393,12 @@ DRAFT_FAULTS = {
     "a tensor too many": ({}, lambda t: t.update({"midlayer.self_attn.q_proj.bias": torch.zeros(64)}), "no place"),
     "a tensor too few": ({}, lambda t: t.pop("fc.weight"), "tensor fc.weight is missing"),
     "another width": ({"intermediate_size": 96}, None, "config.json asks for"),
-    "another embedding": ({}, lambda t: t.update({"embed_tokens.weight": torch.zeros(64, 64)}), "embed_tokens.weight"),
+    "an embedding of another size": (
+        {},
+        lambda t: t.update({"embed_tokens.weight": torch.zeros(8, 64)}),
+        "embed_tokens.weight has shape [8, 64], the policy's embedding [64, 64]",
+    ),
+    "architectures that are no list": ({"architectures": {"a": 1}}, None, "expected a draft for"),
     "no tokens": ({"draft_vocab_size": 32}, None, "tensor d2t is missing"),
 }
 
@@ -410,8 +430,14 @@ def test_a_draft_without_the_fields_that_vllm_defaults_has_its_defaults(draft):
 
 def test_a_draft_with_a_copy_of_the_policys_embedding_is_accepted(draft):
     embedding = load_file(TINY / "model.safetensors")["model.embed_tokens.weight"]
-    change_tensors(draft, lambda t: t.update({"embed_tokens.weight": embedding.to(torch.float32)}))
-    contents.check_eagle3(draft, PolicyShape.from_hf(TINY), TINY)
+    for copied in (embedding, embedding.to(torch.bfloat16)):  # the copy may be rounded
+        told: list[str] = []
+        change_tensors(draft, lambda t: t.update({"embed_tokens.weight": copied}))
+        contents.check_eagle3(draft, PolicyShape.from_hf(TINY), TINY, told.append)
+        assert told == []
+    change_tensors(draft, lambda t: t.update({"embed_tokens.weight": embedding + 1}))
+    contents.check_eagle3(draft, PolicyShape.from_hf(TINY), TINY, told.append)
+    assert len(told) == 1 and "differs from the policy's embedding" in told[0]
 
 
 def test_the_expected_tensors_are_those_that_are_written(tmp_path, other, small_shape, contrary_draft, contrary_mtp):

@@ -102,6 +102,8 @@ def make(tmp_path, monkeypatch):
     "function, expected",
     [
         ("async def f(prompt, response, answer):\n    return 1.0", "is an async function"),
+        ("def f(prompt, response, answer):\n    yield 1.0", "or a generator"),
+        ("class C:\n    async def __call__(self, *texts):\n        return 1.0\nf = C()", "is an async function"),
         (
             "def f(prompts, completions, **kwargs):\n    return [1.0]",
             "cannot be called as reward(prompt, response, answer)",

@@ -12,6 +12,7 @@ from asyncspec.config import ConfigError, load, resolve_path
 from asyncspec.errors import UserError
 from asyncspec.launch import fingerprints, roles, torchrun
 from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch.resume import configure
 from asyncspec.ledger import checkpoint
 
 TINY = resolve_path("asset:tiny/policy")
@@ -94,10 +95,43 @@ def test_a_run_whose_files_have_changed_is_not_resumed(tmp_path, changed):
     assert roles.prepare_resume(config) == 0
     before = (tmp_path / changed).read_text()
     (tmp_path / changed).write_text(before + "\n")
-    with pytest.raises(ConfigError, match=f"{changed.rpartition('/')[2]} has changed since the run was started"):
+    with pytest.raises(ConfigError, match=f"{changed.rpartition('/')[2]}'? has changed since the run was started"):
         roles.prepare_resume(config)
     (tmp_path / changed).write_text(before)
     assert roles.prepare_resume(config) == 0
+
+
+def test_a_run_resumes_with_its_files_in_another_place(tmp_path):
+    jsonl(tmp_path / "train.jsonl", 8)
+    _, lock = begun(tmp_path, f"data.train_file={tmp_path}/train.jsonl")
+    os.close(lock)
+    (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    moved = configure(f"{tmp_path}/run", None, [f"data.train_file={tmp_path}/moved.jsonl"])
+    assert roles.prepare_resume(moved) == 0
+    jsonl(tmp_path / "other.jsonl", 9)
+    other = configure(f"{tmp_path}/run", None, [f"data.train_file={tmp_path}/other.jsonl"])
+    with pytest.raises(ConfigError, match="other.jsonl' has changed since the run was started"):
+        roles.prepare_resume(other)
+
+
+def test_a_path_through_a_link_stays_what_was_checked(tmp_path, monkeypatch):
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "real" / "model").symlink_to(TINY)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "current").symlink_to(tmp_path / "real" / "deep")
+    monkeypatch.chdir(tmp_path / "work")
+    config, lock = begun(tmp_path, "model.path=current/../model")
+    os.close(lock)
+    assert os.path.samefile(config.model.path, tmp_path / "real" / "model")
+
+
+def test_the_file_of_a_reward_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raising").mkdir()
+    (tmp_path / "raising" / "__init__.py").write_text("raise SystemExit(3)")
+    (tmp_path / "raising" / "mine.py").write_text("")
+    assert fingerprints._source("raising.mine:f") == tmp_path / "raising" / "mine.py"
+    assert fingerprints._source("no_such_module.at_all:f") is None
 
 
 def test_a_reference_with_other_weights_is_noticed(tmp_path):
@@ -125,7 +159,7 @@ def test_a_repaired_reward_is_told_and_accepted(tmp_path, monkeypatch):
     (tmp_path / "mine_of_starts.py").write_text("def reward(prompt, response, answer):\n    return 1.0\n")
     told = []
     roles.prepare_resume(config, told.append)
-    assert len(told) == 1 and "data.reward=mine_of_starts:reward: its file has changed" in told[0]
+    assert len(told) == 1 and "data.reward='mine_of_starts:reward': its file has changed" in told[0]
 
 
 def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypatch):
@@ -133,8 +167,6 @@ def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypa
     config, lock = begun(tmp_path, "steps=2")
     os.close(lock)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    from asyncspec.launch.resume import configure
-
     monkeypatch.setattr(checkpoint, "newest", lambda *args, **options: None)
     assert configure(f"{tmp_path}/run", None, []).steps == 2
     with pytest.raises(UserError, match="2 steps are trained, and steps=1 adds none"):
@@ -147,7 +179,6 @@ def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypa
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT=None"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "29500"}, "MASTER_ADDR=None"),
         ({"WORLD_SIZE": "2"}, "RANK=None"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two'"),
     ],
 )

@@ -236,6 +236,7 @@ def test_warnings_say_what_the_policy_gets(capsys):
     "file, content",
     [
         ("tokenizer_config.json", {"added_tokens_decoder": {"62": {"content": "<|im_start|>", "special": True}}}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"chat": "<|im_start|>"}}),
         ("added_tokens.json", {"<|im_start|>": 62}),
         ("special_tokens_map.json", {"additional_special_tokens": ["<|im_start|>"]}),
     ],

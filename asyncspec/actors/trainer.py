@@ -106,7 +106,7 @@ class Trainer(Actor):
         self.threads = self.config.trainer.threads
         self.step_index = max(0, spec.resume)
         self.saved_version = self.step_index  # version of the newest checkpoint begun
-        self._saving_since = 0.0
+        self._saving_since, self._to_save = 0.0, False  # `_to_save`: the ranks have joined
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
         self.step_start = 0.0  # when the previous step ended; 0: there was none
         self.step = _Step()
@@ -137,6 +137,7 @@ class Trainer(Actor):
         if self.step_index:
             self._restore()
         self.workers = list(self.publishers.values())
+        self._to_save = True
         return set(self.publishers)
 
     def _restore(self) -> None:
@@ -254,7 +255,7 @@ class Trainer(Actor):
 
     def finish(self) -> None:
         """Write a checkpoint to resume from, then the policy: if the second fails, nothing is lost."""
-        if self.team.lost:  # this rank alone has only its share
+        if self.team.lost or not self._to_save:  # this rank alone has only its share; or nothing was learned yet
             return
         try:
             self.team.clear()  # an unfinished step is dropped

@@ -282,7 +282,8 @@ def _check_draft(config: Config, policy: dict, shape: PolicyShape) -> None:
     if not directory:
         return
     draft = _read_json("speculation.draft_path", directory)
-    found = (draft.get("architectures") or ["?"])[0]
+    architectures = draft.get("architectures")
+    found = architectures[0] if isinstance(architectures, list) and architectures else architectures or "?"
     fits = _DRAFTS.get(str(found), "?")
     # The checkpoint of a policy may contain its MTP module.
     if method != fits and (method, fits) != ("mtp", "draft_model"):

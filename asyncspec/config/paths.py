@@ -36,7 +36,7 @@ def make_paths_absolute(config: Any) -> None:
         section, field = name.split(".")
         path = getattr(getattr(config, section), field)
         if path and not path.startswith("asset:"):
-            setattr(getattr(config, section), field, os.path.abspath(resolve_path(path)))
+            setattr(getattr(config, section), field, str(resolve_path(path).absolute()))  # ".." may follow a link
 
 
 def default_run_dir() -> str:

@@ -8,7 +8,7 @@ run's directory, and resuming compares them.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.machinery
 import json
 import os
 import sys
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncspec.config import Config, resolve_path
+from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError
 from asyncspec.files import write_json
 from asyncspec.models.headers import tensor_files
@@ -25,19 +26,23 @@ _SAMPLES, _SAMPLE = 64, 1 << 16  # places of a file with weights that are read, 
 
 
 def write(config: Config) -> None:
-    """Write the digests of the files that a run reads into its directory, unless they are there."""
+    """Write the digests of the files that a run reads into its directory, unless they are there.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     if not (file := Path(config.run_dir) / FILE).exists():
         write_json(file, digests(config))
 
 
 def compare(config: Config, tell: Callable[[str], None] = print) -> None:
-    """Check that the files that a run reads are those that it was started with.
+    """Check that the files that a run reads are those that it was started with, wherever they are now.
 
     Args:
         tell: called with one line if the reward function's file has changed: perhaps it was repaired.
 
     Raises:
-        ConfigError: another file has changed.
+        ConfigError: another file has changed, or cannot be read.
     """
     file = Path(config.run_dir) / FILE
     try:
@@ -47,41 +52,51 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
     for name, digest in digests(config).items():
         if before.get(name, digest) == digest:
             continue
-        if name.startswith("data.reward="):
-            tell(f"{name}: its file has changed since the run was started; the next rewards come from the new one")
+        field = name.partition("/")[0]
+        what = f"{field}={value_of(config, field)!r}" + ("" if field == name else f": {name.partition('/')[2]}")
+        if name == "data.reward":
+            tell(f"{what}: its file has changed since the run was started; the next rewards come from the new one")
         else:
             raise ConfigError(
-                f"--resume {config.run_dir}: {name} has changed since the run was started; expected the same content: "
+                f"--resume {config.run_dir}: {what} has changed since the run was started; expected the same content: "
                 f"restore it, or start a new run with model.path={config.run_dir}/checkpoint/policy"
             )
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Return what a run reads, as users name it -> the digest of its content. The policy itself is not among it: a
-    resumed run reads it from its checkpoint.
+    """Return field, or field/file -> the digest of what a run reads there. The policy's weights are not among it: a
+    resumed run reads them from its checkpoint.
+
+    Raises:
+        ConfigError: a file cannot be read.
     """
-    found = {"model.path/tokenizer.json": _digest(resolve_path(config.model.path) / "tokenizer.json")}
-    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        if path:
-            found[f"{name}={path}"] = _digest(resolve_path(path))
+    policy = resolve_path(config.model.path)
+    files = {f"model.path/{name}": policy / name for name in ("config.json", "tokenizer.json")}
+    files |= {
+        name: resolve_path(path)
+        for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file))
+        if path
+    }
     if (source := _source(config.data.reward)) is not None:
-        found[f"data.reward={config.data.reward}"] = _digest(source)
-    if config.rl.kl_coef > 0:
-        name = "model.reference_path" if config.model.reference_path else "model.path"
-        directory = resolve_path(config.model.reference_path or config.model.path)
-        weights = [_digest(directory / file, sampled=True) for file in tensor_files(directory)]
-        found[f"{name}={directory}"] = hashlib.sha256("".join(weights).encode()).hexdigest()
+        files["data.reward"] = source
+    try:
+        found = {name: _digest(file) for name, file in files.items()}
+        if config.rl.kl_coef > 0:
+            name = "model.reference_path" if config.model.reference_path else "model.path"
+            directory = resolve_path(config.model.reference_path or config.model.path)
+            weights = [_digest(directory / file, sampled=True) for file in tensor_files(directory)]
+            found[name] = hashlib.sha256("".join(weights).encode()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; expected a file that can be read") from None
     return found
 
 
 def _source(reward: str) -> Path | None:
-    """Return the file of the reward function's module; None if it cannot be found."""
-    try:
-        if os.getcwd() not in sys.path:  # as load_reward does
-            sys.path.append(os.getcwd())
-        spec = importlib.util.find_spec(reward.partition(":")[0])
-    except (ImportError, ValueError, AttributeError):
-        return None
+    """Return the file of the reward function's module, without importing anything; None if it cannot be found."""
+    spec, places = None, [*sys.path, os.getcwd()]  # as load_reward looks
+    for part in reward.partition(":")[0].split("."):
+        spec = importlib.machinery.PathFinder.find_spec(part, places)
+        places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
 
 

@@ -37,7 +37,7 @@ def check_models(config: configuration.Config) -> None:
         checks["speculation.draft_path"] = (
             draft,
             lambda: contents.check_draft(
-                method, configuration.resolve_path(draft), PolicyShape.from_hf(policy), policy
+                method, configuration.resolve_path(draft), PolicyShape.from_hf(policy), policy, terminal().print
             ),
         )
     for name, (path, check) in checks.items():

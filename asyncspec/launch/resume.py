@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Sequence
 
-from asyncspec.config import Config, load, resolve_path
+from asyncspec.config import Config, from_yaml, load, resolve_path
 from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.ledger import ledger
@@ -15,7 +15,11 @@ from asyncspec.timing.metrics import read_rows
 # Fields that may change when a run resumes. All others decide what the run has learned and what its records mean.
 CHANGEABLE = (
     "steps",
+    "model.path",  # the same files in another place, see fingerprints.py
+    "model.reference_path",
     "model.dtype",
+    "data.train_file",
+    "data.eval_file",
     "eval.",
     "engine.",
     "checkpoint.",
@@ -53,7 +57,7 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
             f"--resume {directory}: no config.yaml in it; expected the directory of a run"
             + (f"; nearest: {run_dir.parent / nearest[0]}" if nearest else "")
         )
-    before = load(str(run_dir / "config.yaml"), [f"run_dir={run_dir}"])
+    before = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))  # its files may have been moved
     after = load(str(run_dir / "config.yaml"), [*overrides, f"run_dir={run_dir}"])
     for name in [item.split("=", 1)[0] for item in overrides]:
         if (not name.startswith(CHANGEABLE) or name.endswith(".kind")) and value_of(before, name) != value_of(

@@ -165,7 +165,7 @@ def _make_run_dir(config: configuration.Config) -> None:
     """Make the run's directory, and set `config.run_dir` to its absolute path. One that is named by date and time is
     new, even if another run starts in the same second.
     """
-    wanted = os.path.abspath(configuration.resolve_path(config.run_dir or configuration.default_run_dir()))
+    wanted = str(configuration.resolve_path(config.run_dir or configuration.default_run_dir()).absolute())
     named, config.run_dir, number = bool(config.run_dir), wanted, 1
     try:
         while True:

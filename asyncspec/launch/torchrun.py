@@ -14,7 +14,7 @@ def ranks() -> tuple[int, int]:
         UserError: the environment has some of torchrun's variables, but not all, or no numbers in them.
     """
     size = os.environ.get("WORLD_SIZE")
-    if size in (None, "1"):
+    if size in (None, "", "1"):
         return 0, 1
     for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"):
         text = os.environ.get(name)

@@ -6,6 +6,7 @@ values that are not finite: only who reads all values finds these. Imports no to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def check_policy(directory: Path) -> PolicyShape:
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq") or name.startswith(MTP_PREFIX)}
     if shape.tied and HEAD in found:
         ignored.add(HEAD)
-        if EMBEDDING in found and not _equal(directory, found[EMBEDDING], EMBEDDING, found[HEAD], HEAD):
+        if EMBEDDING not in found:  # the two are one, under either name
+            found[EMBEDDING] = found[HEAD]
+        elif not _equal(directory, found[EMBEDDING], EMBEDDING, found[HEAD], HEAD):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}; expected one of them; "
                 f"tie_word_embeddings=false keeps both"
@@ -105,19 +108,23 @@ def check_policy(directory: Path) -> PolicyShape:
     return shape
 
 
-def check_eagle3(directory: Path, policy: PolicyShape, policy_directory: Path | None = None) -> DraftShape:
+def check_eagle3(
+    directory: Path, policy: PolicyShape, policy_directory: Path | None = None, tell: Callable[[str], object] = str
+) -> DraftShape:
     """Check the directory of an EAGLE-3 draft, and return the draft's shape.
 
     Args:
         policy: shape of the policy that it drafts for.
         policy_directory: the policy's directory. The draft's file may hold a copy of the policy's embedding.
+        tell: called with one line if that copy differs from the policy's.
 
     Raises:
         CheckpointError: a file is missing or torn, a field is not supported, the tensors do not fit config.json, or
             the draft was made for another policy.
     """
     shape, found = DraftShape.from_hf(directory, policy), read_headers(directory)
-    expected, ignored, whole = eagle3_tensors(shape), {"t2d"}, ("d2t",)
+    expected, whole = eagle3_tensors(shape), ("d2t",)
+    ignored = {"t2d", *(name for name in found if name.endswith("rotary_emb.inv_freq"))}
     if shape.draft_vocab_size != shape.vocab_size:
         expected["d2t"] = (shape.draft_vocab_size,)
         _check_draft_vocabulary(directory, found, shape)
@@ -126,11 +133,17 @@ def check_eagle3(directory: Path, policy: PolicyShape, policy_directory: Path | 
     if (own := found.get("embed_tokens.weight")) is not None:
         ignored.add("embed_tokens.weight")
         if policy_directory is not None:
-            theirs = read_headers(policy_directory)[EMBEDDING]
-            if not _equal(directory, own, "embed_tokens.weight", theirs, EMBEDDING, policy_directory):
+            headers = read_headers(policy_directory)
+            name = EMBEDDING if EMBEDDING in headers else HEAD
+            if own.shape != headers[name].shape:
                 raise CheckpointError(
-                    f"{directory}: embed_tokens.weight differs from the policy's embedding, which the draft uses here; "
-                    f"expected a draft of this policy"
+                    f"{directory}: tensor embed_tokens.weight has shape {list(own.shape)}, the policy's embedding "
+                    f"{list(headers[name].shape)}; expected a draft of this policy"
+                )
+            if not _equal(directory, own, "embed_tokens.weight", headers[name], name, policy_directory):
+                tell(
+                    f"warning: {directory}: embed_tokens.weight differs from the policy's embedding, which the draft "
+                    "uses here"
                 )
     compare(directory, found, expected, ignored, whole)
     return shape
@@ -165,14 +178,20 @@ def check_mtp(directory: Path, policy: PolicyShape) -> None:
     compare(directory, found, mtp_tensors(replace(policy, n_layers=1)), ignored)
 
 
-def check_draft(method: str, directory: Path, policy: PolicyShape, policy_directory: Path | None = None) -> None:
+def check_draft(
+    method: str,
+    directory: Path,
+    policy: PolicyShape,
+    policy_directory: Path | None = None,
+    tell: Callable[[str], object] = str,
+) -> None:
     """Check the directory of a draft of any method. The arguments are those of `check_eagle3`.
 
     Raises:
         CheckpointError: the files cannot be used, or the draft was made for another policy.
     """
     if method == "eagle3":
-        check_eagle3(directory, policy, policy_directory)
+        check_eagle3(directory, policy, policy_directory, tell)
     elif method == "mtp":
         check_mtp(directory, policy)
     elif (own := check_policy(directory)).vocab_size != policy.vocab_size:
@@ -184,7 +203,7 @@ def check_draft(method: str, directory: Path, policy: PolicyShape, policy_direct
 def _equal(
     directory: Path, first: Tensor, first_name: str, second: Tensor, second_name: str, of_second: Path | None = None
 ) -> bool:
-    """Whether two tensors have the same values, read block by block.
+    """Whether two tensors have the same values, once rounded to the coarser of their dtypes; read block by block.
 
     Args:
         of_second: directory of the second tensor, if it is another one.
@@ -199,7 +218,9 @@ def _equal(
         safe_open((of_second or directory) / second.file, "pt") as b,
     ):
         one, other = a.get_slice(first_name), b.get_slice(second_name)
-        return all(
-            bool((one[at : at + rows].float() == other[at : at + rows].float()).all())
-            for at in range(0, first.shape[0], rows)
-        )
+        for at in range(0, first.shape[0], rows):
+            mine, theirs = one[at : at + rows], other[at : at + rows]
+            coarser = min((mine, theirs), key=lambda block: block.element_size()).dtype
+            if not bool((mine.to(coarser) == theirs.to(coarser)).all()):
+                return False
+        return True

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
+from asyncspec.errors import first_line
 from asyncspec.models import CheckpointError
 
 # Names of dtypes in safetensors. Others are quantized, and mean nothing without their scales.
@@ -129,7 +132,11 @@ def _header(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{file}: has {held} bytes, expected {expected}; it is torn, so copy or download it again"
         )
-    return found
+    try:
+        with safe_open(file, "np"):  # it reads the header only, and checks more of it
+            return found
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: {first_line(error)}; expected a safetensors file") from None
 
 
 def parameters(directory: Path) -> int:

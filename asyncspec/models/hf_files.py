@@ -83,12 +83,18 @@ def write_checkpoint(
 
 def _copy_others(source: Path, target: Path) -> None:
     """Copy the files and folders without weights. A folder with weights belongs to another model and stays behind."""
-    for item in sorted(source.iterdir()):
+    for item in sorted(source.iterdir(), key=lambda item: (item.is_dir(), item.name)):  # files first
         if item.name.startswith(".") or item.name == CONFIG:
             continue
         if item.is_dir():
             if not any(_has_weights(file) for file in item.rglob("*")):
-                shutil.copytree(item, target / item.name, copy_function=shutil.copyfile, dirs_exist_ok=True)
+                shutil.copytree(
+                    item,
+                    target / item.name,
+                    copy_function=shutil.copyfile,
+                    dirs_exist_ok=True,
+                    ignore_dangling_symlinks=True,
+                )
         elif item.is_file() and not _has_weights(item):
             shutil.copyfile(item, target / item.name)
 

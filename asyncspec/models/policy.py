@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import CheckpointError
-from asyncspec.models.contents import EMBEDDING, HEAD, MTP_PREFIX, check_policy
+from asyncspec.models.contents import EMBEDDING, HEAD, check_policy, policy_tensors
 from asyncspec.models.hf_files import carried, further_tensors, read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
@@ -305,12 +305,11 @@ def load(directory: Path, device: str = "cpu", positions: int = 0) -> tuple[Deco
     """
     shape = check_policy(directory)
     model = build(shape, positions)
-    # The file may also hold the policy's MTP module, and a copy of the embedding as the head.
-    tensors = {
-        k: v
-        for k, v in read_tensors(directory).items()
-        if not k.startswith(MTP_PREFIX) and not (shape.tied and k == HEAD)
-    }
+    held = read_tensors(directory)
+    if shape.tied:  # either name may stand for both
+        held.setdefault(EMBEDDING, held.get(HEAD))
+    # The file may also hold the policy's MTP module, a copy of the embedding as the head, and frequencies of RoPE.
+    tensors = {name: held[name] for name in policy_tensors(shape)}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")

@@ -35,7 +35,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": Fal
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
-    "qwen3_moe": {"num_key_value_heads": 4, "norm_topk_prob": False},
+    "qwen3_moe": {"num_key_value_heads": 4, "norm_topk_prob": False, "intermediate_size": 6144},
 }
 _SIZES = (
     "vocab_size",
@@ -72,7 +72,7 @@ class RopeScaling:
             KeyError: a field is missing.
         """
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "default":
+        if kind == "default" or (kind == "linear" and rope.get("factor") == 1.0):
             return None
         if kind != "llama3":
             raise ValueError(f"rope_type={kind!r}: expected 'default', or 'llama3' as in Llama 3.1")
@@ -295,7 +295,9 @@ def read_rope(cfg: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     check_usual(rope)
     theta = rope.get("rope_theta") or cfg["rope_theta"]
     check_number("rope_theta", theta)
-    return float(theta), RopeScaling.from_hf(rope)
+    return float(theta), RopeScaling.from_hf(
+        {"original_max_position_embeddings": cfg.get("max_position_embeddings"), **rope}
+    )
 
 
 def check_whole(name: str, value: Any) -> None:

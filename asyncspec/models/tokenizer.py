@@ -65,16 +65,14 @@ def _added_elsewhere(directory: Path) -> Iterator[tuple[str, str]]:
         if not (directory / file).is_file():
             continue
         found = read_json(directory / file)
-        if file == "added_tokens.json":
-            named: list = list(found)
-        elif file == "tokenizer_config.json":
-            decoder = found.get("added_tokens_decoder")
-            named = list(decoder.values()) if isinstance(decoder, dict) else []
-        else:
-            more = found.get("additional_special_tokens")
-            named = more if isinstance(more, list) else []
+        named: list = list(found) if file == "added_tokens.json" else []
+        for field in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+            tokens = found.get(field) if file != "added_tokens.json" else None
+            named += tokens.values() if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else []
         for token in named:
             yield file, str(token.get("content") if isinstance(token, dict) else token)
+        if found.get("added_tokens_decoder"):  # transformers then reads no other file
+            return
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Prompt]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from asyncspec.errors import first_line
 
 Reward = Callable[[str, str, str], float]
+_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def load_reward(path: str) -> Reward:
@@ -26,7 +28,7 @@ def load_reward(path: str) -> Reward:
     if os.getcwd() not in sys.path:  # the user's directory; installed commands do not have it on the path
         sys.path.append(os.getcwd())
     try:
-        reward = getattr(importlib.import_module(module_name), name)
+        reward = operator.attrgetter(name)(importlib.import_module(module_name))
     except BaseException as error:  # importing the user's module may raise anything, SystemExit too
         raise ValueError(
             f"data.reward={path!r}: {type(error).__name__}: {first_line(error)}; expected "
@@ -34,8 +36,11 @@ def load_reward(path: str) -> Reward:
         ) from None
     if not colon or not callable(reward):
         raise ValueError(f"data.reward={path!r}: expected module:function, naming something that can be called")
-    if inspect.iscoroutinefunction(reward):
-        raise ValueError(f"data.reward={path!r}: is an async function; expected one that returns the reward")
+    for function in (inspect.unwrap(reward), type(reward).__call__):
+        if any(is_such(function) for is_such in _LATER):
+            raise ValueError(
+                f"data.reward={path!r}: is an async function or a generator; expected one that returns the reward"
+            )
     try:
         inspect.signature(reward).bind("", "", "")
     except TypeError as error:
