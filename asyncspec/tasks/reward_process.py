@@ -51,13 +51,13 @@ def main() -> None:
     asked = json.loads(first)
     sys.path[:] = asked["path"]
 
+    from asyncspec.console import never_fail
     from asyncspec.parent import die_with
     from asyncspec.tasks.reward import load_reward
 
     die_with(parent)
     faulthandler.enable()
-    # What the function has printed is not lost if it has to be killed.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    never_fail()  # the function may print into a log whose disk is full; what it has printed outlives a kill
 
     def answer(content: object) -> None:
         connection.sendall(json.dumps(content).encode() + b"\n")
