@@ -5,12 +5,12 @@ A failed call affects only the rollout it was made for, until too many fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
 
 LEAST_FAILURES = 8  # this many rewards may fail, whatever their share
-LARGEST = 1e15  # the size of a reward whose square, summed over a group, is still finite in float32
 
 
 class RewardError(RuntimeError):
@@ -90,7 +90,7 @@ class Rewarder:
                 number, trouble = None, str(none)
                 self._worker.kill()
                 self._worker, self._loaded = RewardWorker(self.name), False
-            if number is not None and not abs(number) <= LARGEST:  # nor NaN
+            if number is not None and not math.isfinite(number):
                 number, trouble = None, f"returned {number}"
             if number is None:
                 self._failed(trouble, responses[len(found)])
@@ -105,5 +105,5 @@ class Rewarder:
             raise RewardError(
                 f"data.reward={self.name}: failed for {self.failed} of {self.called} rollouts, more than "
                 f"data.reward_failures={self.most_failures:g} allows; the last {trouble}, response {response[:40]!r}; "
-                f"expected a number of size at most {LARGEST:g}"
+                "expected a finite number"
             )
