@@ -26,12 +26,13 @@ class Recovery:
 
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.crew, self.records = run, run.config, run.crew, run.records
+        self._start_s = work.start_s(run.config)
         self._given_up = 0.0  # when a logprob actor was last given up; 0: never, or dealt with
 
     # Actors that fall silent.
     def watch(self) -> None:
         """Kill frozen and stuck actors; continue without unreachable ones."""
-        crew, now, limit = self.crew, time.monotonic(), work.start_s(self.config)
+        crew, now, limit = self.crew, time.monotonic(), self._start_s
         overdue = crew.overdue()
         self.run.moved += crew.vigil.slept
         for member, what in overdue:

@@ -52,7 +52,7 @@ class Supervisor:
             kill,
         )
         self.alone, self.specs = alone, {spec.name: spec for spec in specs}
-        self.replacements = config.deployment.replacements
+        self.replacements, self._stop_s = config.deployment.replacements, work.stop_s(config) + EXIT_GRACE_S
         self.resuming = False  # the run is to be restarted once it has ended
         self._client = ControlClient(address, name)
         self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # watches the controller
@@ -89,9 +89,8 @@ class Supervisor:
     @property
     def overdue(self) -> bool:
         """Whether everything must end now: an interrupt was repeated, or has had no effect for too long."""
-        limit = work.stop_s(self.config) + EXIT_GRACE_S
         return self.interrupt.count > 1 or bool(
-            self.interrupt.count and time.monotonic() - self.interrupt.first > limit
+            self.interrupt.count and time.monotonic() - self.interrupt.first > self._stop_s
         )
 
     def died(self, name: str, how: str) -> ActorSpec | None:

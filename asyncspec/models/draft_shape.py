@@ -9,15 +9,7 @@ from typing import Any
 
 from asyncspec.models import CheckpointError
 from asyncspec.models.headers import read_json
-from asyncspec.models.shape import (
-    PolicyShape,
-    RopeScaling,
-    check_number,
-    check_usual,
-    check_whole,
-    read_rope,
-    width_of_heads,
-)
+from asyncspec.models.shape import PolicyShape, RopeScaling, check_usual, complete, read_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -102,19 +94,10 @@ class DraftShape:
                 if (value := fields.get(name)) is not None and value != usual:
                     raise ValueError(f"{name}={value!r}: expected {usual!r}")
         cfg = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, **given}  # as in transformers' LlamaConfig
-        cfg["num_key_value_heads"] = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
-        cfg["head_dim"] = cfg.get("head_dim") or width_of_heads(cfg)
         cfg["draft_vocab_size"] = cfg.get("draft_vocab_size") or cfg["vocab_size"]
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "draft_vocab_size"):
-            check_whole(name, cfg[name])
-        check_number("rms_norm_eps", cfg["rms_norm_eps"])
+        cfg = complete(cfg, ("num_key_value_heads", "head_dim", "intermediate_size", "draft_vocab_size"))
         if cfg["draft_vocab_size"] > policy.vocab_size:
             raise ValueError(f"draft_vocab_size={cfg['draft_vocab_size']}: expected at most {policy.vocab_size}")
-        if cfg["num_attention_heads"] % cfg["num_key_value_heads"]:
-            raise ValueError(
-                f"num_key_value_heads={cfg['num_key_value_heads']}: expected a divisor of num_attention_heads="
-                f"{cfg['num_attention_heads']}"
-            )
         theta, scaling = read_rope(cfg)
         return cls(
             cfg["vocab_size"],

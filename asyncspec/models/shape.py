@@ -6,7 +6,7 @@ A field that is missing has the default of transformers. Imports no torch, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,22 +179,10 @@ class PolicyShape:
             more_ends: eos_token_id of generation_config.json.
         """
         check_usual(given)
-        cfg = {**_DEFAULTS, **_DEFAULTS_OF[kind], **given}
-        cfg["num_key_value_heads"] = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
-        cfg["head_dim"] = cfg.get("head_dim") or width_of_heads(cfg)
+        cfg = complete({**_DEFAULTS, **_DEFAULTS_OF[kind], **given}, _SIZES)
         theta, scaling = read_rope(cfg)
         if scaling is not None and kind != "llama":
             raise ValueError(f"rope_type='llama3' with model_type={kind!r}: expected 'default'")
-        for name in _SIZES:
-            check_whole(name, cfg[name])
-        check_number("rms_norm_eps", cfg["rms_norm_eps"])
-        if cfg["num_attention_heads"] % cfg["num_key_value_heads"]:
-            raise ValueError(
-                f"num_key_value_heads={cfg['num_key_value_heads']}: expected a divisor of num_attention_heads="
-                f"{cfg['num_attention_heads']}"
-            )
-        if cfg["head_dim"] % 2:
-            raise ValueError(f"head_dim={cfg['head_dim']}: expected an even number")
         first, *others = _ends(cfg, more_ends)
         return cls(
             vocab_size=cfg["vocab_size"],
@@ -270,16 +258,33 @@ def check_usual(cfg: Mapping[str, Any]) -> None:
             raise ValueError(f"layer_types contains {layer!r}: expected 'full_attention' for every layer")
 
 
-def width_of_heads(cfg: Mapping[str, Any]) -> int:
-    """Return the size of a head where config.json does not give it."""
+def complete(given: Mapping[str, Any], sizes: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of config.json, with those of the heads filled in where they are missing or null.
+
+    Args:
+        sizes: fields that must be whole numbers of at least 1.
+
+    Raises:
+        ValueError, KeyError: a size has an impossible value or is missing.
+    """
     for name in ("hidden_size", "num_attention_heads"):
+        check_whole(name, given[name])
+    width, heads = given["hidden_size"], given["num_attention_heads"]
+    cfg = {**given, "num_key_value_heads": given.get("num_key_value_heads") or heads}
+    if not cfg.get("head_dim"):
+        if width % heads:
+            raise ValueError(f"hidden_size={width}: expected a multiple of num_attention_heads={heads}, or head_dim")
+        cfg["head_dim"] = width // heads
+    for name in sizes:
         check_whole(name, cfg[name])
-    if cfg["hidden_size"] % cfg["num_attention_heads"]:
+    check_number("rms_norm_eps", cfg["rms_norm_eps"])
+    if heads % cfg["num_key_value_heads"]:
         raise ValueError(
-            f"hidden_size={cfg['hidden_size']}: expected a multiple of num_attention_heads="
-            f"{cfg['num_attention_heads']}, or head_dim"
+            f"num_key_value_heads={cfg['num_key_value_heads']}: expected a divisor of num_attention_heads={heads}"
         )
-    return cfg["hidden_size"] // cfg["num_attention_heads"]
+    if cfg["head_dim"] % 2:
+        raise ValueError(f"head_dim={cfg['head_dim']}: expected an even number")
+    return cfg
 
 
 def read_rope(cfg: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
