@@ -123,3 +123,19 @@ def maker(small_shape, small_policy, contrary_draft, contrary_mtp):
         "draft_model": other_policy,
         **{method: drafter_maker(method, None, small_shape) for method in ("ngram", "suffix")},
     }
+
+
+@pytest.fixture
+def brought(tmp_path):
+    """A copy of the shipped policy's directory."""
+    from directories import TINY, copy
+
+    return copy(TINY, tmp_path / "policy")
+
+
+@pytest.fixture
+def draft(tmp_path):
+    """A copy of the shipped EAGLE-3 draft's directory."""
+    from directories import TINY_DRAFT, copy
+
+    return copy(TINY_DRAFT, tmp_path / "eagle3")

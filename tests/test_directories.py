@@ -1,184 +1,22 @@
-"""Directories that users bring: what is refused before anything starts, and what an export carries over.
+"""Directories of policies and drafts: which value counts, and what is refused before anything starts.
 
-transformers writes the directories and says what is right.
+transformers says what is right.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
+from directories import SIZES, TINY, change_json, change_tensors
 from safetensors.torch import load_file, save_file
 
 from asyncspec.cli import main
-from asyncspec.config import Config, resolve_path
 from asyncspec.config import load as load_config
-from asyncspec.drafts import draft as drafts
 from asyncspec.files import write_json
-from asyncspec.launch import estimate
 from asyncspec.models import CheckpointError, contents, eagle3, mtp, policy
 from asyncspec.models.draft_shape import DraftShape
 from asyncspec.models.headers import read_headers
-from asyncspec.models.shape import Experts, PolicyShape
-from asyncspec.rl.learner import Learner
-
-TINY, TINY_DRAFT = resolve_path("asset:tiny/policy"), resolve_path("asset:tiny/eagle3")
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 1,
-}
-
-
-def change_json(file, **changes):
-    content = json.loads(file.read_text()) | changes
-    write_json(file, {name: value for name, value in content.items() if value is not ...})
-
-
-def change_tensors(directory, change):
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def copy(source, target):
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
-@pytest.fixture
-def brought(tmp_path):
-    """A copy of the shipped policy."""
-    return copy(TINY, tmp_path / "policy")
-
-
-@pytest.fixture
-def draft(tmp_path):
-    """A copy of the shipped EAGLE-3 draft."""
-    return copy(TINY_DRAFT, tmp_path / "eagle3")
-
-
-def transformers_model(kind, directory, **changes):
-    """Write a directory as transformers writes it: model, generation_config.json, tokenizer, chat template."""
-    import transformers
-
-    torch.manual_seed(0)
-    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if kind == "qwen3_moe" else {}
-    config = getattr(transformers, f"{names[kind]}Config")(**{**SIZES, "head_dim": 8, **more, **changes})
-    model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
-    model.save_pretrained(directory, max_shard_size="20KB")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(TINY / "tokenizer.json"), eos_token="\n", bos_token="0", pad_token="1"
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.save_pretrained(directory)
-    return model
-
-
-# What an export carries over.
-@pytest.mark.parametrize("kind, tied", [("qwen3", True), ("llama", False), ("llama", True), ("qwen3_moe", False)])
-def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind, tied):
-    import transformers
-
-    source, target = tmp_path / "in", tmp_path / "out"
-    transformers_model(
-        kind,
-        source,
-        tie_word_embeddings=tied,
-        bos_token_id=5,
-        pad_token_id=None,
-        attention_dropout=0.1,
-        dtype="bfloat16",
-    )
-    change_json(source / "config.json", a_field_of_tomorrow={"x": [1, 2]})
-    (source / "README.md").write_text("a model card")
-    (source / "LICENSE").write_text("terms")
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
-    (source / "onnx").mkdir()
-    (source / "onnx" / "model.onnx").write_bytes(b"old weights")
-    (source / "pytorch_model.bin").write_bytes(b"old weights")
-    model, shape = policy.load(source)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-    policy.save(model, shape, target, source)
-
-    weights = {".safetensors", ".bin", ".onnx"}
-    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
-    others = {path for path in files if path.suffix not in weights and not path.name.endswith(".index.json")}
-    assert len(others) >= 8
-    assert {path.relative_to(target) for path in target.rglob("*") if path.is_file()} == {
-        *others,
-        (target / "model.safetensors").relative_to(target),
-    }
-    for path in others:
-        if path.name != "config.json":
-            assert (target / path).read_bytes() == (source / path).read_bytes(), path
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, target))
-    assert after == before | {"dtype": "float32"} and "pad_token_id" not in {
-        name for name, value in after.items() if value is not None
-    }
-    assert {name: tensor.shape for name, tensor in read_headers(target).items()} == {
-        name: tensor.shape for name, tensor in read_headers(source).items()
-    }
-    again, read = policy.load(target)
-    assert read == shape
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
-    tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(again(tokens), theirs(tokens).logits, atol=2e-4, rtol=1e-4)
-    assert transformers.AutoTokenizer.from_pretrained(target).chat_template
-
-
-def test_an_export_keeps_tensors_that_training_does_not_change(tmp_path, brought):
-    """An MTP module beside the policy, and a tied head that is written out."""
-    module = mtp.load(resolve_path("asset:tiny/mtp"), PolicyShape.from_hf(brought), torch.zeros(64, 64))
-    change_tensors(
-        brought,
-        lambda t: t.update({**module.state_hf(), "lm_head.weight": t["model.embed_tokens.weight"].clone()}),
-    )
-    model, shape = policy.load(brought)
-    with torch.no_grad():
-        model.tok_embeddings.weight.add_(1)
-    policy.save(model, shape, tmp_path / "out", brought)
-    before, after = load_file(brought / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert set(before) == set(after)
-    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
-    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
-    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("mtp."))
-
-
-def test_an_exported_draft_keeps_the_fields_that_came_in(tmp_path, draft):
-    change_json(draft / "config.json", a_field_of_tomorrow=7, torch_dtype="bfloat16")
-    (draft / "README.md").write_text("a draft's card")
-    loaded = drafts.load("eagle3", draft, PolicyShape.from_hf(TINY))
-    loaded.save(tmp_path / "out", TINY, policy_version=3)
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (draft, tmp_path / "out"))
-    assert after == before | {"torch_dtype": "float32", "trained_for_policy_version": 3}
-    assert (tmp_path / "out" / "README.md").read_text() == "a draft's card"
-
-
-def test_a_full_disk_at_the_export_is_an_error_of_the_system(tmp_path, brought, monkeypatch):
-    from safetensors import SafetensorError
-
-    from asyncspec.models import hf_files
-
-    def full(*args, **kwargs):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(hf_files, "save_file", full)
-    model, shape = policy.load(brought)
-    with pytest.raises(OSError, match="No space left"):
-        policy.save(model, shape, tmp_path / "out", brought)
+from asyncspec.models.shape import PolicyShape
 
 
 # Which value counts.
@@ -451,57 +289,3 @@ def test_the_expected_tensors_are_those_that_are_written(tmp_path, other, small_
         ("mtp", contents.mtp_tensors(small_shape)),
     ):
         assert {name: tensor.shape for name, tensor in read_headers(tmp_path / name).items()} == expected
-
-
-# Memory that grows with a field.
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
-def test_a_policy_has_one_rope_table_as_long_as_its_sequences(tmp_path, small_shape, kind):
-    experts = Experts(2, 1, 8, True) if kind == "qwen3_moe" else None
-    shape = replace(small_shape, model_type=kind, experts=experts, max_positions=262_144)
-    model = policy.build(shape, 100)
-    model.init_states()
-    policy.save(model, shape, tmp_path)
-    loaded, _ = policy.load(tmp_path, positions=100)
-    for moved in (loaded, policy.move(loaded, "cpu"), policy.lengthened(loaded, shape, 100)):
-        tables = {layer.attention.rope.cache.data_ptr() for layer in moved.layers.values()}
-        assert len(tables) == 1 and len(next(iter(moved.layers.values())).attention.rope.cache) == 100
-    whole = policy.build(shape)
-    whole.load_state_dict(loaded.state_dict())
-    tokens = torch.randint(0, shape.vocab_size, (2, 100))
-    with torch.no_grad():
-        assert torch.equal(whole(tokens), loaded(tokens))
-
-
-def test_a_learner_makes_the_table_that_doctor_counts(tmp_path):
-    config = Config()
-    learner = Learner(config, tmp_path, "cpu")
-    learner.load()
-    rope = policy.first_rope(learner.model)
-    fields = learner.shape.to_hf()
-    assert rope.cache.numel() * 4 == estimate.rope_table(config, fields)
-    assert len(rope.cache) == config.positions < learner.shape.max_positions
-
-
-def test_an_eagle3_draft_has_no_table(small_shape):
-    draft = eagle3.Eagle3(DraftShape.for_policy(replace(small_shape, max_positions=262_144)))
-    assert sum(buffer.numel() for buffer in draft.buffers()) == small_shape.head_dim
-    positions = torch.tensor([[0, 1, 5000, 262_143]])
-    cos, sin = draft.rope(positions)
-    table = eagle3.angles(draft.shape, 262_144)[positions].repeat(1, 1, 2).unsqueeze(2)
-    torch.testing.assert_close(cos, table.cos(), atol=1e-5, rtol=0)
-    torch.testing.assert_close(sin, table.sin(), atol=1e-5, rtol=0)
-
-
-# Weight decay, as its help says.
-def test_weight_decay_is_for_matrices_only(small_shape):
-    from asyncspec.rl.accumulate import decayed
-
-    for tied in (False, True):
-        model = policy.build(replace(small_shape, tied=tied))
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        matrices, others = decayed(model, 0.1)
-        assert matrices["weight_decay"] == 0.1 and "weight_decay" not in others
-        assert {names[id(p)] for p in others["params"]} == {
-            name for name in names.values() if "norm" in name or name == "tok_embeddings.weight"
-        }
-        assert len(matrices["params"]) + len(others["params"]) == len(names)

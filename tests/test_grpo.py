@@ -1,6 +1,7 @@
 """The loss and its accumulation."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.config import OptimizerConfig, RLConfig
+from asyncspec.models import policy
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.batch import passes
 from asyncspec.rl.grpo import group_advantages, policy_loss
+from asyncspec.rl.learner import Learner
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
@@ -223,7 +226,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
 def test_a_step_without_a_finite_gradient_is_skipped_saved_and_reported(tmp_path, trainable):
     """A NaN in the data must not reach a weight."""
     from asyncspec import config as configuration
-    from asyncspec.rl.learner import Learner
 
     model, said, config = trainable, [], configuration.Config()
     learner = Learner(config, tmp_path, "cpu")
@@ -284,3 +286,18 @@ def test_logprobs_do_not_depend_on_how_a_group_is_divided():
         found.append(scorer.collect(27))
     assert scorer.scores == ["proximal", "reference"] and found[0].shape == (1, 2, 27) and (found[0] < 0).all()
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+
+
+# Weight decay, as its help says.
+def test_weight_decay_is_for_matrices_only(small_shape):
+    from asyncspec.rl.accumulate import decayed
+
+    for tied in (False, True):
+        model = policy.build(replace(small_shape, tied=tied))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        matrices, others = decayed(model, 0.1)
+        assert matrices["weight_decay"] == 0.1 and "weight_decay" not in others
+        assert {names[id(p)] for p in others["params"]} == {
+            name for name in names.values() if "norm" in name or name == "tok_embeddings.weight"
+        }
+        assert len(matrices["params"]) + len(others["params"]) == len(names)

@@ -118,7 +118,7 @@ TWINS = {
     ),
     "engine.protocol:check_request": (
         "tasks.prompts:encoded_prompts",
-        "test_start.py:test_prompts_that_a_generator_would_refuse_are_refused_before_it_starts",
+        "test_inputs.py:test_prompts_that_a_generator_would_refuse_are_refused_before_it_starts",
     ),
     "engine.vllm_engine:VllmEngine.__init__": (
         "launch.preflight:check_vllm",

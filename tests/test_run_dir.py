@@ -3,15 +3,12 @@
 import fcntl
 import json
 import os
-import signal
 
 import pytest
 
-from asyncspec.cli import main
 from asyncspec.config import ConfigError, load, resolve_path
 from asyncspec.errors import UserError
-from asyncspec.launch import fingerprints, roles, torchrun
-from asyncspec.launch.interrupt import InterruptFlag
+from asyncspec.launch import fingerprints, roles
 from asyncspec.launch.resume import configure
 from asyncspec.ledger import checkpoint
 
@@ -171,64 +168,3 @@ def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypa
     assert configure(f"{tmp_path}/run", None, []).steps == 2
     with pytest.raises(UserError, match="2 steps are trained, and steps=1 adds none"):
         configure(f"{tmp_path}/run", None, ["steps=1"])
-
-
-@pytest.mark.parametrize(
-    "environment, named",
-    [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT=None"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "29500"}, "MASTER_ADDR=None"),
-        ({"WORLD_SIZE": "2"}, "RANK=None"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two'"),
-    ],
-)
-def test_a_part_of_torchruns_environment_is_refused_in_one_line(monkeypatch, capsys, environment, named):
-    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    assert torchrun.ranks() == (0, 1)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as caught:
-        torchrun.ranks()
-    assert named in str(caught.value) and str(caught.value).endswith("unset WORLD_SIZE")
-    assert main(["train"]) == 2 and capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setenv("WORLD_SIZE", "1")  # as some clusters set it for every process
-    assert torchrun.ranks() == (0, 1)
-
-
-@pytest.mark.parametrize(
-    "sent, counted",
-    [
-        (["SIGINT", "SIGINT"], 2),
-        (["SIGHUP", "SIGHUP"], 1),
-        (["SIGUSR1"], 1),
-        (["SIGXCPU", "SIGTERM"], 2),
-        (["SIGTERM", "SIGHUP"], 1),
-    ],
-)
-def test_warnings_of_a_terminal_or_a_scheduler_interrupt_a_run_once(sent, counted):
-    before = {number: signal.getsignal(number) for number in signal.valid_signals() if number not in (9, 19, 32, 33)}
-    try:
-        flag = InterruptFlag()
-        for name in sent:
-            os.kill(os.getpid(), getattr(signal, name))
-        assert flag.count == counted
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-
-
-def test_an_ignored_hangup_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    others = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU)
-    }
-    try:
-        flag = InterruptFlag()
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert flag.count == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-        for number, handler in others.items():
-            signal.signal(number, handler)

@@ -1,0 +1,62 @@
+"""Directories of policies and drafts for tests: copies that can be spoiled, and those that transformers writes."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncspec.config import resolve_path
+from asyncspec.files import write_json
+
+TINY = resolve_path("asset:tiny/policy")
+
+
+TINY_DRAFT = resolve_path("asset:tiny/eagle3")
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+}
+
+
+def change_json(file, **changes):
+    content = json.loads(file.read_text()) | changes
+    write_json(file, {name: value for name, value in content.items() if value is not ...})
+
+
+def change_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def copy(source, target):
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def transformers_model(kind, directory, **changes):
+    """Write a directory as transformers writes it: model, generation_config.json, tokenizer, chat template."""
+    import transformers
+
+    torch.manual_seed(0)
+    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if kind == "qwen3_moe" else {}
+    config = getattr(transformers, f"{names[kind]}Config")(**{**SIZES, "head_dim": 8, **more, **changes})
+    model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
+    model.save_pretrained(directory, max_shard_size="20KB")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(TINY / "tokenizer.json"), eos_token="\n", bos_token="0", pad_token="1"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    return model
