@@ -56,22 +56,9 @@ def test_a_process_ended_by_force_prints_the_stacks_of_its_threads(what, told):
     os.close(descriptor)
 
 
-HOLDING = """
-import ctypes, os, pathlib
-
-def holds(prompt, response, answer):
-    try:
-        os.close(os.open(pathlib.Path(__file__).with_name("held"), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return 1.0
-    ctypes.PyDLL(None).usleep(60_000_000)
-"""
-
-
 @pytest.mark.slow
-def test_the_log_of_an_actor_frozen_by_a_users_function_names_the_function(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(HOLDING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    output = Running.new(tmp_path / "run", "--steps", "2", SILENT, "data.reward=mine:holds", "eval.every=0").end()
+def test_the_log_of_a_frozen_actor_names_the_function_that_it_is_in(tmp_path):
+    faults = "deployment.faults=generator0:work:3:hold"
+    output = Running.new(tmp_path / "run", "--steps", "2", SILENT, faults, "eval.every=0").end()
     assert "generator0 is frozen: no sign of life for" in output, output
-    assert "in holds" in (tmp_path / "run" / "logs" / "generator0.log").read_text()
+    assert "in _hold" in (tmp_path / "run" / "logs" / "generator0.log").read_text()

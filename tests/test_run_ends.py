@@ -172,13 +172,7 @@ def test_no_actor_outlives_a_killed_launcher(tmp_path, launcher):
 
 
 REWARDS = """
-import os
-
 calls = 0
-
-
-def leaves(prompt, response, answer):
-    os._exit(3)
 
 
 def overflows(prompt, response, answer):  # for one group of the second step
@@ -190,10 +184,9 @@ def overflows(prompt, response, answer):  # for one group of the second step
 
 @pytest.mark.slow
 def test_an_actor_that_exits_silently_is_named(tmp_path):
-    (tmp_path / "mine.py").write_text(REWARDS)
     run = Running.new(
         tmp_path / "run",
-        "data.reward=mine:leaves",
+        "deployment.faults=generator0:work:3:exit",
         "deployment.replacements=0",
         launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT),
     )

@@ -316,8 +316,8 @@ class DeploymentConfig:
     record: bool = knob(True, "record the actors' activities over time in trace.json")
     faults: str = knob(
         "",
-        "faults to inject, for tests of recovery: actor:place:count:kill or actor:place:count:freeze, separated by "
-        "commas; asyncspec/faults.py lists the places; empty: none",
+        "faults to inject, for tests of recovery: actor:place:count:kind, separated by commas; "
+        "asyncspec/faults.py lists the places and kinds; empty: none",
     )
     delays: str = knob(
         "",
