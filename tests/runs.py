@@ -39,7 +39,9 @@ SILENT = "deployment.silent_timeout_s=3"
 
 def rows(run_dir):
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # a run may be writing the last line
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def events(run_dir):

@@ -23,9 +23,9 @@ from runs import (
 )
 
 
-def start_and_wait_for_steps(run_dir, launcher, steps=2):
+def start_and_wait_for_steps(run_dir, launcher, *settings, steps=2):
     process = subprocess.Popen(
-        [*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL],
+        [*launcher, "--run-dir", str(run_dir), "--steps", "10000", *SMALL, *settings],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -47,7 +47,7 @@ def start_and_wait_for_steps(run_dir, launcher, steps=2):
 @pytest.mark.slow
 def test_ctrl_c_ends_every_process_and_writes_a_checkpoint(tmp_path, launcher):
     run_dir = tmp_path / "run"
-    process = start_and_wait_for_steps(run_dir, launcher)
+    process = start_and_wait_for_steps(run_dir, launcher, "deployment.stop_timeout_s=12")
     everyone = [process.pid, *descendants(process.pid)]
     assert len(everyone) >= 7  # torchrun, launcher, five actors
     os.killpg(process.pid, signal.SIGINT)

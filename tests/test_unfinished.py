@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,7 @@ def test_a_run_whose_terminal_is_closed_ends_with_its_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
         os.execv(sys.executable, [sys.executable, SCRIPT, "--run-dir", str(run_dir), "--steps", "10000", *SMALL])
     shown = threading.Thread(target=_read, args=(terminal, run_dir), daemon=True)
     shown.start()
