@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
-from asyncspec.models import CheckpointError
-from asyncspec.models.contents import EMBEDDING, HEAD, check_policy, policy_tensors
-from asyncspec.models.hf_files import carried, further_tensors, read_tensors, write_checkpoint
+from asyncspec.models import fill as filling
+from asyncspec.models.contents import EMBEDDING, HEAD, check_policy
+from asyncspec.models.hf_files import carried, further_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
 with compiling_later():
@@ -146,13 +146,6 @@ def _share_rope(model: Decoder) -> None:
     rope = first_rope(model)
     for layer in model.layers.values():
         layer.attention.rope.config, layer.attention.rope.cache = rope.config, rope.cache
-
-
-def move(model: Decoder, device: str) -> Decoder:
-    """Move a policy to a device, in place. Each layer would get a RoPE table of its own otherwise."""
-    model.to(device)
-    _share_rope(model)
-    return model
 
 
 def _norm(shape: PolicyShape, size: int) -> RMSNorm.Config:
@@ -294,28 +287,34 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def load(directory: Path, device: str = "cpu", positions: int = 0) -> tuple[Decoder, PolicyShape]:
+def load(
+    directory: Path, device: str = "cpu", positions: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Decoder, PolicyShape]:
     """Build a policy on a device and fill it from a Hugging Face directory.
 
     Args:
         positions: see `build`.
+        dtype: dtype of the parameters.
 
     Raises:
         CheckpointError: what `check_policy` finds, or values that are not finite.
     """
     shape = check_policy(directory)
-    model = build(shape, positions)
-    held = read_tensors(directory)
-    if shape.tied:  # either name may stand for both
-        held.setdefault(EMBEDDING, held.get(HEAD))
-    # The file may also hold the policy's MTP module, a copy of the embedding as the head, and frequencies of RoPE.
-    tensors = {name: held[name] for name in policy_tensors(shape)}
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
-    state = adapter(model.config).from_hf(tensors)
-    model.load_state_dict({name: state[name].to(torch.float32) for name in model.state_dict()})
-    return move(model, device), shape
+    model = cast(skeleton(shape, positions), dtype)
+    fill(model, directory, device)
+    return model, shape
+
+
+def fill(model: Decoder, directory: Path, device: str) -> None:
+    """Give a `skeleton`, sharded or not, memory on a device, and fill it from a Hugging Face directory, in place.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a value is not finite.
+    """
+    filling.allocate(model, first_rope(model), device)
+    _share_rope(model)
+    shape = PolicyShape.from_hf(directory)
+    filling.fill(model, skeleton(shape, 1), adapter(model.config), directory, shape)
 
 
 def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
@@ -334,10 +333,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def skeleton(shape: PolicyShape) -> Decoder:
-    """Return a policy without values, on the meta device, for its names and shapes."""
+def skeleton(shape: PolicyShape, positions: int = 0) -> Decoder:
+    """Return a policy without values, on the meta device: for its names and shapes, or for `fill`.
+
+    Args:
+        positions: see `build`.
+    """
     with torch.device("meta"):
-        return build(shape)
+        return build(shape, positions)
 
 
 def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncspec.config import Config, resolve_path, work
 from asyncspec.ledger import checkpoint
+from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Layout, Snapshot, WholeSnapshot
@@ -49,23 +50,27 @@ class Learner:
         self.checkpoints: checkpoint.Checkpoints | None = None
 
     def load(self) -> None:
-        """Load the policy."""
+        """Load the policy. If it is sharded, only its shape: a rank knows its shards when it has joined the others."""
         from asyncspec.models import policy
 
-        # If the policy is sharded, every rank loads it whole into host memory; `join` keeps its shards.
-        self.model, self.shape = policy.load(
-            resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device, self.config.positions
-        )
+        path, positions = resolve_path(self.config.model.path), self.config.positions
+        if self.ranks.sharded:
+            self.shape = check_policy(path)
+            self.model = policy.skeleton(self.shape, positions)
+        else:
+            self.model, self.shape = policy.load(path, self.device, positions)
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
-        """Connect to the other ranks and shard the policy over them. Collective."""
+        """Connect to the other ranks, and load this rank's shards of the policy. Collective."""
         from asyncspec.models import policy
         from asyncspec.rl.accumulate import GradientAccumulator
 
         c = self.config
         self.ranks.join(store_host, store_port, self.device, work.start_s(c), collective_s)
         self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
-        policy.move(self.model, self.device)
+        if self.ranks.sharded:
+            policy.fill(self.model, resolve_path(c.model.path), self.device)
+            self.ranks.meet("loaded", work.start_s(c))
         self.accumulator = GradientAccumulator(
             self.model,
             c.trainer.optimizer,
