@@ -10,9 +10,11 @@ from runs import forking
 
 from asyncspec.config import load, resolve_path
 from asyncspec.launch import estimate
-from asyncspec.models import policy
+from asyncspec.models.contents import policy_tensors
 from asyncspec.models.hf_files import write_checkpoint
 from asyncspec.models.shape import PolicyShape
+from asyncspec.rl.learner import Learner
+from asyncspec.rl.scorer import Scorer
 
 TINY = resolve_path("asset:tiny/policy")
 SIZES = {
@@ -33,11 +35,7 @@ def directories(tmp_path_factory):
     found = []
     for name, changes in ("tiny", {}), ("large", SIZES):
         shape = replace(PolicyShape.from_hf(TINY), **changes)
-        skeleton = policy.skeleton(shape)
-        tensors = {
-            name: torch.full(p.shape, 0.01, dtype=torch.bfloat16)
-            for name, p in policy.to_hf(skeleton, dict(skeleton.named_parameters())).items()
-        }
+        tensors = {name: torch.full(size, 0.01, dtype=torch.bfloat16) for name, size in policy_tensors(shape).items()}
         found.append(tmp_path_factory.mktemp("policies") / name)
         write_checkpoint(found[-1], shape.to_hf(), tensors, TINY)
     return found
@@ -53,38 +51,56 @@ def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def loaded(actor, rank, overrides, port, results):
-    """Load as a rank of an actor does; tell the bytes at the peak."""
-    torch.set_num_threads(1)
-    from asyncspec.rl.learner import Learner
-    from asyncspec.rl.scorer import Scorer
-
+def learner_or_scorer(actor, rank, overrides, run_dir):
     config = load("tiny", overrides)
-    one = (
-        Learner(config, Path("/nonexistent"), "cpu", rank) if actor == "trainer" else Scorer(config, "cpu", actor, rank)
-    )
-    forget_peak()
-    before = resident()
+    return Learner(config, run_dir, "cpu", rank) if actor == "trainer" else Scorer(config, "cpu", actor, rank)
+
+
+def loaded(one, port):
     one.load()
     one.join("127.0.0.1", port, 60)
+
+
+def exported(learner, port):
+    loaded(learner, port)
+    dist.barrier()
+    forget_peak()
+    before = resident()
+    if learner.ranks.rank:
+        learner.snapshot().begin()
+        dist.barrier()
+    else:
+        learner.save_policy(learner.snapshot)
+        dist.barrier()
+    return before
+
+
+def measured(act, actor, rank, overrides, run_dir, port, results):
+    """Do something as a rank of an actor; tell the bytes at the peak."""
+    torch.set_num_threads(1)
+    one = learner_or_scorer(actor, rank, overrides, run_dir)
+    forget_peak()
+    before = resident()
+    before = act(one, port) or before
     results.put(resident("VmHWM") - before)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def peak(actor, ranks, directory, overrides):
+def peak(act, actor, ranks, directory, overrides):
     """Return the bytes at the peak of the rank that takes most."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context, overrides = forking(), [*overrides, f"model.path={directory}"]
-    results = context.Queue()
+    results, run_dir = context.Queue(), directory.parent / "run"
     children = [
-        context.Process(target=loaded, args=(actor, rank, overrides, store.port, results)) for rank in range(ranks)
+        context.Process(target=measured, args=(act, actor, rank, overrides, run_dir, store.port, results))
+        for rank in range(ranks)
     ]
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(100)
         assert child.exitcode == 0
     return max(results.get(timeout=10) for _ in children)
 
@@ -96,9 +112,20 @@ def peak(actor, ranks, directory, overrides):
 )
 def test_loading_takes_little_more_memory_than_what_is_kept(directories, actor, ranks, dtype, kept):
     overrides = [f"model.dtype={dtype}", "speculation.method=ngram", f"{actor}.ranks={ranks}"]
-    tiny, large = (peak(actor, ranks, directory, overrides) for directory in directories)
+    tiny, large = (peak(loaded, actor, ranks, directory, overrides) for directory in directories)
     described = PolicyShape.from_hf(directories[1]).to_hf()
     P = estimate.parameters(described)
     assert kept < (large - tiny) / P < kept + 0.5
     block = estimate.loaded(load("tiny", overrides), described, actor, estimate.MAPPED)
     assert large - tiny == pytest.approx(kept * P + block, rel=0.1)
+
+
+@pytest.mark.slow
+def test_an_export_takes_a_snapshot_and_a_few_buckets(directories):
+    """Of two ranks a snapshot takes two bytes a parameter. A whole copy of the policy would take four more."""
+    overrides = ["speculation.method=ngram", "trainer.ranks=2", "checkpoint.export_dtype=bfloat16"]
+    described = PolicyShape.from_hf(directories[1]).to_hf()
+    P = estimate.parameters(described)
+    found = peak(exported, "trainer", 2, directories[1], overrides)
+    assert 2 * P < found < 6 * P
+    assert found == pytest.approx(2 * P + estimate.gathered(load("tiny", overrides), described, "trainer"), rel=0.1)

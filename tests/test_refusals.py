@@ -143,7 +143,6 @@ RUNNING = {
     "models.fill:_mapped": "the disk fails while a file is read",
     "models.parallel:Ranks.meet": "a rank was lost while it loaded",
     "models.hf_files:read_tensors": "the disk fails while a file is read",
-    "models.hf_files:write_checkpoint": "the disk fails or is full",
     "speculation.drafter:NoDrafter.propose": "the engine would break its own rule",
     "wire.transport:use_keys": "the keys that the launcher has just written are gone",
 }

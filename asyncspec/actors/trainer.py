@@ -274,7 +274,7 @@ class Trainer(Actor):
     def save_policy(self) -> None:
         """Write the policy as a Hugging Face directory."""
         directory = self.team.together(
-            lambda: self.learner.save_policy(self.team.snapshot(), self.mtp and self.mtp.module)
+            lambda: self.learner.save_policy(self.team.snapshot, self.mtp and self.mtp.module)
         )
         self.log(f"policy of version {self.step_index} written to {directory}")
 

@@ -195,7 +195,7 @@ def judge(
                     Finding(
                         False,
                         f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} "
-                        f"free; the trainer copies its checkpoints there",
+                        f"free; the trainer copies checkpoints and gathers versions there",
                     )
                 )
             where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}

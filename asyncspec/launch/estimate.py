@@ -104,15 +104,23 @@ def on_host(config: Config, policy: dict, role: str) -> float:
 
 
 def beside(config: Config, policy: dict, role: str) -> float:
-    """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads, or a
-    checkpoint that it writes.
+    """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads; or a
+    checkpoint that it writes, and the buckets of a version that it gathers.
     """
     if config.trainer.kind == "mock" or not role.startswith(("trainer", "logprob")):
         return 0.0
     loading = loaded(config, policy, role, MAPPED + FLOAT)
     if role.startswith("logprob"):
         return loading
-    return max(loading, (FLOAT + ADAM) * parameters(policy) / config.trainer.ranks)
+    return max(loading, (FLOAT + ADAM) * parameters(policy) / config.trainer.ranks + gathered(config, policy, role))
+
+
+def gathered(config: Config, policy: dict, role: str) -> float:
+    """Bytes of host memory for a version's buckets on their way from several ranks to the first. The largest tensor is
+    the embedding: its parts, the whole, and in the first rank two buckets that wait.
+    """
+    copies = 0 if config.trainer.ranks == 1 else 4 if role == "trainer" else 2
+    return copies * FLOAT * policy["vocab_size"] * policy["hidden_size"]
 
 
 def loaded(config: Config, policy: dict, role: str, element: int) -> float:

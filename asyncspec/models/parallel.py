@@ -283,10 +283,20 @@ class _Gatherer:
             job = self._jobs.get()
             try:
                 for names, _, _ in job.snapshot.layout.buckets:
-                    job.put(torch.cat([self._whole(job.snapshot.shards[name]).reshape(-1).float() for name in names]))
+                    job.put(self._bucket([job.snapshot.shards[name] for name in names]))
                 job.put(None)
             except Exception as error:  # a rank was lost, which the main thread will notice too
                 job.put(error)
+
+    def _bucket(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Gather tensors into one of float32, one after the other: the largest ones are buckets of their own."""
+        if len(shards) == 1:
+            return self._whole(shards[0]).reshape(-1).float()
+        flat, end = torch.empty(sum(shard.numel() for shard in shards)), 0
+        for shard in shards:
+            first, end = end, end + shard.numel()
+            flat[first:end] = self._whole(shard).reshape(-1)
+        return flat
 
     def _whole(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from all ranks into host memory."""

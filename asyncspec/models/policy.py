@@ -10,8 +10,9 @@ experts, F hidden dimension of an expert, R tokens sorted by their expert, I and
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import fill as filling
-from asyncspec.models.contents import EMBEDDING, HEAD, check_policy
+from asyncspec.models.contents import EMBEDDING, HEAD, check_policy, policy_tensors
 from asyncspec.models.hf_files import carried, further_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
@@ -348,13 +349,16 @@ def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
 
     Args:
         model: a policy of this shape, for example from `skeleton`; unchanged afterwards.
-        tensors: named as in `named_parameters`.
+        tensors: named as in `named_parameters`: all of them, or with a skeleton some.
     """
     own = {name: model.get_parameter(name) for name in tensors}
     try:
         _register(model, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
         # Only the state dict has q, k and v as separate tensors.
-        return adapter(model.config).to_hf(model.state_dict())
+        state: dict[str, torch.Tensor] = {}
+        for block in dict.fromkeys(re.match(r"(layers\.\d+|\w+)\.", name)[1] for name in tensors):
+            state |= model.get_submodule(block).state_dict(prefix=f"{block}.")
+        return adapter(model.config).to_hf({name: tensor for name, tensor in state.items() if not tensor.is_meta})
     finally:
         _register(model, own)
 
@@ -365,20 +369,46 @@ def _register(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         model.get_submodule(module).register_parameter(leaf, parameter)
 
 
-def save(model: Decoder, shape: PolicyShape, directory: Path, source: Path | None = None, mtp=None) -> None:
-    """Write a Hugging Face directory with the policy's weights.
+def save(
+    model: Decoder,
+    shape: PolicyShape,
+    directory: Path,
+    source: Path | None = None,
+    mtp=None,
+    dtype: torch.dtype = torch.float32,
+    parts: Iterable[Mapping[str, torch.Tensor]] | None = None,
+) -> None:
+    """Write a Hugging Face directory with the policy's weights. Needs memory for one part of them at a time.
 
     Args:
         source: a directory whose other files are copied, for example the tokenizer's. If it holds a policy of the same
             shape, its fields of config.json and its further tensors are carried over too, so the result is the
             directory that came in, with new weights.
         mtp: the policy's `MTP` module, written to the same file.
+        dtype: dtype of the weights that are written.
+        parts: the weights in parts, named as in `named_parameters`; None: the model's.
+
+    Raises:
+        OSError: a file cannot be written. Weights that are there are unchanged.
     """
-    state = adapter(model.config).to_hf({k: v.detach() for k, v in model.state_dict().items()})
+    if parts is None:
+        parts = ({name: parameter} for name, parameter in model.named_parameters())
     more = {} if mtp is None else {"num_nextn_predict_layers": 1}
-    state |= {} if mtp is None else mtp.state_hf()
+    with torch.device("meta"):
+        tensors = {name: torch.empty(size, dtype=dtype) for name, size in policy_tensors(shape).items()}
+    module = {} if mtp is None else {name: tensor.to(dtype) for name, tensor in mtp.state_hf().items()}
     same = source if source is not None and PolicyShape.from_hf(source) == shape else None
-    if same is not None:
-        further = further_tensors(same, state)
-        state |= {name: state[EMBEDDING] if name == HEAD else tensor for name, tensor in further.items()}
-    write_checkpoint(directory, carried(same, shape.to_hf()) | more, state, source)
+    further = {} if same is None else further_tensors(same, {*tensors, *module})
+    head = further.pop(HEAD, None)  # of a tied policy, written out
+    if head is not None:
+        tensors[HEAD] = tensors[EMBEDDING]
+
+    def values() -> Iterator[Mapping[str, torch.Tensor]]:
+        whole = skeleton(shape, 1)
+        for part in parts:
+            found = to_hf(whole, part)
+            yield found | ({HEAD: found[EMBEDDING]} if head is not None and EMBEDDING in found else {})
+        yield module | further
+
+    fields = carried(same, shape.to_hf(), str(dtype).removeprefix("torch."))
+    write_checkpoint(directory, fields | more, tensors | module | further, source, values())

@@ -169,22 +169,21 @@ class Learner:
             **self.more_state(),
         }
 
-    def save_policy(self, snapshot: Snapshot, mtp=None) -> Path:
+    def save_policy(self, take: Callable[[], Snapshot], mtp=None) -> Path:
         """Write the policy as a Hugging Face directory; return the directory. For rank 0 only.
 
-        A sharded policy is written from the snapshot, which the host holds whole meanwhile. Otherwise the model's
-        weights are written.
+        Args:
+            take: takes a snapshot in all ranks. A sharded policy is written from it, as its buckets come in. Otherwise
+                the model's weights are written.
         """
         import torch
 
         from asyncspec.models import policy
 
-        directory, model = self.run_dir / "checkpoint" / "policy", self.model
+        c, parts = self.config, None
+        directory, dtype = self.run_dir / "checkpoint" / "policy", getattr(torch, c.checkpoint.export_dtype)
         if self.ranks.sharded:
-            model = policy.build(self.shape, self.config.positions)
-            tensors = self.layout.views(torch.cat(list(snapshot.begin())))
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(tensors[name])
-        policy.save(model, self.shape, directory, resolve_path(self.config.model.path), mtp)
+            gathered = zip(self.layout.buckets, take().begin())
+            parts = (self.layout.views(bucket, names) for (names, _, _), bucket in gathered)
+        policy.save(self.model, self.shape, directory, resolve_path(c.model.path), mtp, dtype, parts)
         return directory
