@@ -133,7 +133,8 @@ TWINS = {
 RUNNING = {
     "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
-    "ledger.checkpoint:Checkpoints.saved": "the disk fails or is full",
+    "faults:_full": "a test asks for a full disk",
+    "ledger.checkpoint:load": "a checkpoint has changed, which only who reads it finds",
     "files:LineFile.sync": "a file of the run was removed",
     "ledger.ledger:read": "a ledger was damaged; --resume reads it before anything starts",
     "ledger.ledger:_lock": "another process writes the ledger",

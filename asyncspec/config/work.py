@@ -80,6 +80,11 @@ def checkpoint_s(config: Config) -> float:
     return config.deployment.stall_timeout_s + _writing_s(config, checkpoint_bytes(config))
 
 
+def patience_s(config: Config) -> float:
+    """Seconds that the trainer's first rank waits for the other ranks' parts of a checkpoint before it gives it up."""
+    return PATIENCE * checkpoint_s(config)
+
+
 def stop_s(config: Config, finished: bool = False) -> float:
     """Seconds that actors may take to stop: to end the checkpoint that they write, to write another, and to export.
 

@@ -47,7 +47,6 @@ class Ranks:
         self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
         self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
         self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
-        self.checkpoints: dist.ProcessGroup | None = None  # only for checkpoints, which are written in a thread
         self.store: dist.Store | None = None  # where the ranks leave word for each other; set by `join`
 
     def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
@@ -96,7 +95,6 @@ class Ranks:
             spmd_backend="partial_dtensor",
         )  # the default backend needs a later torch than 2.13
         self._dims.build_mesh()
-        self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)
         self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
 
     def meet(self, where: str, timeout_s: float) -> None:

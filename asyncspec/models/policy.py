@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import fill as filling
-from asyncspec.models.contents import EMBEDDING, HEAD, check_policy, policy_tensors
-from asyncspec.models.hf_files import carried, further_tensors, write_checkpoint
+from asyncspec.models.contents import check_policy
+from asyncspec.models.export import write_policy
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
 with compiling_later():
@@ -393,22 +393,5 @@ def save(
     """
     if parts is None:
         parts = ({name: parameter} for name, parameter in model.named_parameters())
-    more = {} if mtp is None else {"num_nextn_predict_layers": 1}
-    with torch.device("meta"):
-        tensors = {name: torch.empty(size, dtype=dtype) for name, size in policy_tensors(shape).items()}
-    module = {} if mtp is None else {name: tensor.to(dtype) for name, tensor in mtp.state_hf().items()}
-    same = source if source is not None and PolicyShape.from_hf(source) == shape else None
-    further = {} if same is None else further_tensors(same, {*tensors, *module})
-    head = further.pop(HEAD, None)  # of a tied policy, written out
-    if head is not None:
-        tensors[HEAD] = tensors[EMBEDDING]
-
-    def values() -> Iterator[Mapping[str, torch.Tensor]]:
-        whole = skeleton(shape, 1)
-        for part in parts:
-            found = to_hf(whole, part)
-            yield found | ({HEAD: found[EMBEDDING]} if head is not None and EMBEDDING in found else {})
-        yield module | further
-
-    fields = carried(same, shape.to_hf(), str(dtype).removeprefix("torch."))
-    write_checkpoint(directory, fields | more, tensors | module | further, source, values())
+    whole = skeleton(shape, 1)
+    write_policy(lambda part: to_hf(whole, part), shape, directory, source, mtp, dtype, parts)

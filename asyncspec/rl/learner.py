@@ -43,6 +43,7 @@ class Learner:
         self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # returns further entries for a checkpoint
+        self.visit: Callable[[], None] = lambda: None  # called in a thread before a checkpoint's files are written
         self.model = None  # None until loaded
         self.shape: PolicyShape | None = None
         self.accumulator: GradientAccumulator | None = None  # None until the ranks have joined
@@ -84,7 +85,14 @@ class Learner:
 
     def _hold(self) -> None:
         self.layout = Layout.of(dict(self.model.named_parameters()))
-        self.checkpoints = checkpoint.Checkpoints(self.run_dir, "trainer", self.config.checkpoint.keep, self.ranks)
+        self.checkpoints = checkpoint.Checkpoints(
+            self.run_dir,
+            "trainer",
+            self.config.checkpoint.keep,
+            self.ranks,
+            work.patience_s(self.config),
+            lambda: self.visit(),
+        )
 
     def update(self) -> dict[str, float]:
         """Take the optimizer's step; return its statistics. Collective.
@@ -150,13 +158,22 @@ class Learner:
         return WholeSnapshot(self.layout, parameters, self.device)
 
     def save(self, version: int) -> None:
-        """Begin to write a checkpoint. Collective."""
+        """Begin to write a checkpoint. Collective.
+
+        Raises:
+            OSError: a rank could not begin; all ranks raise it.
+        """
         self.checkpoints.save(version, self._state())
 
     def restore(self, version: int) -> dict:
-        """Resume from a checkpoint, perhaps of another number of ranks; return its entries, `more_state` included."""
+        """Resume from a checkpoint, perhaps of another number of ranks; return its entries, `more_state` included.
+
+        Raises:
+            OSError: a file of the checkpoint has changed.
+        """
         state = self._state()
-        checkpoint.load(checkpoint.where(self.run_dir, "trainer", version), state)
+        path = checkpoint.where(self.run_dir, "trainer", version)
+        checkpoint.load(path, state, self.ranks.rank, self.ranks.size)
         self.accumulator.restore(state["trainer"])
         self.skipped, self.skipped_in_a_row = state["skipped"]
         return state
