@@ -13,6 +13,7 @@ from runs import Running, events, forking, rows
 from asyncspec.config import load
 from asyncspec.ledger import checkpoint
 from asyncspec.ledger.audit import violations
+from asyncspec.models import policy
 from asyncspec.rl.learner import Learner
 
 OVERRIDES = ["speculation.method=ngram", "checkpoint.keep=5"]
@@ -45,11 +46,11 @@ def work(rank, run_dir, port, results):
         dist.barrier()
         learner.save(version)
         begun, late = checkpoints.busy, checkpoints.late
-        try:
-            said = checkpoints.saved(wait=not rank)
-        except OSError as error:
-            said = str(error)
         if rank == 0:
+            try:
+                said = checkpoints.saved(wait=True)
+            except OSError as error:
+                said = str(error)
             results.put((version, begun, late, said, checkpoints.busy))
         while checkpoints.busy:
             time.sleep(0.05)
@@ -59,13 +60,19 @@ def work(rank, run_dir, port, results):
                 assert checkpoints.saved() == version and version in (LATE, WELL)
             except OSError as error:  # rank 0 has removed what it gave up
                 assert {FULL: "No space left", TOO_LATE: "No such file"}[version] in str(error)
+    if rank:
+        learner.snapshot().begin()
+    else:
+        learner.save_policy(learner.snapshot)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A run's directory, and how its checkpoints ended: {version: what rank 0 told}."""
+    """The directory of a run that has also exported its policy, and how its checkpoints ended: {version: what rank 0
+    told}.
+    """
     run_dir = tmp_path_factory.mktemp("run")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forking()
@@ -94,7 +101,7 @@ def test_a_rank_that_is_slow_or_full_costs_at_most_one_checkpoint(written):
 
 
 @pytest.mark.slow
-def test_one_rank_resumes_from_what_two_have_written(written):
+def test_one_rank_resumes_from_what_two_have_written_and_loads_what_they_have_exported(written):
     run_dir, _ = written
     assert checkpoint.newest(run_dir, "trainer") == (WELL, checkpoint.where(run_dir, "trainer", WELL))
     learner = Learner(load("tiny", OVERRIDES), run_dir, "cpu")
@@ -104,6 +111,8 @@ def test_one_rank_resumes_from_what_two_have_written(written):
     learner.restore(WELL)
     for old, new in zip(before, learner.model.parameters()):
         torch.testing.assert_close(new.detach(), old + 4, atol=1e-5, rtol=0)
+    exported, _ = policy.load(run_dir / "checkpoint" / "policy")
+    assert all(map(torch.equal, exported.parameters(), learner.model.parameters()))
 
 
 @pytest.mark.slow
