@@ -11,6 +11,7 @@ notes it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 from collections import Counter
@@ -32,11 +33,16 @@ def _hold() -> None:
     ctypes.PyDLL(None).sleep(2**31 - 1)  # a call through PyDLL keeps the interpreter's lock
 
 
+def _full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 KINDS = {  # kind -> what the actor does to itself
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": _hold,  # freezes in native code; it can still print its stacks
     "exit": lambda: os._exit(3),
+    "full": _full,  # the disk is full: what it does at this place fails
 }
 
 

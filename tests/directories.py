@@ -1,6 +1,8 @@
 """Directories of policies and drafts for tests: copies that can be spoiled, and those that transformers writes."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,17 @@ SIZES = {
     "max_position_embeddings": 256,
     "eos_token_id": 1,
 }
+
+
+@contextmanager
+def limited_files(size):
+    """Limit the size of files, in bytes. This stands in for a full disk: the same calls fail with an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def change_json(file, **changes):

@@ -1,9 +1,8 @@
 """Checkpoints: each is whole or ignored, the newest whole one is found, and damage is named."""
 
-import resource
-
 import pytest
 import torch
+from directories import limited_files
 
 from asyncspec.ledger import checkpoint
 
@@ -98,18 +97,39 @@ def test_an_unfinished_checkpoint_is_ignored(tmp_path):
 
 
 def test_a_full_disk_raises_an_error_and_leaves_earlier_checkpoints_intact(tmp_path):
-    """A limit on the size of a file stands in for a full disk: the same calls fail with an error."""
     module, optimizer = module_and_optimizer()
     saved(tmp_path, [1])
     checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
+    with limited_files(2000):
         checkpoints.save(2, {"learned": checkpoint.learned(module, optimizer)})
         with pytest.raises(OSError, match="checkpoint of version 2: .Errno 27. File too large"):
             checkpoints.saved(wait=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert checkpoint.newest(tmp_path, "trainer")[0] == 1 and not list((tmp_path / "checkpoints").glob("*.partial"))
     checkpoints.save(3, {"learned": checkpoint.learned(module, optimizer)})
     assert checkpoints.saved(wait=True) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_system(tmp_path):
+    module, optimizer = module_and_optimizer()
+    checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 2)
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(OSError, match="checkpoint of version 1: .Errno 17. File exists"):
+        checkpoints.save(1, {"learned": checkpoint.learned(module, optimizer)})
+    assert not checkpoints.busy
+
+
+def test_a_large_checkpoint_is_chosen_by_its_sizes_and_summed_by_the_ranks_that_load_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SUMMED_AT_ONCE", 1000)
+    module, optimizer = module_and_optimizer()
+    saved(tmp_path, [1, 2])
+    path = checkpoint.where(tmp_path, "trainer", 2)
+    flip(path / "__0_0.distcp")  # the second of its files by name
+    monkeypatch.setattr(checkpoint, "_crc", lambda file, crc=checkpoint._crc: read.append(file.name) or crc(file))
+    read = []
+    assert checkpoint.newest(tmp_path, "trainer")[0] == 2 and read == []
+    state = {"learned": checkpoint.learned(module, optimizer), "version": 0}
+    checkpoint.load(path, state, 0, 2)
+    assert read == [".metadata"]
+    with pytest.raises(OSError, match="trainer-000002: __0_0.distcp has changed since it was written; it is now .*ed,"):
+        checkpoint.load(path, state, 1, 2)
+    assert checkpoint.newest(tmp_path, "trainer")[0] == 1

@@ -1,16 +1,19 @@
 """An export is the directory that came in, with new weights. transformers writes the directories."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from directories import TINY, change_json, change_tensors, transformers_model
+from directories import TINY, change_json, change_tensors, copy, limited_files, transformers_model
 from safetensors.torch import load_file
 
 from asyncspec.config import resolve_path
 from asyncspec.drafts import draft as drafts
-from asyncspec.models import mtp, policy
+from asyncspec.launch import estimate
+from asyncspec.models import CheckpointError, mtp, policy, tensor_files
 from asyncspec.models.headers import read_headers
+from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape
 
 
@@ -70,6 +73,65 @@ def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind
     assert transformers.AutoTokenizer.from_pretrained(target).chat_template
 
 
+def test_an_export_in_16_bits_and_shards_is_what_transformers_loads(tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", 20_000)
+    source, target = tmp_path / "in", tmp_path / "out"
+    transformers_model("qwen3_moe", source, dtype="float32")
+    model, shape = policy.load(source)
+    policy.save(model, shape, target, source, dtype=torch.bfloat16)
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert all((target / name).stat().st_size < 20_000 + 5_000 for name in files)
+    held = {name: tensor.shape for name, tensor in read_headers(source).items()}
+    assert {name: tensor.shape for name, tensor in read_headers(target).items()} == held
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, target))
+    assert after == before | {"dtype": "bfloat16"}
+    total = json.loads((target / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == 2 * estimate.parameters(shape.to_hf())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
+    assert theirs.dtype == torch.bfloat16
+    ours, _ = policy.load(target)
+    assert all(map(torch.equal, ours.parameters(), (p.bfloat16().float() for p in model.parameters())))
+    tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs.float()(tokens).logits, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("before, after", [(1 << 30, 1 << 30), (1 << 30, 5000), (5000, 5000), (5000, 1 << 30)])
+def test_a_reader_finds_the_old_weights_or_the_new_ones_or_none(tmp_path, monkeypatch, before, after):
+    old, new = ({f"model.{i}": torch.full((50, 10), value) for i in range(12)} for value in (1.0, 2.0))
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", before)
+    write_checkpoint(tmp_path, {}, old)
+    seen = []
+
+    def look():
+        try:
+            found = {float(value) for tensor in read_tensors(tmp_path).values() for value in tensor.unique()}
+        except CheckpointError:
+            found = {"none"}
+        assert len(found) == 1
+        seen.extend(found)
+
+    def watched(call):
+        def then_look(*args, **kwargs):
+            result = call(*args, **kwargs)
+            look()
+            return result
+
+        return then_look
+
+    for name in "replace", "unlink":
+        monkeypatch.setattr(Path, name, watched(getattr(Path, name)))
+    monkeypatch.setattr(tensor_files, "SHARD_BYTES", after)
+    write_checkpoint(tmp_path, {}, new)
+    monkeypatch.undo()
+    assert seen[-1] == 2.0 and ("none" in seen) == (min(before, after) == 5000)
+    assert set(read_tensors(tmp_path)) == set(old) and not list(tmp_path.glob("*.partial"))
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if after > 5000 else 6)
+
+
 def test_an_export_keeps_tensors_that_training_does_not_change(tmp_path, brought):
     """An MTP module beside the policy, and a tied head that is written out."""
     module = mtp.load(resolve_path("asset:tiny/mtp"), PolicyShape.from_hf(brought), torch.zeros(64, 64))
@@ -98,15 +160,12 @@ def test_an_exported_draft_keeps_the_fields_that_came_in(tmp_path, draft):
     assert (tmp_path / "out" / "README.md").read_text() == "a draft's card"
 
 
-def test_a_full_disk_at_the_export_is_an_error_of_the_system(tmp_path, brought, monkeypatch):
-    from safetensors import SafetensorError
-
-    from asyncspec.models import hf_files
-
-    def full(*args, **kwargs):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(hf_files, "save_file", full)
+def test_a_full_disk_at_the_export_is_an_error_of_the_system_and_leaves_the_old_weights(tmp_path, brought):
     model, shape = policy.load(brought)
-    with pytest.raises(OSError, match="No space left"):
-        policy.save(model, shape, tmp_path / "out", brought)
+    target = copy(brought, tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    with torch.no_grad():
+        model.norm.weight.add_(1)
+    with limited_files(50_000), pytest.raises(OSError, match="File too large"):
+        policy.save(model, shape, target, brought)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before

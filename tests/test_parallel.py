@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import SILENT, Running, events, forking, rows
 
-from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load
+from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load, resolve_path
 from asyncspec.ledger.audit import violations
-from asyncspec.models.parallel import Ranks
+from asyncspec.models import policy as policies
+from asyncspec.models.parallel import Ranks, local, share
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.learner import Learner
+from asyncspec.rl.scorer import Scorer
 from asyncspec.wire import weights
 from asyncspec.wire.weights import Layout
 
@@ -209,16 +211,67 @@ def test_ranks_compute_in_16_bits_but_keep_and_publish_32(ranks):
     assert all((tensor.bfloat16() != tensor).any() for tensor in published.values())
 
 
-def test_a_rank_moves_only_its_share_to_its_device(tmp_path, monkeypatch):
+def test_a_rank_has_no_memory_for_weights_before_it_knows_its_share(tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "join", lambda *_: None)
     monkeypatch.setattr(
         Ranks, "shard", lambda self, model, **_: seen.append({p.device.type for p in model.parameters()})
     )
-    seen, learner = [], Learner(load("tiny", ["trainer.ranks=2"]), tmp_path, "meta")
+    seen, learner = [], Learner(load("tiny", ["trainer.ranks=2"]), tmp_path, "cpu")
     monkeypatch.setattr(learner, "_hold", lambda: None)
-    learner.model = policy(True, "qwen3")
+    learner.load()
     learner.join("", 0, 1.0)
-    assert seen == [{"cpu"}] and {p.device.type for p in learner.model.parameters()} == {"meta"}
+    whole, _ = policies.load(resolve_path("asset:tiny/policy"))
+    assert seen == [{"meta"}] and all(map(torch.equal, learner.model.parameters(), whole.parameters()))
+
+
+def filled(rank, directory, ranks, tensor_parallel, port, results):
+    """Load a policy as one of several ranks; tell how far its logits are from those of the whole policy."""
+    torch.set_num_threads(1)
+    sizes = [
+        f"{actor}.{n}"
+        for actor in ("trainer", "logprob")
+        for n in (f"ranks={ranks}", f"tensor_parallel={tensor_parallel}")
+    ]
+    config = load("tiny", [*sizes, f"model.path={directory}", "speculation.method=ngram"])
+    whole, _ = policies.load(directory, positions=config.positions)
+    tokens_BL, apart = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(0)), []
+    for one in Learner(config, directory, "cpu", rank), Scorer(config, "cpu", "logprob", rank):
+        one.load()
+        one.join("127.0.0.1", port, 60)
+        parameters = dict(one.model.named_parameters())
+        for name, tensor in whole.named_parameters():
+            assert torch.equal(local(parameters[name]), tensor[share(parameters[name])]), name
+        with torch.no_grad():
+            apart.append(float((policies.forward(one.model, tokens_BL)[0] - whole(tokens_BL)).abs().max()))
+    results.put((rank, apart))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, tensor_parallel, tied", [("llama", 4, 2, True), ("qwen3", 3, 1, True), ("qwen3_moe", 2, 1, False)]
+)
+@pytest.mark.slow
+def test_each_rank_loads_its_share_of_a_file(tmp_path, kind, ranks, tensor_parallel, tied):
+    """Tolerance: float32 sums in another order."""
+    torch.manual_seed(0)
+    of_file = replace(shape(tied, kind), vocab_size=64, max_positions=1024)
+    model = build(of_file)
+    model.init_states()
+    policies.save(model, of_file, tmp_path, resolve_path("asset:tiny/policy"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = forking()
+    results = context.Queue()
+    children = [
+        context.Process(target=filled, args=(rank, tmp_path, ranks, tensor_parallel, store.port, results))
+        for rank in range(ranks)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+        assert child.exitcode == 0
+    assert all(max(results.get(timeout=10)[1]) < 1e-4 for _ in children)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=12), st.integers(1, 300))

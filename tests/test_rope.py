@@ -22,9 +22,9 @@ def test_a_policy_has_one_rope_table_as_long_as_its_sequences(tmp_path, small_sh
     model.init_states()
     policy.save(model, shape, tmp_path)
     loaded, _ = policy.load(tmp_path, positions=100)
-    for moved in (loaded, policy.move(loaded, "cpu"), policy.lengthened(loaded, shape, 100)):
-        tables = {layer.attention.rope.cache.data_ptr() for layer in moved.layers.values()}
-        assert len(tables) == 1 and len(next(iter(moved.layers.values())).attention.rope.cache) == 100
+    for each in (loaded, policy.lengthened(loaded, shape, 100)):
+        tables = {layer.attention.rope.cache.data_ptr() for layer in each.layers.values()}
+        assert len(tables) == 1 and len(next(iter(each.layers.values())).attention.rope.cache) == 100
     whole = policy.build(shape)
     whole.load_state_dict(loaded.state_dict())
     tokens = torch.randint(0, shape.vocab_size, (2, 100))

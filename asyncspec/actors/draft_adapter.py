@@ -54,7 +54,9 @@ class DraftAdapter(Actor):
         self.module = self.draft.module.to(self.device)
         self.trainer = DraftTrainer(self.module, self.draft.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
         run_dir = Path(self.spec.run_dir)
-        self.checkpoints = checkpoint.Checkpoints(run_dir, "draft", c.checkpoint.keep)
+        self.checkpoints = checkpoint.Checkpoints(
+            run_dir, "draft", c.checkpoint.keep, visit=lambda: self.fault("checkpoint")
+        )
         if (found := checkpoint.newest(run_dir, "draft", self.log)) is not None:
             state = self._state()
             checkpoint.load(found[1], state)
@@ -116,9 +118,9 @@ class DraftAdapter(Actor):
 
     def _checkpoint(self) -> None:
         """Begin a checkpoint, under the policy version that the draft was last trained for."""
+        self._tend_checkpoint()  # the one before may have ended in this turn
         try:
             self.checkpoints.save(self.policy_version, self._state())
-            self.fault("checkpoint")
         except OSError as error:
             self.log(str(error))
 

@@ -112,6 +112,7 @@ class Trainer(Actor):
         self.step = _Step()
         self.next_ticket = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
+        self.learner.visit = lambda: self.fault("checkpoint")
         self.team = TrainerTeam(self, self.learner)
         self.mtp: MTPTrainer | None = None  # set by `load` with speculation.method=mtp
         self.publishers: dict[str, Publisher] = {}  # by kind of weights; set by `connect`
@@ -228,10 +229,10 @@ class Trainer(Actor):
         self.control.send(m.Notice(self.name, text))
 
     def _save(self) -> None:
+        self._tend_checkpoint()  # the one before may have ended in this turn
         self.saved_version, self._saving_since = self.step_index, time.monotonic()
         try:
             self.team.save(self.step_index)
-            self.fault("checkpoint")
         except OSError as error:
             self._not_saved(error)
 
@@ -239,9 +240,11 @@ class Trainer(Actor):
         limit = work.checkpoint_s(self.config)
         if self.learner.checkpoints.busy and self._saving_since and time.monotonic() - self._saving_since > limit:
             self._saving_since = 0.0  # notify once
+            late = self.learner.checkpoints.late if self.learner.ranks.size > 1 else []
+            by = f" by rank {', '.join(map(str, late))}" if late else ""
             self._notice(
-                f"the checkpoint of version {self.saved_version} is still being written after {limit:.0f} s; the next "
-                f"one must wait for it; check that the disk of {self.spec.run_dir} works"
+                f"the checkpoint of version {self.saved_version} is still being written{by} after {limit:.0f} s; the "
+                f"next one must wait for it; check that the disk of {self.spec.run_dir} works"
             )
         try:
             if (version := self.learner.checkpoints.saved(wait)) is not None:
@@ -274,7 +277,7 @@ class Trainer(Actor):
     def save_policy(self) -> None:
         """Write the policy as a Hugging Face directory."""
         directory = self.team.together(
-            lambda: self.learner.save_policy(self.team.snapshot(), self.mtp and self.mtp.module)
+            lambda: self.learner.save_policy(self.team.snapshot, self.mtp and self.mtp.module)
         )
         self.log(f"policy of version {self.step_index} written to {directory}")
 

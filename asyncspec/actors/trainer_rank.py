@@ -31,6 +31,7 @@ class TrainerRank(Follower):
         super().__init__(spec)
         self.threads = self.config.trainer.threads
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device, self.rank)
+        self.learner.visit = lambda: self.fault("checkpoint")
         self.step_index = max(0, spec.resume)
         self.snapshot: Snapshot | None = None  # the newest one
 
@@ -62,8 +63,11 @@ class TrainerRank(Follower):
         elif message.what == GATHER:
             self.snapshot.begin()
         elif message.what == SAVE:
-            learner.checkpoints.saved(wait=True)
-            learner.save(message.number)
+            for act in learner.checkpoints.saved, lambda: learner.save(message.number):
+                try:
+                    act()
+                except OSError as error:  # rank 0 tells the user
+                    self.log(str(error))
         elif message.what == CLEAR:
             learner.accumulator.clear()
 

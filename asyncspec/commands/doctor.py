@@ -160,6 +160,9 @@ def judge(
             config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
         )
         if on_cpu:
+            needs = {
+                name: size + HEADROOM * estimate.beside(config, policy, names[name]) for name, size in needs.items()
+            }
             needed, where = sum(needs.values()), "memory"
             room = known.memory if known else None
         else:
@@ -192,7 +195,7 @@ def judge(
                     Finding(
                         False,
                         f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} "
-                        f"free; each of several ranks reads the whole policy when it starts",
+                        f"free; the trainer copies checkpoints and gathers versions there",
                     )
                 )
             where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}

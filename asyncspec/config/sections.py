@@ -222,6 +222,12 @@ class CheckpointConfig:
         20, "optimizer steps between checkpoints, written in the background; 0: only one, at the end", least=0
     )
     keep: int = knob(2, "newest checkpoints to keep", least=1)
+    export_dtype: str = knob(
+        "float32",
+        "dtype of the policy that is written to checkpoint/policy when the run ends; bfloat16 halves its size and "
+        "rounds the weights",
+        choices=("float32", "bfloat16"),
+    )
 
 
 @dataclass

@@ -54,7 +54,7 @@ def _parameters(directory: Path) -> int:
 
 
 def policy_bytes(config: Config) -> int:
-    """Bytes of the policy's weights in float32, which is what the run exports."""
+    """Bytes of the policy's weights in float32."""
     return 0 if config.trainer.kind == "mock" else FLOAT * _parameters(resolve_path(config.model.path))
 
 
@@ -62,6 +62,12 @@ def draft_bytes(config: Config) -> int:
     """Bytes of the draft's weights in float32; 0 for a method without files."""
     directory = "" if config.trainer.kind == "mock" else config.draft_directory
     return FLOAT * _parameters(resolve_path(directory)) if directory else 0
+
+
+def export_bytes(config: Config) -> int:
+    """Bytes of the policy and the draft that the run writes when it ends."""
+    shorter = 1 if config.checkpoint.export_dtype == "float32" else 2
+    return policy_bytes(config) // shorter + draft_bytes(config)
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -74,6 +80,11 @@ def checkpoint_s(config: Config) -> float:
     return config.deployment.stall_timeout_s + _writing_s(config, checkpoint_bytes(config))
 
 
+def patience_s(config: Config) -> float:
+    """Seconds that the trainer's first rank waits for the other ranks' parts of a checkpoint before it gives it up."""
+    return PATIENCE * checkpoint_s(config)
+
+
 def stop_s(config: Config, finished: bool = False) -> float:
     """Seconds that actors may take to stop: to end the checkpoint that they write, to write another, and to export.
 
@@ -81,8 +92,7 @@ def stop_s(config: Config, finished: bool = False) -> float:
         finished: all steps are trained, so nobody waits for the end with a hand on Ctrl-C.
     """
     seconds = config.deployment.stall_timeout_s if finished else config.deployment.stop_timeout_s
-    exported = policy_bytes(config) + draft_bytes(config)
-    return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + exported)
+    return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + export_bytes(config))
 
 
 def start_s(config: Config) -> float:

@@ -19,6 +19,7 @@ ADAM = 2 * FLOAT  # AdamW's two moments
 UNROLLED = 31 * FLOAT
 FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # features of a position that a draft takes, each of policy width
 SORTED = 4 * FLOAT + 8  # per probability, while top-p and top-k sort it
+MAPPED = 2  # bytes of each number of a policy's file, which is usually in 16 bits
 LIBRARIES = 5e8  # the libraries that a process has loaded, with its CUDA context; measured on CPUs
 
 
@@ -97,15 +98,43 @@ def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
 
 def on_host(config: Config, policy: dict, role: str) -> float:
     """Bytes of host memory that an actor on a node with GPUs holds at most."""
-    if config.trainer.kind == "mock":
-        return LIBRARIES
     if role == "generator" and config.engine.kind == "sglang":
         return sum(of_actor(config, policy, role).values())
-    whole = FLOAT * parameters(policy)
-    if role in ("trainer", "trainer_rank") and (config.trainer.ranks > 1 or config.model.dtype != "float32"):
-        # the policy that it loads; at the end the first rank holds two, to write the policy
-        return LIBRARIES + whole * (2 if role == "trainer" else 1)
-    return LIBRARIES + whole * (role in ("logprob", "logprob_rank") and config.logprob.ranks > 1)
+    return LIBRARIES + beside(config, policy, role)
+
+
+def beside(config: Config, policy: dict, role: str) -> float:
+    """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads; or a
+    checkpoint that it writes, and the buckets of a version that it gathers.
+    """
+    if config.trainer.kind == "mock" or not role.startswith(("trainer", "logprob")):
+        return 0.0
+    loading = loaded(config, policy, role, MAPPED + FLOAT)
+    if role.startswith("logprob"):
+        return loading
+    return max(loading, (FLOAT + ADAM) * parameters(policy) / config.trainer.ranks + gathered(config, policy, role))
+
+
+def gathered(config: Config, policy: dict, role: str) -> float:
+    """Bytes of host memory for a version's buckets on their way from several ranks to the first. The largest tensor is
+    the embedding: its parts, the whole, and in the first rank two buckets that wait.
+    """
+    copies = 0 if config.trainer.ranks == 1 else 4 if role == "trainer" else 2
+    return copies * FLOAT * policy["vocab_size"] * policy["hidden_size"]
+
+
+def loaded(config: Config, policy: dict, role: str, element: int) -> float:
+    """Bytes of the largest block of a policy, which is read at once: the embedding, or a layer. A rank reads its part.
+
+    Args:
+        element: bytes of each number: MAPPED, and FLOAT more if it is cast to float32 on its way to another device.
+    """
+    ranks = config.trainer.ranks if role.startswith("trainer") else config.logprob.ranks
+    embedding = policy["vocab_size"] * policy["hidden_size"]
+    layer = parameters(policy | {"num_hidden_layers": 1, "vocab_size": 0})
+    if policy.get("num_experts") or policy.get("num_local_experts"):
+        return max(element * embedding / ranks, MAPPED * layer + element * layer)  # experts are put together whole
+    return element * max(embedding, layer) / ranks
 
 
 # Parts whose size follows exactly from the configuration.

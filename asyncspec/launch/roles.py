@@ -271,8 +271,7 @@ def room_needed(config: configuration.Config) -> int:
     """The bytes that a run's checkpoints take at most. A checkpoint holds the weights and AdamW's two moments in
     float32. There are checkpoint.keep of them, one more that is being written, and in the end the weights alone.
     """
-    exported = work.policy_bytes(config) + work.draft_bytes(config)
-    return (config.checkpoint.keep + 1) * work.checkpoint_bytes(config) + exported
+    return (config.checkpoint.keep + 1) * work.checkpoint_bytes(config) + work.export_bytes(config)
 
 
 def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[str]:

@@ -6,6 +6,14 @@
 A checkpoint is written under a temporary name and renamed when its manifest is on disk, so an interrupted one never has
 a checkpoint's name. A checkpoint that was damaged later does not match its manifest; it is skipped, and the one before
 it is used.
+
+Several ranks write their files each in a thread of its own, and leave word of it in their store. No rank waits for
+another one to train on, and the first renames the checkpoint when all have left word:
+
+    first rank    plan | train ...  write | all have left word: manifest, rename
+    other rank    plan | train ...     write, slowly | word
+
+A rank that cannot write, or that is too late, costs this checkpoint. The next one begins when all ranks have ended.
 """
 
 from __future__ import annotations
@@ -14,23 +22,40 @@ import json
 import os
 import re
 import shutil
-import warnings
+import threading
+import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from asyncspec.errors import first_line
 
-FOLDER, MANIFEST, PARTIAL = "checkpoints", "manifest.json", ".partial"
+if TYPE_CHECKING:
+    from asyncspec.ledger.storage import Plan, Word
+
+FOLDER, MANIFEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", ".partial", ".damaged"
+SUMMED_AT_ONCE = 1_000_000_000  # bytes of a checkpoint whose sums are checked before it is chosen: about a second
 _BLOCK = 1 << 22
+_ASK_EVERY_S = 0.1  # whether the other ranks have left word
 
 
 class Checkpoints:
     """The checkpoints that one actor writes in a run."""
 
-    def __init__(self, run_dir: Path, kind: str, keep: int, ranks=None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        kind: str,
+        keep: int,
+        ranks=None,
+        patience_s: float = 3600.0,
+        visit: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             run_dir: the run's directory.
@@ -38,39 +63,61 @@ class Checkpoints:
             keep: number of complete checkpoints to keep.
             ranks: the `Ranks` that write a checkpoint together, into a directory that all can reach; None: this process
                 writes alone.
+            patience_s: seconds that the first rank waits for the others.
+            visit: called in the thread before it writes; an OSError that it raises counts as one of the disk.
         """
-        import torch.distributed.checkpoint  # noqa: F401  this takes a second, which should be part of loading
+        import asyncspec.ledger.storage  # noqa: F401  this takes a second, which should be part of loading
 
         self.run_dir, self.folder, self.kind, self.keep = run_dir, run_dir / FOLDER, kind, keep
-        self._leads = ranks is None or ranks.rank == 0
-        self._group = None if ranks is None else ranks.checkpoints
-        if self._leads:
+        self._rank: int = 0 if ranks is None else ranks.rank
+        self._size: int = 1 if ranks is None else ranks.size
+        self._store: Any = None if ranks is None else ranks.store
+        self._patience_s, self._visit = patience_s, visit
+        if self._rank == 0:
             drop_cut_short(run_dir, kind)  # left by a dead actor that this one replaces
-        self._pool = ThreadPoolExecutor(1, f"checkpoint-{kind}")
         self._writing: tuple[int, Future] | None = None
+        self._begun = 0  # version of the newest checkpoint begun
+        self._late: set[int] = set()  # see `late`
 
     @property
     def busy(self) -> bool:
-        return self._writing is not None and not self._writing[1].done()
+        """Whether a rank still writes: in the first rank any, in the others this one."""
+        return (self._writing is not None and not self._writing[1].done()) or bool(self.late)
+
+    @property
+    def late(self) -> list[int]:
+        """The ranks that still write their part of the newest checkpoint; of the other ranks only the first knows."""
+        for rank in self._late - {self._rank}:
+            if self._store.check([self._key(self._begun, rank)]):
+                self._late.discard(rank)
+        return sorted(self._late)
 
     def save(self, version: int, state: dict[str, Any]) -> None:
-        """Copy the state now and write it in the background. Only one at a time: check `busy` first. `saved` reports
-        the end.
-        """
-        import torch.distributed.checkpoint as dcp
+        """Copy the state now and write it in the background. Only one at a time: the first rank checks `busy` first.
+        `saved` reports the end. Collective.
 
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # it warns about a single process
-        partial = self._partial(version)
-        if self._leads:
-            shutil.rmtree(partial, ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-        staged = dcp.async_save(
-            state, checkpoint_id=str(partial), no_dist=self._group is None, process_group=self._group
-        )
-        self._writing = version, self._pool.submit(self._seal, cast(Future, staged), partial, version)
+        Raises:
+            OSError: a rank could not begin. Earlier checkpoints are unchanged.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from asyncspec.ledger.storage import Plan
+
+        try:
+            plan = Plan(state, self._partial(version), self._size, lambda: self._prepare(version))
+        except CheckpointException as error:
+            raise self._lost(version, {rank: _root(failure[0]) for rank, failure in error.failures.items()}) from error
+        future: Future = Future()
+        self._writing, self._begun = (version, future), version
+        self._late = {self._rank} if self._rank else set(range(self._size))
+        # A daemon, because a process must be able to end while another rank still writes.
+        threading.Thread(
+            target=self._run, args=(future, plan, version), name=f"checkpoint-{self.kind}", daemon=True
+        ).start()
 
     def saved(self, wait: bool = False) -> int | None:
-        """Return the version of a checkpoint that was completed since the last call; None if there is none.
+        """Return the version of a checkpoint that was completed since the last call; None if there is none. In a rank
+        beyond the first: of one that this rank has written its part of.
 
         Args:
             wait: wait until the checkpoint that is being written is complete.
@@ -78,32 +125,77 @@ class Checkpoints:
         Raises:
             OSError: it could not be written (for example, the disk is full). Earlier checkpoints are unchanged.
         """
-        if self._writing is None or (self.busy and not wait):
+        if self._writing is None or not (self._writing[1].done() or wait):
             return None
         version, future = self._writing
-        self._writing = None
         try:
             future.result()
-        except BaseException as error:  # torch wraps the file system's errors in many types
-            if self._leads:
+        except Exception as error:
+            if self._rank == 0:
                 shutil.rmtree(self._partial(version), ignore_errors=True)
-            raise OSError(f"checkpoint of version {version}: {_root(error)}") from error
+            raise error if isinstance(error, OSError) else self._lost(version, {self._rank: _root(error)}) from error
+        finally:
+            self._writing = None
         return version
+
+    def _prepare(self, version: int) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self._partial(version), ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def _partial(self, version: int) -> Path:
         final = where(self.run_dir, self.kind, version)
         return final.with_name(final.name + PARTIAL)
 
-    def _seal(self, staged: Future, partial: Path, version: int) -> None:
-        staged.result()  # returns when all ranks have written their files
-        if not self._leads:
-            return
-        files = {file.name: [file.stat().st_size, _crc(file)] for file in sorted(partial.iterdir())}
+    def _key(self, version: int, rank: int) -> str:
+        return f"checkpoint/{version}/{rank}"
+
+    def _lost(self, version: int, reasons: dict[int, str]) -> OSError:
+        said = "; ".join(f"rank {rank}: {why}" if self._size > 1 else why for rank, why in sorted(reasons.items()))
+        return OSError(f"checkpoint of version {version}: {said}")
+
+    def _run(self, future: Future, plan: Plan, version: int) -> None:
+        """Write this rank's part, leave word of it, and in the first rank complete the checkpoint; in a thread."""
+        from asyncspec.ledger.storage import Word
+
+        try:
+            try:
+                self._visit()
+                mine = plan.write()
+            except BaseException as error:  # torch wraps the file system's errors in many types
+                mine = Word(error=_root(error))
+            if self._rank:
+                self._store.set(self._key(version, self._rank), msgspec.json.encode(mine))
+            self._late.discard(self._rank)
+            words = {self._rank: mine} | (self._words(version) if self._rank == 0 else {})
+            if errors := {rank: word.error for rank, word in words.items() if word.error}:
+                raise self._lost(version, errors)
+            if self._rank == 0:
+                self._seal(version, plan.finish(list(words.values())))
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _words(self, version: int) -> dict[int, Word]:
+        """Wait until the other ranks have left word."""
+        from asyncspec.ledger.storage import Word
+
+        deadline = time.monotonic() + self._patience_s
+        while late := self.late:
+            if time.monotonic() > deadline:
+                return {rank: Word(error=f"has not written its part within {self._patience_s:.0f} s") for rank in late}
+            time.sleep(_ASK_EVERY_S)
+        return {
+            rank: msgspec.json.decode(self._store.get(self._key(version, rank)), type=Word)
+            for rank in range(1, self._size)
+        }
+
+    def _seal(self, version: int, files: dict[str, tuple[int, int]]) -> None:
+        partial, final = self._partial(version), where(self.run_dir, self.kind, version)
         with open(partial / MANIFEST, "w") as manifest:
             json.dump({"kind": self.kind, "version": version, "files": files}, manifest)
             manifest.flush()
             os.fsync(manifest.fileno())
-        final = where(self.run_dir, self.kind, version)
         shutil.rmtree(final, ignore_errors=True)  # of the same version, written before a rewind
         partial.rename(final)
         _sync(self.folder)
@@ -156,10 +248,27 @@ def learned(module, optimizer) -> dict[str, Any]:
     return {"parameters": parameters, "moments": moments}
 
 
-def load(path: Path, state: dict[str, Any]) -> None:
-    """Read a checkpoint into `state`, in place. It must have the same structure as the state that was saved."""
+def load(path: Path, state: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
+    """Read a checkpoint into `state`, in place. It must have the same structure as the state that was saved.
+
+    The sums of a large checkpoint are checked here: each of the ranks that read it sums its share of the files.
+
+    Raises:
+        OSError: a file has changed since it was written. The checkpoint no longer has a checkpoint's name then.
+    """
     import torch.distributed.checkpoint as dcp
 
+    files = _files(path)
+    if not _is_small(files):
+        share = dict(list(files.items())[rank::ranks])
+        if changed := _changed(path, share):
+            aside = path.with_name(path.name + DAMAGED)
+            with suppress(OSError):  # another rank has found damage too
+                path.rename(aside)
+            raise OSError(
+                f"checkpoint {path.name}: {changed}; it is now {aside.name}, and `asyncspec train --resume` continues "
+                "from the one before"
+            )
     dcp.load(state, checkpoint_id=str(path), no_dist=True)
 
 
@@ -177,18 +286,36 @@ def drop_cut_short(run_dir: Path, kind: str) -> None:
 
 
 def damage(path: Path) -> str:
-    """Compare a checkpoint's files with its manifest; return what is wrong, in one line, or "" if nothing is."""
+    """Compare a checkpoint's files with its manifest; return what is wrong, in one line, or "" if nothing is.
+
+    Sizes are always compared. Sums are compared if they take about a second; those of a large checkpoint are left to
+    `load`, which reads its files anyway.
+    """
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, (size, crc) in files.items():
+        files = _files(path)
+        for name, (size, _) in files.items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, expected {size}"
-            if _crc(path / name) != crc:
-                return f"{name} has changed since it was written"
+        return _changed(path, files if _is_small(files) else {})
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} is damaged"
+
+
+def _files(path: Path) -> dict[str, tuple[int, int]]:
+    """Return a checkpoint's files: name -> bytes, CRC-32."""
+    return json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+
+
+def _is_small(files: dict[str, tuple[int, int]]) -> bool:
+    return sum(size for size, _ in files.values()) <= SUMMED_AT_ONCE
+
+
+def _changed(path: Path, files: dict[str, tuple[int, int]]) -> str:
+    for name, (_, crc) in files.items():
+        if _crc(path / name) != crc:
+            return f"{name} has changed since it was written"
     return ""
 
 

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from asyncspec.files import write_json
 from asyncspec.models import CheckpointError
 from asyncspec.models.headers import read_headers, read_json, tensor_files
+from asyncspec.models.tensor_files import write_tensors
 
 CONFIG = "config.json"
 # Files with weights in any format. New weights replace them, so they are not carried over.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".h5",
+    ".msgpack",
+    ".npz",
+    ".partial",
+)
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 
 
@@ -43,39 +57,37 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> dict[
     return tensors
 
 
-def carried(source: Path | None, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json for new weights, which are float32.
+def carried(source: Path | None, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """Return the fields of config.json for new weights.
 
     Args:
         source: the directory that the old weights were read from. Its fields are kept, except the dtype.
         config: the fields without a source.
+        dtype: dtype of the new weights.
     """
-    if source is None:
-        return config
-    found = read_json(source / CONFIG)
-    return found | {name: "float32" for name in ("torch_dtype", "dtype") if name in found}
+    found = config if source is None else read_json(source / CONFIG)
+    return found | {name: dtype for name in ("torch_dtype", "dtype") if name in found}
 
 
 def write_checkpoint(
-    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], source: Path | None = None
+    directory: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    source: Path | None = None,
+    parts: Iterable[Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
-    """Write model.safetensors and config.json, each replaced as a whole: a reader never sees half a file. Then copy the
-    files of `source` that hold no weights, for example the tokenizer, the chat template and the license.
+    """Write weights and config.json, each replaced as a whole: a reader never sees half a file. Then copy the files of
+    `source` that hold no weights, for example the tokenizer, the chat template and the license.
+
+    Args:
+        tensors: the tensors in the dtypes to write.
+        parts: see `tensor_files.write_tensors`; None: `tensors` have their values.
 
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / "model.safetensors.partial"
-    whole = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    try:
-        save_file(whole, partial, metadata={"format": "pt"})
-    except SafetensorError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{directory}: {error}") from None
-    partial.chmod(0o644)  # safetensors makes it readable only by its owner
-    partial.replace(directory / "model.safetensors")
-    (directory / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards that were here before
+    write_tensors(directory, tensors, [tensors] if parts is None else parts)
     write_json(directory / CONFIG, config)
     if source is not None and source.resolve() != directory.resolve():
         _copy_others(source, directory)
@@ -104,6 +116,8 @@ def _has_weights(file: Path) -> bool:
 
 
 def further_tensors(source: Path, written: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a directory that training does not change: those that are not among the written ones."""
+    """Return the tensors of a directory that training does not change: those that are not among the written ones. Their
+    values are read when they are used.
+    """
     names = set(read_headers(source)) - set(written)
     return read_tensors(source, names) if names else {}

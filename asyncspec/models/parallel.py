@@ -47,7 +47,7 @@ class Ranks:
         self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
         self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
         self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
-        self.checkpoints: dist.ProcessGroup | None = None  # only for checkpoints, which are written in a thread
+        self.store: dist.Store | None = None  # where the ranks leave word for each other; set by `join`
 
     def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
         """Connect to the other ranks. Collective.
@@ -82,6 +82,7 @@ class Ranks:
             world_size=self.size,
             timeout=timeout,
         )
+        self.store = dist.PrefixStore(f"{self.name}/word", store)
         T = self.tensor_parallel
         self._dims = ParallelDims(
             dp_replicate=1,
@@ -94,11 +95,28 @@ class Ranks:
             spmd_backend="partial_dtensor",
         )  # the default backend needs a later torch than 2.13
         self._dims.build_mesh()
-        self.checkpoints = dist.new_group(backend="gloo", timeout=timeout)
         self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
 
+    def meet(self, where: str, timeout_s: float) -> None:
+        """Wait for the other ranks, which may take longer than a collective. Collective.
+
+        Args:
+            where: a name for this meeting; a rank meets the others there once.
+
+        Raises:
+            RuntimeError: a rank did not come within `timeout_s` seconds.
+        """
+        if self.store is None:
+            return
+        self.store.set(f"{where}/{self.rank}", "")
+        for rank in range(self.size):
+            try:
+                self.store.wait([f"{where}/{rank}"], timedelta(seconds=timeout_s))
+            except dist.DistStoreError as error:
+                raise RuntimeError(f"rank {rank} of {self.name} has not {where} within {timeout_s:.0f} s") from error
+
     def shard(self, model, trained: bool, recompute: bool = False) -> None:
-        """Shard a policy that every rank holds whole, in place. Collective.
+        """Shard a policy on the meta device, or one that every rank holds whole, in place. Collective.
 
         Args:
             trained: whether passes go forward and backward; if not, gathered weights are released right after use.
@@ -263,10 +281,20 @@ class _Gatherer:
             job = self._jobs.get()
             try:
                 for names, _, _ in job.snapshot.layout.buckets:
-                    job.put(torch.cat([self._whole(job.snapshot.shards[name]).reshape(-1).float() for name in names]))
+                    job.put(self._bucket([job.snapshot.shards[name] for name in names]))
                 job.put(None)
             except Exception as error:  # a rank was lost, which the main thread will notice too
                 job.put(error)
+
+    def _bucket(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Gather tensors into one of float32, one after the other: the largest ones are buckets of their own."""
+        if len(shards) == 1:
+            return self._whole(shards[0]).reshape(-1).float()
+        flat, end = torch.empty(sum(shard.numel() for shard in shards)), 0
+        for shard in shards:
+            first, end = end, end + shard.numel()
+            flat[first:end] = self._whole(shard).reshape(-1)
+        return flat
 
     def _whole(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather a tensor from all ranks into host memory."""

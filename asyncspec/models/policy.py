@@ -10,8 +10,9 @@ experts, F hidden dimension of an expert, R tokens sorted by their expert, I and
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
-from asyncspec.models import CheckpointError
-from asyncspec.models.contents import EMBEDDING, HEAD, check_policy, policy_tensors
-from asyncspec.models.hf_files import carried, further_tensors, read_tensors, write_checkpoint
+from asyncspec.models import fill as filling
+from asyncspec.models.contents import check_policy
+from asyncspec.models.export import write_policy
 from asyncspec.models.shape import PolicyShape, RopeScaling
 
 with compiling_later():
@@ -146,13 +147,6 @@ def _share_rope(model: Decoder) -> None:
     rope = first_rope(model)
     for layer in model.layers.values():
         layer.attention.rope.config, layer.attention.rope.cache = rope.config, rope.cache
-
-
-def move(model: Decoder, device: str) -> Decoder:
-    """Move a policy to a device, in place. Each layer would get a RoPE table of its own otherwise."""
-    model.to(device)
-    _share_rope(model)
-    return model
 
 
 def _norm(shape: PolicyShape, size: int) -> RMSNorm.Config:
@@ -294,28 +288,34 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def load(directory: Path, device: str = "cpu", positions: int = 0) -> tuple[Decoder, PolicyShape]:
+def load(
+    directory: Path, device: str = "cpu", positions: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Decoder, PolicyShape]:
     """Build a policy on a device and fill it from a Hugging Face directory.
 
     Args:
         positions: see `build`.
+        dtype: dtype of the parameters.
 
     Raises:
         CheckpointError: what `check_policy` finds, or values that are not finite.
     """
     shape = check_policy(directory)
-    model = build(shape, positions)
-    held = read_tensors(directory)
-    if shape.tied:  # either name may stand for both
-        held.setdefault(EMBEDDING, held.get(HEAD))
-    # The file may also hold the policy's MTP module, a copy of the embedding as the head, and frequencies of RoPE.
-    tensors = {name: held[name] for name in policy_tensors(shape)}
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{directory}: tensor {name} holds values that are not finite")
-    state = adapter(model.config).from_hf(tensors)
-    model.load_state_dict({name: state[name].to(torch.float32) for name in model.state_dict()})
-    return move(model, device), shape
+    model = cast(skeleton(shape, positions), dtype)
+    fill(model, directory, device)
+    return model, shape
+
+
+def fill(model: Decoder, directory: Path, device: str) -> None:
+    """Give a `skeleton`, sharded or not, memory on a device, and fill it from a Hugging Face directory, in place.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a value is not finite.
+    """
+    filling.allocate(model, first_rope(model), device)
+    _share_rope(model)
+    shape = PolicyShape.from_hf(directory)
+    filling.fill(model, skeleton(shape, 1), adapter(model.config), directory, shape)
 
 
 def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
@@ -334,10 +334,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def skeleton(shape: PolicyShape) -> Decoder:
-    """Return a policy without values, on the meta device, for its names and shapes."""
+def skeleton(shape: PolicyShape, positions: int = 0) -> Decoder:
+    """Return a policy without values, on the meta device: for its names and shapes, or for `fill`.
+
+    Args:
+        positions: see `build`.
+    """
     with torch.device("meta"):
-        return build(shape)
+        return build(shape, positions)
 
 
 def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -345,13 +349,16 @@ def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
 
     Args:
         model: a policy of this shape, for example from `skeleton`; unchanged afterwards.
-        tensors: named as in `named_parameters`.
+        tensors: named as in `named_parameters`: all of them, or with a skeleton some.
     """
     own = {name: model.get_parameter(name) for name in tensors}
     try:
         _register(model, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
         # Only the state dict has q, k and v as separate tensors.
-        return adapter(model.config).to_hf(model.state_dict())
+        state: dict[str, torch.Tensor] = {}
+        for block in dict.fromkeys(re.match(r"(layers\.\d+|\w+)\.", name)[1] for name in tensors):
+            state |= model.get_submodule(block).state_dict(prefix=f"{block}.")
+        return adapter(model.config).to_hf({name: tensor for name, tensor in state.items() if not tensor.is_meta})
     finally:
         _register(model, own)
 
@@ -362,20 +369,29 @@ def _register(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         model.get_submodule(module).register_parameter(leaf, parameter)
 
 
-def save(model: Decoder, shape: PolicyShape, directory: Path, source: Path | None = None, mtp=None) -> None:
-    """Write a Hugging Face directory with the policy's weights.
+def save(
+    model: Decoder,
+    shape: PolicyShape,
+    directory: Path,
+    source: Path | None = None,
+    mtp=None,
+    dtype: torch.dtype = torch.float32,
+    parts: Iterable[Mapping[str, torch.Tensor]] | None = None,
+) -> None:
+    """Write a Hugging Face directory with the policy's weights. Needs memory for one part of them at a time.
 
     Args:
         source: a directory whose other files are copied, for example the tokenizer's. If it holds a policy of the same
             shape, its fields of config.json and its further tensors are carried over too, so the result is the
             directory that came in, with new weights.
         mtp: the policy's `MTP` module, written to the same file.
+        dtype: dtype of the weights that are written.
+        parts: the weights in parts, named as in `named_parameters`; None: the model's.
+
+    Raises:
+        OSError: a file cannot be written. Weights that are there are unchanged.
     """
-    state = adapter(model.config).to_hf({k: v.detach() for k, v in model.state_dict().items()})
-    more = {} if mtp is None else {"num_nextn_predict_layers": 1}
-    state |= {} if mtp is None else mtp.state_hf()
-    same = source if source is not None and PolicyShape.from_hf(source) == shape else None
-    if same is not None:
-        further = further_tensors(same, state)
-        state |= {name: state[EMBEDDING] if name == HEAD else tensor for name, tensor in further.items()}
-    write_checkpoint(directory, carried(same, shape.to_hf()) | more, state, source)
+    if parts is None:
+        parts = ({name: parameter} for name, parameter in model.named_parameters())
+    whole = skeleton(shape, 1)
+    write_policy(lambda part: to_hf(whole, part), shape, directory, source, mtp, dtype, parts)

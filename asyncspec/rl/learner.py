@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncspec.config import Config, resolve_path, work
 from asyncspec.ledger import checkpoint
+from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Layout, Snapshot, WholeSnapshot
@@ -42,6 +43,7 @@ class Learner:
         self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # returns further entries for a checkpoint
+        self.visit: Callable[[], None] = lambda: None  # called in a thread before a checkpoint's files are written
         self.model = None  # None until loaded
         self.shape: PolicyShape | None = None
         self.accumulator: GradientAccumulator | None = None  # None until the ranks have joined
@@ -49,23 +51,27 @@ class Learner:
         self.checkpoints: checkpoint.Checkpoints | None = None
 
     def load(self) -> None:
-        """Load the policy."""
+        """Load the policy. If it is sharded, only its shape: a rank knows its shards when it has joined the others."""
         from asyncspec.models import policy
 
-        # If the policy is sharded, every rank loads it whole into host memory; `join` keeps its shards.
-        self.model, self.shape = policy.load(
-            resolve_path(self.config.model.path), "cpu" if self.ranks.sharded else self.device, self.config.positions
-        )
+        path, positions = resolve_path(self.config.model.path), self.config.positions
+        if self.ranks.sharded:
+            self.shape = check_policy(path)
+            self.model = policy.skeleton(self.shape, positions)
+        else:
+            self.model, self.shape = policy.load(path, self.device, positions)
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
-        """Connect to the other ranks and shard the policy over them. Collective."""
+        """Connect to the other ranks, and load this rank's shards of the policy. Collective."""
         from asyncspec.models import policy
         from asyncspec.rl.accumulate import GradientAccumulator
 
         c = self.config
         self.ranks.join(store_host, store_port, self.device, work.start_s(c), collective_s)
         self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
-        policy.move(self.model, self.device)
+        if self.ranks.sharded:
+            policy.fill(self.model, resolve_path(c.model.path), self.device)
+            self.ranks.meet("loaded", work.start_s(c))
         self.accumulator = GradientAccumulator(
             self.model,
             c.trainer.optimizer,
@@ -79,7 +85,14 @@ class Learner:
 
     def _hold(self) -> None:
         self.layout = Layout.of(dict(self.model.named_parameters()))
-        self.checkpoints = checkpoint.Checkpoints(self.run_dir, "trainer", self.config.checkpoint.keep, self.ranks)
+        self.checkpoints = checkpoint.Checkpoints(
+            self.run_dir,
+            "trainer",
+            self.config.checkpoint.keep,
+            self.ranks,
+            work.patience_s(self.config),
+            lambda: self.visit(),
+        )
 
     def update(self) -> dict[str, float]:
         """Take the optimizer's step; return its statistics. Collective.
@@ -145,13 +158,22 @@ class Learner:
         return WholeSnapshot(self.layout, parameters, self.device)
 
     def save(self, version: int) -> None:
-        """Begin to write a checkpoint. Collective."""
+        """Begin to write a checkpoint. Collective.
+
+        Raises:
+            OSError: a rank could not begin; all ranks raise it.
+        """
         self.checkpoints.save(version, self._state())
 
     def restore(self, version: int) -> dict:
-        """Resume from a checkpoint, perhaps of another number of ranks; return its entries, `more_state` included."""
+        """Resume from a checkpoint, perhaps of another number of ranks; return its entries, `more_state` included.
+
+        Raises:
+            OSError: a file of the checkpoint has changed.
+        """
         state = self._state()
-        checkpoint.load(checkpoint.where(self.run_dir, "trainer", version), state)
+        path = checkpoint.where(self.run_dir, "trainer", version)
+        checkpoint.load(path, state, self.ranks.rank, self.ranks.size)
         self.accumulator.restore(state["trainer"])
         self.skipped, self.skipped_in_a_row = state["skipped"]
         return state
@@ -164,22 +186,21 @@ class Learner:
             **self.more_state(),
         }
 
-    def save_policy(self, snapshot: Snapshot, mtp=None) -> Path:
+    def save_policy(self, take: Callable[[], Snapshot], mtp=None) -> Path:
         """Write the policy as a Hugging Face directory; return the directory. For rank 0 only.
 
-        A sharded policy is written from the snapshot, which the host holds whole meanwhile. Otherwise the model's
-        weights are written.
+        Args:
+            take: takes a snapshot in all ranks. A sharded policy is written from it, as its buckets come in. Otherwise
+                the model's weights are written.
         """
         import torch
 
         from asyncspec.models import policy
 
-        directory, model = self.run_dir / "checkpoint" / "policy", self.model
+        c, parts = self.config, None
+        directory, dtype = self.run_dir / "checkpoint" / "policy", getattr(torch, c.checkpoint.export_dtype)
         if self.ranks.sharded:
-            model = policy.build(self.shape, self.config.positions)
-            tensors = self.layout.views(torch.cat(list(snapshot.begin())))
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(tensors[name])
-        policy.save(model, self.shape, directory, resolve_path(self.config.model.path), mtp)
+            gathered = zip(self.layout.buckets, take().begin())
+            parts = (self.layout.views(bucket, names) for (names, _, _), bucket in gathered)
+        policy.save(self.model, self.shape, directory, resolve_path(c.model.path), mtp, dtype, parts)
         return directory

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from asyncspec.config import Config, resolve_path, work
+from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
 from asyncspec.rl.batch import padded, passes, response_logprobs
 from asyncspec.wire import messages as m
@@ -34,7 +35,9 @@ class Scorer:
         self._scored: list[list[torch.Tensor]] = []  # [scores, passes] of the last group added: float32 [tokens] each
 
     def load(self) -> None:
-        """Load the policy and, with a KL term, the reference."""
+        """Load the policy and, with a KL term, the reference. If they are sharded, only their shape: a rank knows its
+        shards when it has joined the others.
+        """
         from asyncspec.drafts import draft
 
         c = self.config
@@ -47,19 +50,25 @@ class Scorer:
     def _read(self, path: str):
         from asyncspec.models import policy
 
-        # If the model is sharded, every rank loads it whole into host memory; `join` keeps its shards.
-        device = "cpu" if self.ranks.sharded else self.device
-        model, shape = policy.load(resolve_path(path), device, self.config.positions)
-        return policy.cast(model, getattr(torch, self.config.model.dtype)).requires_grad_(False), shape
+        dtype, positions = getattr(torch, self.config.model.dtype), self.config.positions
+        if self.ranks.sharded:
+            shape = check_policy(resolve_path(path))
+            model = policy.cast(policy.skeleton(shape, positions), dtype)
+        else:
+            model, shape = policy.load(resolve_path(path), self.device, positions, dtype)
+        return model.requires_grad_(False), shape
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
-        """Connect to the other ranks and shard policy and reference over them. Collective."""
+        """Connect to the other ranks, and load this rank's shards of policy and reference. Collective."""
         from asyncspec.models import policy
 
-        self.ranks.join(store_host, store_port, self.device, work.start_s(self.config), collective_s)
-        for model in self._models:
+        c = self.config
+        self.ranks.join(store_host, store_port, self.device, work.start_s(c), collective_s)
+        for model, path in zip(self._models, (c.model.path, c.model.reference_path or c.model.path)):
             self.ranks.shard(model, trained=False)
-            policy.move(model, self.device)
+            if self.ranks.sharded:
+                policy.fill(model, resolve_path(path), self.device)
+        self.ranks.meet("loaded", work.start_s(c))
         self._hold()
 
     @property

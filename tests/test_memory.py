@@ -1,0 +1,131 @@
+"""The host memory that loading takes, of real processes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import forking
+
+from asyncspec.config import load, resolve_path
+from asyncspec.launch import estimate
+from asyncspec.models.contents import policy_tensors
+from asyncspec.models.hf_files import write_checkpoint
+from asyncspec.models.shape import PolicyShape
+from asyncspec.rl.learner import Learner
+from asyncspec.rl.scorer import Scorer
+
+TINY = resolve_path("asset:tiny/policy")
+SIZES = {
+    "dim": 768,
+    "n_layers": 12,
+    "n_heads": 12,
+    "n_kv_heads": 4,
+    "head_dim": 64,
+    "hidden_dim": 2048,
+    "vocab_size": 32768,
+    "tied": False,
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A tiny policy and one of 125 million parameters, both in bfloat16, as published models are."""
+    found = []
+    for name, changes in ("tiny", {}), ("large", SIZES):
+        shape = replace(PolicyShape.from_hf(TINY), **changes)
+        tensors = {name: torch.full(size, 0.01, dtype=torch.bfloat16) for name, size in policy_tensors(shape).items()}
+        found.append(tmp_path_factory.mktemp("policies") / name)
+        write_checkpoint(found[-1], shape.to_hf(), tensors, TINY)
+    return found
+
+
+def resident(field="VmRSS"):
+    """Bytes of this process's memory: VmRSS at present, VmHWM at most since `forget_peak`."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status[field].split()[0])
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def learner_or_scorer(actor, rank, overrides, run_dir):
+    config = load("tiny", overrides)
+    return Learner(config, run_dir, "cpu", rank) if actor == "trainer" else Scorer(config, "cpu", actor, rank)
+
+
+def loaded(one, port):
+    one.load()
+    one.join("127.0.0.1", port, 60)
+
+
+def exported(learner, port):
+    loaded(learner, port)
+    dist.barrier()
+    forget_peak()
+    before = resident()
+    if learner.ranks.rank:
+        learner.snapshot().begin()
+        dist.barrier()
+    else:
+        learner.save_policy(learner.snapshot)
+        dist.barrier()
+    return before
+
+
+def measured(act, actor, rank, overrides, run_dir, port, results):
+    """Do something as a rank of an actor; tell the bytes at the peak."""
+    torch.set_num_threads(1)
+    one = learner_or_scorer(actor, rank, overrides, run_dir)
+    forget_peak()
+    before = resident()
+    before = act(one, port) or before
+    results.put(resident("VmHWM") - before)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def peak(act, actor, ranks, directory, overrides):
+    """Return the bytes at the peak of the rank that takes most."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context, overrides = forking(), [*overrides, f"model.path={directory}"]
+    results, run_dir = context.Queue(), directory.parent / "run"
+    children = [
+        context.Process(target=measured, args=(act, actor, rank, overrides, run_dir, store.port, results))
+        for rank in range(ranks)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(100)
+        assert child.exitcode == 0
+    return max(results.get(timeout=10) for _ in children)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "actor, ranks, dtype, kept",
+    [("trainer", 1, "float32", 4), ("logprob", 1, "bfloat16", 2), ("trainer", 2, "float32", 2)],
+)
+def test_loading_takes_little_more_memory_than_what_is_kept(directories, actor, ranks, dtype, kept):
+    overrides = [f"model.dtype={dtype}", "speculation.method=ngram", f"{actor}.ranks={ranks}"]
+    tiny, large = (peak(loaded, actor, ranks, directory, overrides) for directory in directories)
+    described = PolicyShape.from_hf(directories[1]).to_hf()
+    P = estimate.parameters(described)
+    assert kept < (large - tiny) / P < kept + 0.5
+    block = estimate.loaded(load("tiny", overrides), described, actor, estimate.MAPPED)
+    assert large - tiny == pytest.approx(kept * P + block, rel=0.1)
+
+
+@pytest.mark.slow
+def test_an_export_takes_a_snapshot_and_a_few_buckets(directories):
+    """Of two ranks a snapshot takes two bytes a parameter. A whole copy of the policy would take four more."""
+    overrides = ["speculation.method=ngram", "trainer.ranks=2", "checkpoint.export_dtype=bfloat16"]
+    described = PolicyShape.from_hf(directories[1]).to_hf()
+    P = estimate.parameters(described)
+    found = peak(exported, "trainer", 2, directories[1], overrides)
+    assert 2 * P < found < 6 * P
+    assert found == pytest.approx(2 * P + estimate.gathered(load("tiny", overrides), described, "trainer"), rel=0.1)
