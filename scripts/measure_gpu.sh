@@ -1,12 +1,13 @@
 #!/bin/sh
 # Run all measurements that need a GPU, or only the named parts, and write the results into a directory.
 #
-#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [stop] [costs] [engine] [engine-random]
+#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [stop] [trainer] [costs] [engine] [engine-random]
 #
 #   tests          the tests that need a GPU
 #   default        the default job, in float32 and in bfloat16
 #   random         a job with random weights of Qwen3-0.6B's sizes
 #   stop           whether an interrupted job with such weights, in float32, ends with a whole checkpoint, and how fast
+#   trainer        the trainer's passes with such weights: utilization of the GPU, and memory
 #   costs          what steps of both policies cost by live rows and draft length, and the time to read their weights
 #   engine         generation with the shipped policy
 #   engine-random  generation with random weights of Qwen3-0.6B's sizes
@@ -17,7 +18,7 @@ set -eu
 out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- tests default random stop costs engine engine-random
+[ $# -gt 0 ] || set -- tests default random stop trainer costs engine engine-random
 device=${DEVICE:-cuda} failed=0
 asyncspec() { python3 -m asyncspec.cli "$@"; }
 launch=${LAUNCH:-python3 -m asyncspec.cli train}
@@ -41,6 +42,11 @@ for part in "$@"; do
             eval.every=0 --steps 4 --run-dir "$out/random"
         asyncspec audit "$out/random" || failed=1
         rm -r "$out/random/checkpoint"* ;;
+    trainer)
+        own
+        python3 scripts/measure_trainer.py "$out/policy" --device "$device" --scale "${SCALE:-1}" \
+            > "$out/trainer.txt" 2>&1 || failed=1
+        cat "$out/trainer.txt" ;;
     stop) # shellcheck disable=SC2086
         own
         $launch $fields model.dtype=float32 "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity \

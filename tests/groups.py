@@ -1,4 +1,7 @@
-"""Tickets and groups for tests."""
+"""Tickets and groups for tests, and the plain way to compute their logprobs."""
+
+import numpy as np
+import torch
 
 from asyncspec.wire import messages as m
 
@@ -28,3 +31,30 @@ def group_of(ticket, rewards):
         draft_version=0,
         phases=[],
     )
+
+
+def padded(prompt, arrays):
+    """Return tokens_GL, int64, and mask_GL, True at response tokens; it selects them in the order of `arrays`."""
+    lengths = arrays["lengths"]
+    tokens_GL = np.zeros((len(lengths), len(prompt) + int(lengths.max())), dtype=np.int64)
+    tokens_GL[:, : len(prompt)] = prompt
+    index_L = np.arange(tokens_GL.shape[1])
+    mask_GL = (index_L >= len(prompt)) & (index_L < len(prompt) + lengths[:, None])
+    tokens_GL[mask_GL] = arrays["tokens"]
+    return torch.from_numpy(tokens_GL), torch.from_numpy(mask_GL)
+
+
+def plain_logprobs(model, prompt, arrays, temperature=1.0):
+    """Return the logprobs of a group's response tokens, from a padded pass and whole logits."""
+    from asyncspec.models.policy import hidden_states
+
+    tokens_GL, mask_GL = padded(prompt, arrays)
+    logits_GLV = model.lm_head(hidden_states(model, tokens_GL))[:, :-1]
+    logprobs_TV = (logits_GLV[mask_GL[:, 1:]] / temperature).log_softmax(-1)
+    return logprobs_TV.gather(-1, tokens_GL[:, 1:][mask_GL[:, 1:]].unsqueeze(-1)).squeeze(-1)
+
+
+def accumulate(accumulator, batches):
+    """Add groups, and run all their passes in this rank. Return what the passes return."""
+    rounds = [each for group, arrays in batches for each in accumulator.add(group, arrays)]
+    return [accumulator.run(passes[0]) for passes in (*rounds, *accumulator.pool.flush())]

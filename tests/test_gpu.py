@@ -118,3 +118,23 @@ def test_the_default_job_runs_on_a_gpu_that_all_actors_share(tmp_path, dtype):
     assert len(rows(run_dir)) == 4 and audit(str(run_dir)) == 0
     trace = json.loads((run_dir / "trace.json").read_text())
     assert any("cuda" in event.get("args", {}).get("device", "") for event in trace)  # spans timed by the GPU
+
+
+def test_varlen_attention_over_a_packed_row_equals_attention_prompt_by_prompt():
+    """The causal mask of varlen attention is aligned lower right, which shared prompts need. Tolerance: bfloat16."""
+    from asyncspec.models.attention import Packing, _by_documents, _by_segments
+
+    packing = Packing.of([(5, [4, 30, 1, 4]), (70, [6]), (3, [1, 1]), (130, [90, 17, 64])], "cuda:0")
+    g = torch.Generator("cuda:0").manual_seed(0)
+    found = []
+    for attend, dtype in ((_by_segments, torch.float32), (_by_documents, torch.bfloat16)):
+        g.manual_seed(0)
+        q, k, v, out = (
+            torch.randn(packing.tokens, heads, 64, device="cuda:0", generator=g).to(dtype).requires_grad_()
+            for heads in (4, 2, 2, 4)
+        )
+        result = attend(packing, q, k, v, None, True)
+        (result * out.detach()).sum().backward()
+        found.append([result.float(), *(t.grad.float() for t in (q, k, v))])
+    for exact, rounded in zip(*found):
+        assert float((exact - rounded).norm() / exact.norm()) < 0.02

@@ -1,19 +1,17 @@
 """The loss and its accumulation."""
 
-import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from groups import group_of, ticket_of
+from groups import accumulate, group_of, plain_logprobs, ticket_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.models import policy
 from asyncspec.rl.accumulate import GradientAccumulator
-from asyncspec.rl.batch import passes
 from asyncspec.rl.grpo import group_advantages, policy_loss
 from asyncspec.rl.learner import Learner
 
@@ -101,8 +99,7 @@ def gradients(model, batches, **options):
         lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()})
     )
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for group_, arrays in batches:
-        accumulator.add(group_, arrays)
+    accumulate(accumulator, batches)
     stats = accumulator.step()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -127,22 +124,15 @@ def test_streaming_groups_does_not_change_the_gradient(trainable):
     check_gradient(trainable)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_logits_of_a_pass_are_kept_only_on_request(trainable, keep):
-    accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0, tokens_per_pass=8, keep_first=keep)
-    group_, arrays = group(0, [2, 3], [3, 4, 5], 1)
-    make, made, alive = accumulator._logits, [], []
-
-    def logits(tokens_GL):
-        alive.append([passed() is not None for passed in made])
-        result = make(tokens_GL)
-        made.append(weakref.ref(result.untyped_storage()))
-        return result
-
-    accumulator._logits = logits
-    first = accumulator.add(group_, arrays)
-    assert accumulator.passes(group_, arrays) == 3 and alive == [[], [keep], [keep, False]]
-    assert (first is not None) == keep and (not keep or [len(part) for part in first] == [1] * 4)
+@pytest.mark.parametrize("keep", [None, 0, 3])
+def test_a_pass_keeps_distributions_only_on_request(trainable, keep):
+    accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0, tokens_per_pass=8, keep=keep)
+    passes = accumulate(accumulator, [group(0, [2, 3], [3, 4, 5], 1)])
+    assert len(passes) == 3 and all((each is not None) == (keep is not None) for each in passes)
+    for row, scores in passes if keep is not None else ():
+        T, V = len(row.token_T), trainable.config.vocab_size
+        assert scores.chosen.kept_TM.shape == (T, keep or V) and (scores.chosen.token_TM is None) == (keep == 0)
+        assert not scores.chosen.kept_TM.requires_grad and not scores.features_LE.requires_grad
 
 
 def test_other_families_learn(other):
@@ -162,34 +152,21 @@ def test_other_families_learn(other):
     for _ in range(3):
         group_, arrays = group(0, [2, 3], [6, 6], 1)
         group_.rewards[:] = [1.0, 0.0]
-        arrays["proximal"] = logprobs(trained, group_, arrays)
+        arrays["proximal"] = plain_logprobs(trained, group_.ticket.prompt_tokens, arrays).detach().numpy()
         said.append(float(arrays["proximal"][:6].sum() - arrays["proximal"][6:].sum()))
-        accumulator.add(group_, arrays)
+        accumulate(accumulator, [(group_, arrays)])
         accumulator.step()
     assert said[0] < said[1] < said[2]
 
 
-def logprobs(model, group_, arrays):
-    from asyncspec.models.policy import hidden_states
-    from asyncspec.rl.batch import padded, response_logprobs
-
-    tokens, mask = padded(group_.ticket.prompt_tokens, arrays)
-    with torch.no_grad():
-        return response_logprobs(model.lm_head(hidden_states(model, tokens)), tokens, mask, 1.0).numpy()
-
-
 def check_gradient(trainable):
     """Compare the explicit loss over all groups at once with groups added one by one, in both orders."""
-    from asyncspec.models.policy import hidden_states
-    from asyncspec.rl.batch import padded, response_logprobs
-
     batches = [group(0, [2, 3], [3, 9, 1], 1), group(1, [4], [7, 2], 2), group(2, [5, 5, 2], [4, 4, 4, 12], 3)]
     streamed, stats = gradients(trainable, batches)
     reversed_, _ = gradients(trainable, batches[::-1])
     total, loss = sum(int(a["lengths"].sum()) for _, a in batches), 0.0
     for group_, arrays in batches:
-        tokens, mask = padded(group_.ticket.prompt_tokens, arrays)
-        logprob = response_logprobs(trainable.lm_head(hidden_states(trainable, tokens)), tokens, mask, 1.0)
+        logprob = plain_logprobs(trainable, group_.ticket.prompt_tokens, arrays)
         lengths = torch.from_numpy(arrays["lengths"].astype(np.int64))
         part, _ = policy_loss(
             logprob,
@@ -216,7 +193,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
     accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0)
     group_, arrays = group(0, [2], [3, 3], 1)
     arrays["behavior"] = np.full(6, np.nan, np.float32)
-    accumulator.add(group_, arrays)
+    accumulate(accumulator, [(group_, arrays)])
     with pytest.raises(FloatingPointError, match="the step was not taken"):
         accumulator.step()
     for name, parameter in trainable.named_parameters():
@@ -235,7 +212,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_reported(tmp_path
     before = {name: p.clone() for name, p in model.named_parameters()}
 
     def step(number, arrays):
-        learner.accumulator.add(group_, arrays)
+        accumulate(learner.accumulator, [(group_, arrays)])
         return learner.take_step(number, [(group_, arrays)], learner.update, said.append)[0]
 
     assert step(7, bad) == {"grad/skipped": 1}
@@ -249,18 +226,6 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_reported(tmp_path
         step(number, bad)
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         step(12, bad)
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 6), st.integers(1, 200))
-def test_a_group_is_divided_into_passes_that_cover_it_within_the_limit(lengths, prompt, most):
-    n = sum(lengths)
-    arrays = {"tokens": np.arange(n), "lengths": np.array(lengths, np.int32)}
-    parts = passes([0] * prompt, arrays, most)
-    assert np.concatenate([p["tokens"] for p in parts]).tolist() == list(range(n))
-    assert np.concatenate([p["lengths"] for p in parts]).tolist() == lengths
-    for part in parts:
-        assert part["lengths"].sum() == len(part["tokens"])
-        assert len(part["lengths"]) == 1 or len(part["lengths"]) * (prompt + part["lengths"].max()) <= most
 
 
 def test_dividing_a_group_does_not_change_its_gradient(trainable):
@@ -282,7 +247,7 @@ def test_logprobs_do_not_depend_on_how_a_group_is_divided():
         scorer = Scorer(load("tiny", ["rl.kl_coef=0.1", f"trainer.tokens_per_pass={most}"]), "cpu")
         scorer.load()
         scorer.supervising = True
-        assert scorer.add(group_, arrays) is not None and scorer.passes(group_, arrays) == (1 if most > 20 else 4)
+        assert scorer.add(group_, arrays) is not None and scorer.passes(group_, arrays) == (1 if most > 20 else 2)
         found.append(scorer.collect(27))
     assert scorer.scores == ["proximal", "reference"] and found[0].shape == (1, 2, 27) and (found[0] < 0).all()
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from groups import group_of, ticket_of
+from groups import accumulate, group_of, ticket_of
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import SILENT, Running, events, forking, rows
@@ -20,6 +20,7 @@ from asyncspec.models.parallel import Ranks, local, share
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.rl.accumulate import GradientAccumulator
+from asyncspec.rl.batch import from_message, to_message
 from asyncspec.rl.learner import Learner
 from asyncspec.rl.scorer import Scorer
 from asyncspec.wire import weights
@@ -90,8 +91,7 @@ def alone(tied, kind, steps=2):
         lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     )
     for _ in range(steps):
-        for number in range(GROUPS):
-            one.add(*group(number))
+        accumulate(one, [group(number) for number in range(GROUPS)])
         stats = one.step()
     return grads[0], {n: p.detach() for n, p in model.named_parameters()}, stats
 
@@ -116,18 +116,14 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
             gathered["grads"] = whole({n: p.grad for n, p in model.named_parameters()})
 
     share.optimizer.register_step_pre_hook(keep_first)
-    with_gradient = [n for n in range(GROUPS) if share.has_gradient(group(n)[0])]
     for _ in range(steps):
-        for first in range(0, len(with_gradient), ranks.data_size):
-            batch = [group(n) for n in with_gradient[first : first + ranks.data_size]]
-            counts = [*(share.passes(*item) for item in batch), *[0] * (ranks.data_size - len(batch))]
-            if ranks.data_rank < len(batch):
-                share.add(*batch[ranks.data_rank])
-            for _ in range(max(counts) - counts[ranks.data_rank]):
-                share.add_nothing()
         if rank == 0:
-            for number in set(range(GROUPS)) - set(with_gradient):
-                share.add(*group(number))
+            rounds = [each for number in range(GROUPS) for each in share.add(*group(number))] + share.pool.flush()
+            handed = [[to_message(0, each) for each in passes] for passes in rounds]
+        shared = [handed if rank == 0 else None]
+        dist.broadcast_object_list(shared)
+        for passes in shared[0]:
+            share.run(from_message(*passes[ranks.data_rank]))
         stats = share.step()
     held = sum(p.to_local().numel() for p in model.parameters())
     published, kept = (

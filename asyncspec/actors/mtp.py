@@ -1,8 +1,6 @@
 """The policy's MTP module: the trainer trains it beside the policy and publishes it as the draft.
 
 It learns from detached hidden states of the policy's own forward pass: its loss reaches no parameter of the policy.
-
-Shape suffixes: G samples of a group, L positions, V vocabulary, D model dimension.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from asyncspec.config import Config, resolve_path
 from asyncspec.drafts import draft
 from asyncspec.drafts.supervision import from_pass
 from asyncspec.drafts.training import DraftTrainer
+from asyncspec.models.packed import Row, Scores
 from asyncspec.rl.learner import Learner
 from asyncspec.wire.weights import Layout, WholeSnapshot
 
@@ -42,26 +41,25 @@ class MTPTrainer:
     def begin_step(self) -> None:
         self.groups = 0
 
-    def train(self, tokens_GL, mask_GL, logits_GLV, hidden_GLD) -> dict[str, float]:
-        """Train on a forward pass of the policy; skip it after `draft.groups_per_step` in a step. Return counters."""
-        if self.groups == self.config.draft.groups_per_step:
-            return {}
-        self.groups += 1
-        supervision = from_pass(
-            tokens_GL,
-            mask_GL,
-            logits_GLV,
-            features_BLE=hidden_GLD,
-            embeds_BLD=self.learner.model.tok_embeddings(tokens_GL),
-            temperature=self.config.sampling.temperature,
-        )
-        loss, rates = self.trainer.step(supervision)
-        return {
-            "draft/loss": loss,
-            "draft/expected_acceptance_1": rates[0],
-            "draft/updates": self.trainer.steps,
-            "draft/skipped": self.trainer.skipped,
-        }
+    def train(self, row: Row, scores: Scores) -> dict[str, float]:
+        """Train on a forward pass of the policy, prompt by prompt, up to `draft.groups_per_step` prompts in a step.
+
+        Returns:
+            Counters.
+        """
+        counters: dict[str, float] = {}
+        for index in range(len(row.packing.segments)):
+            if self.groups == self.config.draft.groups_per_step:
+                break
+            self.groups += 1
+            loss, rates = self.trainer.step(from_pass(row, scores, index))
+            counters = {
+                "draft/loss": loss,
+                "draft/expected_acceptance_1": rates[0],
+                "draft/updates": self.trainer.steps,
+                "draft/skipped": self.trainer.skipped,
+            }
+        return counters
 
     def due(self) -> bool:
         """Whether to publish the module now. If so, it is next due `draft.publish_every` optimizer steps later."""

@@ -1,13 +1,13 @@
 """A team: several ranks of the trainer, or of a logprob actor, that hold one model together. The first rank leads.
 
 Only the leading rank receives groups from other actors, waits for them, decides and reports. Before each collective it
-sends an order to the other ranks, so that all ranks enter the same one. A rank without an order waits. Each data rank
-gets one group at a time. A rank that has no group, or whose group takes fewer passes than another, makes empty passes:
-every rank must take part in each pass.
+sends an order to the other ranks, so that all ranks enter the same one. A rank without an order waits. Every rank must
+take part in each pass, so a rank that has nothing to do makes an empty one. Trainer ranks get packed passes
+(trainer.py); each data rank of logprob gets one group at a time:
 
-    leader          deal g0, g1           | deal g2         | update, or collect
-    orders to 1     g1                    | nothing         | update, or collect
-    both ranks      passes over g0, g1    | passes over g2  | step, or sum
+    leader          deal g0, g1           | deal g2         | collect
+    orders to 1     g1                    | nothing         | collect
+    both ranks      passes over g0, g1    | passes over g2  | sum
 
 When a rank dies, the collective fails in the others, at once or at its deadline. They then wait until the whole run is
 restarted from the last checkpoint.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from asyncspec.actors.team import Team
 from asyncspec.config import work
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
+from asyncspec.rl.batch import Part, to_message
 from asyncspec.rl.learner import Learner
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
@@ -43,33 +45,32 @@ class TrainerTeam(Team):
     def __init__(self, actor: Actor, learner: Learner) -> None:
         super().__init__(actor, learner.ranks)
         self.learner = learner
-        self.waiting: list[tuple[m.Group, m.Arrays]] = []  # groups with a gradient, fewer than the data ranks
 
-    def add(self, group: m.Group, arrays: m.Arrays):
-        """Add a group to the gradient, now or together with the next groups. Return what `GradientAccumulator.add`
-        returns for this rank's group, or None if it was not added yet.
+    def add(self, step: int, group: m.Group, arrays: m.Arrays) -> list:
+        """Add a group to the gradient; passes run once they are full. Return what `GradientAccumulator.run` returned
+        for this rank's passes, without None.
         """
-        if not self.learner.accumulator.has_gradient(group):
-            return self.learner.accumulator.add(group, arrays)
-        self.waiting.append((group, arrays))
-        return self.flush() if len(self.waiting) == self.ranks.data_size else None
+        return self._run(step, self.learner.accumulator.add(group, arrays))
 
-    def flush(self):
-        """Add the waiting groups to the gradient now."""
-        if not self.waiting:
-            return None
-        parts, self.waiting = self.waiting, []
-        return self.deal(parts, self.learner.accumulator)
+    def flush(self, step: int) -> list:
+        """Run the passes that are not full. Return the same as `add`."""
+        return self._run(step, self.learner.accumulator.pool.flush())
+
+    def _run(self, step: int, rounds: list[list[list[Part]]]) -> list:
+        found = []
+        for passes in rounds:
+            for rank, outbox in enumerate(self.outboxes, start=1):
+                outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel]))
+            found.append(self.together(partial(self.learner.accumulator.run, passes[0])))
+        return [each for each in found if each is not None]
 
     def update(self) -> dict[str, float]:
         """Call `Learner.update` on all ranks, and return its statistics."""
-        self.flush()
         self.order(UPDATE)
         return self.together(self.learner.update)
 
     def clear(self) -> None:
         """Forget the groups of an unfinished step, on all ranks."""
-        self.waiting = []
         self.order(CLEAR)
         self.learner.accumulator.clear()
 
@@ -179,6 +180,7 @@ class Trainer(Actor):
                 self.wait_step(0.005)
             self.publisher.check()
         with self._part("train", step):
+            self._draft(self.team.flush(step))
             stats, skipped = self.learner.take_step(step, work.groups, self.team.update, self._notice)
         lags = step - np.concatenate([arrays["versions"] for _, arrays in work.groups])
         stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
@@ -287,10 +289,13 @@ class Trainer(Actor):
         self.step.groups.append((group, arrays))
         self.delay("train", ticket=group.ticket.ticket_id)
         self.fault("work")
-        forward = self.team.add(group, arrays)
-        if self.mtp is not None and forward is not None:
-            self.counters |= self.mtp.train(*forward)
+        self._draft(self.team.add(step, group, arrays))
         return m.GroupRecord.of(group, arrays)
+
+    def _draft(self, passes: list) -> None:
+        """Train the MTP module, if there is one, on passes of the policy."""
+        for row, scores in passes if self.mtp is not None else ():
+            self.counters |= self.mtp.train(row, scores)
 
     def _next_group(self, ticket_id: int) -> tuple[m.Group, m.Arrays]:
         start = now()

@@ -1,10 +1,10 @@
 """The trainer's ranks beyond the first; see team.py.
 
-    trainer         add g0 | add g1 | flush      | update | snapshot, publish ...
-    orders to 1            | g1     | -          | update | snapshot, gather
-    both ranks             | backward of g0, g1  | step   | gather bucket by bucket (in a thread)
+    trainer         add g0 | add g1 | flush        | update | snapshot, publish ...
+    orders to 1            | a pass | a pass       | update | snapshot, gather
+    both ranks             | a pass | a pass       | step   | gather bucket by bucket (in a thread)
 
-Groups that have a gradient are added together, one on each data rank.
+Responses of groups that have a gradient are packed to passes, one on each data rank (rl/batch.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncspec.actors.base import StopRequested
-from asyncspec.actors.team import NOTHING, Follower
+from asyncspec.actors.team import Follower
 from asyncspec.actors.trainer import CLEAR, GATHER, SAVE, SNAPSHOT, UPDATE
 from asyncspec.config.topology import TRAINER_RANK
 from asyncspec.deadlines import COLLECTIVE_S
+from asyncspec.rl.batch import from_message
 from asyncspec.rl.learner import Learner
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Snapshot
@@ -25,6 +26,7 @@ class TrainerRank(Follower):
     """A rank of the trainer that follows the first."""
 
     role = TRAINER_RANK
+    takes = (m.Pass, m.Order)
     learner_class = Learner
 
     def __init__(self, spec) -> None:
@@ -46,13 +48,10 @@ class TrainerRank(Follower):
 
     def follow(self, message: m.Message, arrays: m.Arrays) -> None:
         learner = self.learner
-        if isinstance(message, m.Group):
-            with self.recorder.span("train", message.ticket.step, message.ticket.ticket_id):
+        if isinstance(message, m.Pass):
+            with self.recorder.span("train", message.step):
                 self.fault("work")
-                learner.accumulator.add(message, arrays)
-        elif message.what == NOTHING:
-            for _ in range(message.number):
-                learner.accumulator.add_nothing()
+                learner.accumulator.run(from_message(message, arrays))
         elif message.what == UPDATE:
             try:
                 learner.update()

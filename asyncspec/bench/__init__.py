@@ -34,6 +34,7 @@ BENCHMARKS = {
         25,
     ),
     "ranks": Listed("asyncspec.bench.ranks", "whether trainers of 1, 2 and 4 ranks learn equally well", 15),
+    "trainer": Listed("asyncspec.bench.trainer", "packed passes with shared prompts, against padded passes", 5),
     "adapter": Listed(
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
     ),

@@ -152,7 +152,8 @@ class TrainerConfig:
     )
     tokens_per_pass: int = knob(
         32768,
-        "maximum number of tokens of a pass in trainer and logprob, with padding; a larger group takes several passes",
+        "maximum number of tokens of a pass in trainer and logprob; responses are packed, and a prompt counts once for "
+        "all of its responses in a pass",
         least=1,
         most=10**9,
     )

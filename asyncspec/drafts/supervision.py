@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from asyncspec.models.packed import Row, Scores
 from asyncspec.models.policy import forward
 from asyncspec.wire.messages import Arrays
 
@@ -96,17 +97,51 @@ def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supe
         aux_layers: the policy's layers whose inputs the draft takes; () for a draft that takes tokens only.
         temperature: temperature of the sampling; the draft learns the distribution that is sampled from.
     """
-    return from_pass(tokens_BL, mask_BL, *forward(model, tokens_BL, aux_layers), temperature)
+    logits_BLV, features_BLE, embeds_BLD = forward(model, tokens_BL, aux_layers)
+    target = Target((logits_BLV / temperature).log_softmax(-1))
+    return Supervision(tokens_BL, mask_BL, target, _float(features_BLE), _float(embeds_BLD))
 
 
 @torch.no_grad()
-def from_pass(tokens_BL, mask_BL, logits_BLV, features_BLE, embeds_BLD, temperature: float) -> Supervision:
-    """Make supervision from the results of a pass that was made for another reason, by `models.policy.forward`."""
-    target = Target((logits_BLV.detach() / temperature).log_softmax(-1))
-    features_BLE, embeds_BLD = (
-        None if tensor is None else tensor.detach().float() for tensor in (features_BLE, embeds_BLD)
-    )
-    return Supervision(tokens_BL, mask_BL, target, features_BLE, embeds_BLD)
+def from_pass(row: Row, scores: Scores, index: int = 0) -> Supervision:
+    """Make supervision from a pass that was made for another reason. It has one row for each response of a prompt.
+
+    Args:
+        row: a packed row.
+        scores: what `models.packed.run` returned for it, with `keep`.
+        index: which prompt of the row.
+    """
+    segment, device = row.packing.segments[index], row.tokens_1L.device
+    lengths = np.array(segment.lengths)
+    B, P, L = len(lengths), segment.prompt, segment.prompt + 1 + max(segment.lengths)
+    index_L = np.arange(L)
+    mask = (index_L >= P) & (index_L <= P + lengths[:, None])
+    # Index in the packed row; a response's last token is not there.
+    at = np.where(index_L < P, segment.start + index_L, np.array(segment.starts)[:, None] + index_L - P)
+    held = index_L < P + lengths[:, None]
+    at_BL, held_BL, mask_BL = (torch.from_numpy(a).to(device) for a in (np.where(held, at, 0), held, mask))
+    first = sum(sum(s.lengths) + len(s.lengths) for s in row.packing.segments[:index])
+    rows = slice(first, first + int(mask.sum()))
+
+    def spread(values, where_BL):
+        out = values.new_zeros(B, L, *values.shape[1:])
+        out[where_BL] = values
+        return out
+
+    def gathered(values_L):
+        return None if values_L is None else _float(values_L[at_BL] * held_BL.unsqueeze(-1))
+
+    tokens_BL = row.tokens_1L[0][at_BL] * held_BL
+    tokens_BL[mask_BL] = row.token_T[rows]
+    predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:], (0, 1))
+    chosen = scores.chosen
+    token_BLM = None if chosen.token_TM is None else spread(chosen.token_TM[rows], predicts_BL)
+    target = Target(spread(chosen.kept_TM[rows], predicts_BL), token_BLM)
+    return Supervision(tokens_BL, mask_BL, target, gathered(scores.features_LE), gathered(scores.embeds_LD))
+
+
+def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float()
 
 
 def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random.Generator | None = None) -> Arrays:
@@ -146,8 +181,11 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
         "length": (end_B - start_B).to(torch.int32),
         "response": (first_B - start_B).clamp(min=0).to(torch.int32),
     }
+    token_TM = None if target.token_BLM is None else target.token_BLM[predicts_BL]
     if 0 < top < logprob_TM.shape[-1]:
-        logprob_TM, token_TM = logprob_TM.topk(top)
+        logprob_TM, at_TM = logprob_TM.topk(top)
+        token_TM = at_TM if token_TM is None else token_TM.gather(-1, at_TM)
+    if token_TM is not None:
         arrays["target_tokens"] = token_TM.to(torch.int32)
     arrays["target_logprobs"] = _half(logprob_TM)
     if features_BLE is not None:

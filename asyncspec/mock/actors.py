@@ -6,6 +6,7 @@ Their queues, order, lag and broadcasts are the real ones.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +18,7 @@ from asyncspec.actors.trainer_rank import TrainerRank
 from asyncspec.ledger import checkpoint
 from asyncspec.mock.engine import MockEngine, MockModel
 from asyncspec.models.parallel import Ranks
+from asyncspec.rl.batch import Part, Pool
 from asyncspec.rl.learner import Learner
 from asyncspec.rl.scorer import Scorer
 from asyncspec.wire import messages as m
@@ -25,8 +27,9 @@ from asyncspec.wire import messages as m
 class MockAccumulator:
     """Stands in for GradientAccumulator."""
 
-    def __init__(self, model: MockModel, group_s: float, ranks: Ranks) -> None:
-        self.model, self.group_s, self.ranks, self.updates = model, group_s, ranks, 0
+    def __init__(self, model: MockModel, response_s: float, ranks: Ranks) -> None:
+        self.model, self.response_s, self.ranks, self.updates = model, response_s, ranks, 0
+        self.pool = Pool(ranks.data_size, 1 << 30)
         self.optimizer = torch.optim.AdamW(model.parameters())
 
     def state(self) -> dict:
@@ -38,17 +41,14 @@ class MockAccumulator:
     def clear(self) -> None:
         pass
 
-    def has_gradient(self, group: m.Group) -> bool:
-        return True
+    def add(self, group: m.Group, arrays: m.Arrays) -> list[list[list[Part]]]:
+        """Return one round in which each rank gets an equal share of the group's responses."""
+        whole = Part(group.ticket.prompt_tokens, {name: arrays[name] for name in ("tokens", "lengths")})
+        responses, ranks = list(range(len(arrays["lengths"]))), self.ranks.data_size
+        return [[[whole.of(responses[rank::ranks])] if responses[rank::ranks] else [] for rank in range(ranks)]]
 
-    def passes(self, group: m.Group, arrays: m.Arrays) -> int:
-        return 1
-
-    def add(self, group: m.Group, arrays: m.Arrays) -> None:
-        time.sleep(self.group_s)
-
-    def add_nothing(self) -> None:
-        pass
+    def run(self, parts: Sequence[Part]) -> None:
+        time.sleep(self.response_s * sum(len(part.arrays["lengths"]) for part in parts))
 
     def step(self) -> dict[str, float]:
         self.ranks.sum_over_groups(torch.zeros(1))
@@ -65,7 +65,8 @@ class MockLearner(Learner):
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         c = self.config
         self.ranks.join(store_host, store_port, self.device, c.deployment.start_timeout_s, collective_s)
-        seconds = c.mock.train_s * c.mock.time_scale / c.rl.groups_per_step  # per group, with all ranks at work
+        # per response, with all ranks at work
+        seconds = c.mock.train_s * c.mock.time_scale / (c.rl.groups_per_step * c.rl.group_size)
         self.accumulator = MockAccumulator(self.model, seconds * self.ranks.data_size, self.ranks)
         self._hold()
 

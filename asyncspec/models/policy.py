@@ -1,8 +1,8 @@
 """The policy: torchtitan's Qwen3 (dense or a mixture of experts) or Llama 3, read from and written to Hugging Face
 checkpoints.
 
-One definition serves trainer, logprob and engine. Trainer and logprob run the model unchanged, over whole
-(right-padded) sequences. The engine runs the same parameters over a slot KV cache (engine/decode.py).
+One definition serves trainer, logprob and engine. Trainer and logprob run the model unchanged, over packed rows
+(models/packed.py). The engine runs the same parameters over a slot KV cache (engine/decode.py).
 
 Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A auxiliary layers; E
 experts, F hidden dimension of an expert, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import fill as filling
+from asyncspec.models.attention import CausalAttention
 from asyncspec.models.contents import check_policy
 from asyncspec.models.export import write_policy
 from asyncspec.models.shape import PolicyShape, RopeScaling
@@ -47,25 +48,7 @@ with compiling_later():
     from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-    from torchtitan.protocols.module import Module
     from torchtitan.protocols.state_dict_adapter import StateDictAdapter
-
-
-class CausalAttention(Module):
-    """Causal attention over whole sequences starting at position 0; right padding needs no mask."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks=None, scale=None, enable_gqa=False):
-        q_BNLH, k_BNLH, v_BNLH = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        return F.scaled_dot_product_attention(
-            q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale, enable_gqa=enable_gqa
-        ).transpose(1, 2)
 
 
 class ExactExperts(GroupedExperts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,8 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.ledger import checkpoint
+from asyncspec.models import packed
+from asyncspec.models.packed import Row, Scores, row_of
 from asyncspec.models.parallel import Ranks
-from asyncspec.rl.batch import padded, passes, response_logprobs
+from asyncspec.rl.batch import Part, Pool, pack
 from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
 from asyncspec.wire import messages as m
 
@@ -41,15 +44,15 @@ class GradientAccumulator:
         temperature: float,
         ranks: Ranks | None = None,
         tokens_per_pass: int = 1 << 30,
-        keep_first: bool = False,
+        keep: int | None = None,
     ) -> None:
         """
         Args:
             ranks: the ranks that hold the model; None: this process alone, in float32.
-            tokens_per_pass: a group with more tokens, padded, takes several passes.
-            keep_first: whether `add` returns its first pass, whose logits are then kept during the others.
+            tokens_per_pass: responses are packed to passes of this many tokens.
+            keep: how many of the most probable tokens `run` keeps of each distribution; 0: all; None: it keeps nothing.
         """
-        self.tokens_per_pass = tokens_per_pass
+        self.pool = Pool(1 if ranks is None else ranks.data_size, tokens_per_pass)
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
         o = optimizer_config
         self.optimizer = torch.optim.AdamW(
@@ -59,9 +62,7 @@ class GradientAccumulator:
             self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps))
         )
         self.device = next(model.parameters()).device
-        self.keep_first, self._hidden = keep_first, None
-        if keep_first:
-            model.lm_head.register_forward_pre_hook(self._keep_hidden)
+        self.keep = keep
         self.clear()
 
     def state(self) -> dict:
@@ -82,66 +83,59 @@ class GradientAccumulator:
     def clear(self) -> None:
         """Drop the groups added since the last step."""
         self.optimizer.zero_grad()
+        self.pool.clear()
         self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
 
     def has_gradient(self, group: m.Group) -> bool:
         """Whether the samples differ in reward, or there is a KL term; otherwise the gradient is exactly zero."""
         return self.rl.kl_coef > 0 or bool(group_advantages(group.rewards, self.rl.advantage).any())
 
-    def passes(self, group: m.Group, arrays: m.Arrays) -> int:
-        """Return how many passes `add` makes for a group with a gradient."""
-        return len(passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass))
-
-    def add(self, group: m.Group, arrays: m.Arrays) -> tuple[torch.Tensor, ...] | None:
-        """Run forward and backward over one group.
-
-        Collective if the group has a gradient: the other ranks must make as many passes, with groups of their own or
-        with `add_nothing`.
+    def add(self, group: m.Group, arrays: m.Arrays) -> list[list[list[Part]]]:
+        """Count a group, and let its responses wait for a pass if it has a gradient.
 
         Returns:
-            With `keep_first`: tokens_GL, mask_GL, logits_GLV and hidden_GLD of the first forward pass, detached. None
-            without it, or if the group has no gradient.
+            The rounds of passes that are full. Each data rank must `run` its pass of each round.
         """
         tokens = int(arrays["lengths"].sum())
         self.tokens += tokens
         if not self.has_gradient(group):
-            return None
+            return []
         self.tokens_with_signal += tokens
-        advantages, seen, first = group_advantages(group.rewards, self.rl.advantage), 0, None
-        for part in passes(group.ticket.prompt_tokens, arrays, self.tokens_per_pass):
-            samples = len(part["lengths"])
-            kept = self._pass(
-                group.ticket.prompt_tokens, part, advantages[seen : seen + samples], self.keep_first and not seen
-            )
-            seen, first = seen + samples, first or kept
-        return first
+        advantages_G = group_advantages(group.rewards, self.rl.advantage).numpy()
+        used = {name: array for name, array in arrays.items() if name != "versions"}
+        return self.pool.add(Part(group.ticket.prompt_tokens, used | {"advantages": advantages_G}))
 
-    def _pass(
-        self, prompt: list[int], arrays: m.Arrays, advantage_G: torch.Tensor, keep: bool
-    ) -> tuple[torch.Tensor, ...] | None:
-        lengths_G = torch.from_numpy(arrays["lengths"].astype(np.int64))
-        tokens_GL, mask_GL = padded(prompt, arrays, self.device)
-        proximal_T, behavior_T = (torch.from_numpy(arrays[k].copy()).to(self.device) for k in ("proximal", "behavior"))
-        logits_GLV = self._logits(tokens_GL)
-        logprob_T = response_logprobs(logits_GLV, tokens_GL, mask_GL, self.temperature)
-        reference_T = torch.from_numpy(arrays["reference"].copy()).to(self.device) if "reference" in arrays else None
+    def run(self, parts: Sequence[Part]) -> tuple[Row, Scores] | None:
+        """Run one pass forward and backward. Collective.
+
+        Args:
+            parts: what `add` or `pool.flush` returned for this rank; empty to take part with a gradient of zero.
+
+        Returns:
+            With `keep`, the pass and its results, detached; otherwise None.
+        """
+        if not parts:
+            row = row_of([[0]], [[np.zeros(1)]], self.device)
+            (0 * packed.run(self.model, row, self.temperature).chosen.logprob_T.sum()).backward()
+            return None
+        row, aux_layers = pack(parts, self.device), (len(self.model.layers),) if self.keep is not None else ()
+        scores = packed.run(self.model, row, self.temperature, self.keep, aux_layers)
+        arrays = {
+            name: torch.from_numpy(np.concatenate([part.arrays[name] for part in parts])).to(self.device)
+            for name in parts[0].arrays
+        }
         loss, stats = policy_loss(
-            logprob_T,
-            proximal_T,
-            behavior_T,
-            advantage_G.repeat_interleave(lengths_G).to(self.device),
-            reference_T,
+            scores.chosen.logprob_T,
+            arrays["proximal"],
+            arrays["behavior"],
+            arrays["advantages"].repeat_interleave(arrays["lengths"]),
+            arrays.get("reference"),
             self.rl,
         )
         loss.backward()
         for name, value in stats.items():
             self.sums[name] += float(value)
-        hidden_GLD, self._hidden = self._hidden, None
-        return (tokens_GL, mask_GL, logits_GLV.detach(), hidden_GLD) if keep else None
-
-    def add_nothing(self) -> None:
-        """Take part in one pass of the other ranks, with a gradient of zero. Collective."""
-        (0 * self._logits(torch.zeros(1, 2, dtype=torch.int64, device=self.device)).sum()).backward()
+        return None if self.keep is None else (row, scores)
 
     def step(self) -> dict[str, float]:
         """Divide once, clip and update the weights. Collective.
@@ -173,11 +167,3 @@ class GradientAccumulator:
         self.schedule.step()
         self.clear()
         return stats
-
-    def _logits(self, tokens_GL: torch.Tensor) -> torch.Tensor:
-        """Return logits_GLV, float32 [G, L, V], with gradient."""
-        logits_GLV = self.model(tokens_GL)
-        return (logits_GLV.full_tensor() if isinstance(logits_GLV, DTensor) else logits_GLV).float()
-
-    def _keep_hidden(self, module, inputs: tuple) -> None:
-        self._hidden = inputs[0].detach()

@@ -79,7 +79,7 @@ class Learner:
             c.sampling.temperature,
             ranks=self.ranks,
             tokens_per_pass=c.trainer.tokens_per_pass,
-            keep_first=c.draft_trainer == "trainer",
+            keep=c.draft.top_tokens if c.draft_trainer == "trainer" else None,
         )
         self._hold()
 

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from asyncspec.config import Config, resolve_path, work
+from asyncspec.models import packed
 from asyncspec.models.contents import check_policy
+from asyncspec.models.packed import row_of
 from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
-from asyncspec.rl.batch import padded, passes, response_logprobs
+from asyncspec.rl.batch import Part, divide, pack
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Layout
 
@@ -92,7 +94,11 @@ class Scorer:
 
     def passes(self, group: m.Group, arrays: m.Arrays) -> int:
         """Return how many passes `add` makes for a group."""
-        return len(passes(group.ticket.prompt_tokens, arrays, self.config.trainer.tokens_per_pass))
+        return len(self._divided(group, arrays))
+
+    def _divided(self, group: m.Group, arrays: m.Arrays) -> list[Part]:
+        used = {name: arrays[name] for name in ("tokens", "lengths")}
+        return divide(Part(group.ticket.prompt_tokens, used), self.config.trainer.tokens_per_pass)
 
     @torch.no_grad()
     def add(self, group: m.Group, arrays: m.Arrays) -> Callable | None:
@@ -105,33 +111,26 @@ class Scorer:
             first pass, to be called when there is time. Otherwise None.
         """
         from asyncspec.drafts.supervision import from_pass
-        from asyncspec.models.policy import forward
 
         temperature, supervision = self.config.sampling.temperature, None
         self._scored = [[] for _ in self.scores]
-        for part in passes(group.ticket.prompt_tokens, arrays, self.config.trainer.tokens_per_pass):
-            tokens_GL, mask_GL = padded(group.ticket.prompt_tokens, part, self.device)
-            logits_GLV, *hidden = forward(self.model, tokens_GL, self.aux_layers if self.supervising else ())
+        for part in self._divided(group, arrays):
+            row = pack([part], self.device)
+            keep, aux_layers = (self.config.draft.top_tokens, self.aux_layers) if self.supervising else (None, ())
+            scores = packed.run(self.model, row, temperature, keep, aux_layers)
             if self.supervising:
-                self.supervising, supervision = (
-                    False,
-                    partial(from_pass, tokens_GL, mask_GL, logits_GLV, *hidden, temperature),
-                )
-            self._scored[0].append(response_logprobs(logits_GLV, tokens_GL, mask_GL, temperature))
+                self.supervising, supervision = False, partial(from_pass, row, scores)
+            self._scored[0].append(scores.chosen.logprob_T)
             if self.reference is not None:
-                self._scored[1].append(
-                    response_logprobs(forward(self.reference, tokens_GL)[0], tokens_GL, mask_GL, temperature)
-                )
+                self._scored[1].append(packed.run(self.reference, row, temperature).chosen.logprob_T)
         return supervision
 
     @torch.no_grad()
     def add_nothing(self) -> None:
         """Take part in one pass of the other ranks. Collective."""
-        from asyncspec.models.policy import forward
-
-        nothing_GL = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        row = row_of([[0]], [[np.zeros(1)]], self.device)
         for model in self._models:
-            forward(model, nothing_GL)
+            packed.run(model, row, 1.0)
 
     def collect(self, tokens: int) -> np.ndarray:
         """Return the scores of the last group in each data rank, float32 [data ranks, scores, tokens], padded with

@@ -76,6 +76,17 @@ class Group(Message, frozen=True):
     accepted_at: list[int] = []
 
 
+class Pass(Message, frozen=True):
+    """One pass of a trainer's rank: prompts with some of their responses; without any, it only takes part.
+
+    Arrays, of all responses in order: as in `Group`, and advantages float32 with one entry for each response.
+    """
+
+    step: int
+    prompts: list[list[int]] = []
+    responses: list[int] = []  # number of responses of each prompt
+
+
 class Supervision(Message, frozen=True):
     """One group's training data for the draft. Arrays: see `drafts.supervision.pack`."""
 

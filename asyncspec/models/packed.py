@@ -1,0 +1,105 @@
+"""One pass of a policy over a packed row: the logprobs of all response tokens, and what a draft learns from.
+
+Shape suffixes: L positions of the row, T response tokens, D model dimension, A auxiliary layers, M tokens kept of a
+distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from asyncspec.models import head
+from asyncspec.models.attention import Packing
+
+
+class Row(NamedTuple):
+    """A packed row.
+
+    tokens_1L: int64, without the last token of each response.
+    packing: where prompts and responses lie.
+    token_T: int64, all response tokens.
+    """
+
+    tokens_1L: torch.Tensor
+    packing: Packing
+    token_T: torch.Tensor
+
+
+class Scores(NamedTuple):
+    """The results of a pass.
+
+    chosen: logprobs of the response tokens, see `head.chosen`.
+    features_LE: the inputs of the auxiliary layers, concatenated, float [L, A*D]; None without them.
+    embeds_LD: the embeddings of the row's tokens; None without auxiliary layers.
+    """
+
+    chosen: head.Chosen
+    features_LE: torch.Tensor | None = None
+    embeds_LD: torch.Tensor | None = None
+
+
+def row_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[np.ndarray]], device: str = "cpu") -> Row:
+    """Pack prompts and the responses of each, at least one and none of them empty."""
+    sizes, tokens = [], []
+    for prompt, its in zip(prompts, responses):
+        sizes.append((len(prompt), [len(response) for response in its]))
+        tokens += [np.asarray(prompt, np.int64), *(np.asarray(response[:-1], np.int64) for response in its)]
+    chosen = np.concatenate([response for its in responses for response in its]).astype(np.int64)
+    packed = torch.from_numpy(np.concatenate(tokens)).unsqueeze(0)
+    return Row(packed.to(device), Packing.of(sizes, device), torch.from_numpy(chosen).to(device))
+
+
+def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers=()) -> Scores:
+    """Run one pass of a policy that is whole or sharded over several ranks. Collective if it is sharded.
+
+    Args:
+        temperature: the sampling temperature.
+        keep: how many of the most probable tokens to keep of each distribution, see `head.chosen`.
+        aux_layers: layers whose inputs are returned, detached; n_layers, one past the last, means the hidden states
+            after the final norm.
+    """
+    # A sharded policy must be called as a whole, so that its ranks gather the weights of each layer. So the head's
+    # forward pass is replaced, and hooks catch the inputs of the layers on the way.
+    passed: dict[int, torch.Tensor] = {}
+    modules = dict(enumerate([*model.layers.values(), model.lm_head]))
+    hooks = [
+        modules[index].register_forward_pre_hook(
+            lambda _, inputs, index=index: passed.update({index: whole(inputs[0]).detach()[0]})
+        )
+        for index in ({0, *aux_layers} if aux_layers else ())
+    ]
+    before = row.packing.predicting()
+    own = model.lm_head.__dict__.get("forward")  # torchtitan's, if the head is divided
+    model.lm_head.forward = lambda hidden_1LD: _choose(model.lm_head.weight, hidden_1LD, before, row, temperature, keep)
+    try:
+        found = model(row.tokens_1L, row.packing.positions(), row.packing)
+    finally:
+        del model.lm_head.forward
+        if own is not None:
+            model.lm_head.forward = own
+        for hook in hooks:
+            hook.remove()
+    if not aux_layers:
+        return Scores(found)
+    return Scores(found, torch.cat([passed[index] for index in sorted({*aux_layers})], dim=-1), passed[0])
+
+
+def _choose(weight, hidden_1LD, before, row: Row, temperature: float, keep: int | None) -> head.Chosen:
+    group = None
+    if isinstance(weight, DTensor):
+        group, weight = weight.device_mesh.get_group(), weight.to_local()
+    if isinstance(hidden_1LD, DTensor):
+        mesh = hidden_1LD.device_mesh
+        # Each rank computes its part of the vocabulary, so the gradient that it returns is a summand.
+        hidden_1LD = hidden_1LD.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+    return head.chosen(hidden_1LD[0].index_select(0, before), weight, row.token_T, temperature, keep, group)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that ranks may divide as a whole. Collective if they do."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
