@@ -7,7 +7,9 @@ from groups import padded, plain_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncspec.config import Config
 from asyncspec.drafts.supervision import from_pass, supervise
+from asyncspec.launch import estimate
 from asyncspec.models import head, packed
 from asyncspec.models.attention import Packing
 from asyncspec.models.policy import build
@@ -147,3 +149,46 @@ def test_documents_of_a_packed_row_cover_each_query_once(sizes):
         seen = index[k0:k1]
         assert positions[seen].tolist() == list(range(k1 - k0)) and seen[-(q1 - q0) :].tolist() == list(range(q0, q1))
         assert q1 - q0 <= most_queries and k1 - k0 <= most_keys
+
+
+# Peak GiB on one H200, scripts/measure_trainer.py, benchmarks/gpu/h200.md: Qwen3-0.6B's sizes, computing in bfloat16.
+@pytest.mark.parametrize(
+    "tokens, recompute, measured", [(512 + 16 * 1023, False, 28.3), (512 + 4 * 4095, False, 27.6), (33278, True, 9.3)]
+)
+def test_the_estimate_of_a_pass_is_within_a_tenth_of_what_a_gpu_needed(tokens, recompute, measured):
+    qwen3 = {
+        "hidden_size": 1024,
+        "head_dim": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "model_type": "qwen3",
+    }
+    gathered = 2 * 151936 * 1024  # the embedding in 16 bits, which FSDP gathers
+    parts = (
+        8 * estimate.parameters(qwen3),
+        estimate.activations(qwen3, 2, tokens, recompute),
+        estimate.head(qwen3, 2, 1),
+    )
+    assert (sum(parts) + gathered) / 2**30 == pytest.approx(measured, rel=0.1)
+
+
+def test_a_sample_of_64k_tokens_fits_on_eight_gpus_of_80_gb():
+    config = Config()
+    config.model.dtype, config.sampling.max_response_tokens = "bfloat16", 65536
+    config.trainer.ranks, config.trainer.recompute, config.trainer.tokens_per_pass = 8, True, 66000
+    qwen3_8b = {
+        "hidden_size": 4096,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "model_type": "qwen3",
+    }
+    assert sum(estimate.of_actor(config, qwen3_8b, "trainer").values()) < 80e9

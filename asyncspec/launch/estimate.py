@@ -1,8 +1,8 @@
 """Estimates the memory of each actor, in bytes by purpose, from the configuration and the policy's config.json alone.
 
 Weights and moments are exact, and so is the KV cache, up to its alignment (at most `numpy_cache.LINE` positions a row).
-Activations follow Korthikanti et al. 2022, arXiv 2205.05198: 34 bytes per token, layer and unit of width in 16 bits,
-twice that in 32 bits, and two bytes if they are recomputed. Allocators and libraries come on top.
+Activations of a pass are counted as `activations` says, which was fitted to measurements; a draft model's follow
+Korthikanti et al. 2022, arXiv 2205.05198. Allocators and libraries come on top.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from asyncspec.config import Config, resolve_path
 from asyncspec.models.headers import read_json
 
 FLOAT = 4
+ROWS = 512  # rows of logits that a pass makes at once, as in models/head.py
 ADAM = 2 * FLOAT  # AdamW's two moments
 # Activations of one pass of an unrolled draft, per token and unit of width, besides logits and attention weights.
 # Measured.
@@ -137,6 +138,35 @@ def loaded(config: Config, policy: dict, role: str, element: int) -> float:
     return element * max(embedding, layer) / ranks
 
 
+def activations(policy: dict, element: int, tokens: float, recompute: bool = False) -> float:
+    """Bytes that a packed pass keeps for its backward pass, without the head.
+
+    Args:
+        element: bytes of one number.
+        tokens: tokens of the pass.
+        recompute: whether each layer keeps its input alone; then one layer's numbers exist at once.
+    """
+    D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    queries, keys = H * policy["num_attention_heads"], H * policy["num_key_value_heads"]
+    experts = policy.get("num_experts_per_tok", 1) if policy.get("num_experts") else 0
+    width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
+    layer = element * tokens * (4 * D + 3 * queries + 3 * keys + 3 * width)
+    layers = policy["num_hidden_layers"]
+    return layers * element * tokens * D + layer if recompute else layers * layer
+
+
+def head(policy: dict, element: int, parts: int, trained: bool = True) -> float:
+    """Bytes of the logits that exist at once and, if the head is trained, of its gradient before it is added up.
+
+    Args:
+        element: bytes of a number of the weights.
+        parts: the number of ranks that divide the vocabulary.
+    """
+    V = policy["vocab_size"] / parts
+    logits = 2 * FLOAT * ROWS * V + (element * ROWS * V if element < FLOAT else 0)
+    return logits + FLOAT * V * policy["hidden_size"] * trained
+
+
 # Parts whose size follows exactly from the configuration.
 _EXACT = ("weights", "weights and gradients", "optimizer", "snapshot", "KV cache")
 
@@ -164,22 +194,17 @@ def _rotated_heads(policy: dict) -> float:
 def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     P, V = parameters(policy), policy["vocab_size"]
     longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
-    tokens = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
+    group = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
+    step = config.rl.groups_per_step * config.rl.group_size * longest
     trainer, element = config.trainer, FLOAT if config.model.dtype == "float32" else 2
     if role in ("trainer", "trainer_rank"):
-        share, wide = P / trainer.ranks, element / 2
-        kept = 2 if trainer.recompute else 34
+        share, tokens = P / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
         return {
             "weights and gradients": 2 * FLOAT * share,
             "optimizer": ADAM * share,
             "snapshot": FLOAT * share,
-            "activations": kept
-            * wide
-            * tokens
-            * policy["hidden_size"]
-            * policy["num_hidden_layers"]
-            / trainer.tensor_parallel,
-            "logits": 4 * FLOAT * tokens * V,
+            "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
+            "logits": head(policy, element, trainer.tensor_parallel),
             "RoPE table": rope_table(config, policy),
         }
     if role in ("logprob", "logprob_rank"):
@@ -187,7 +212,8 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         models = 2 if config.rl.kl_coef > 0 else 1
         found = {
             "weights": element * P / ranks * models,
-            "logits": 3 * FLOAT * tokens * V,
+            "activations": activations(policy, element, group) / policy["num_hidden_layers"],
+            "logits": head(policy, element, config.logprob.tensor_parallel, trained=False),
             "RoPE table": rope_table(config, policy) * models,
         }
         if ranks == 1:
@@ -238,7 +264,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # twice: a copy, and a file in memory
         return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}
     if role == "draft_adapter":
-        return _of_draft(config, tokens, longest)
+        return _of_draft(config, group, longest)
     return {}
 
 

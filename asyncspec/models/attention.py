@@ -166,7 +166,9 @@ class CausalAttention(Module):
         """
         if attention_masks is None:
             return _attend(q_BLNH, k_BLNH, v_BLNH, scale, enable_gqa, is_causal=True)
-        attend = _by_documents if q_BLNH.is_cuda and q_BLNH.element_size() == 2 else _by_segments
+        # Lone responses are whole sequences, which need no varlen attention.
+        shared = any(len(segment.lengths) > 1 for segment in attention_masks.segments)
+        attend = _by_documents if shared and q_BLNH.is_cuda and q_BLNH.element_size() == 2 else _by_segments
         return attend(attention_masks, q_BLNH[0], k_BLNH[0], v_BLNH[0], scale, enable_gqa).unsqueeze(0)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-ROWS = 512  # rows whose logits exist at once
+ROWS = 512  # rows whose logits exist at once; launch/estimate.py counts them
 
 
 class Chosen(NamedTuple):
