@@ -1,5 +1,7 @@
 """Messages and tensors survive the wire, and damaged ones are refused."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from groups import ticket_of
@@ -70,3 +72,8 @@ def test_a_tensor_of_an_impossible_shape_is_refused(shape):
     )
     with pytest.raises(codec.WireError):
         codec.decode([header, b"\1" * 8 if 0 not in shape else b""])
+
+
+def test_every_message_can_be_decoded():
+    declared = {each for each in vars(m).values() if isinstance(each, type) and issubclass(each, m.Message)}
+    assert declared - {m.Message} == set(get_args(m.AnyMessage))

@@ -359,6 +359,7 @@ class Stopped(Message, frozen=True):
 AnyMessage = (
     Ticket
     | Group
+    | Pass
     | Supervision
     | Order
     | Hello
