@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from asyncspec.ledger.audit import audit
@@ -105,6 +106,24 @@ def forking():
         ]
     )
     return context
+
+
+def in_ranks(count, target, *args, told=1):
+    """Run target(rank, *args, port, results) in processes that share a store at this port.
+
+    Return what they put into the queue `results`: `told` items each.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = forking()
+    results = context.Queue()
+    children = [context.Process(target=target, args=(rank, *args, store.port, results)) for rank in range(count)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=120) for _ in range(count * told)]
+    for child in children:
+        child.join(30)
+        assert child.exitcode == 0
+    return found
 
 
 class Running:

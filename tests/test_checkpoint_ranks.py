@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Running, events, forking, rows
+from runs import Running, events, in_ranks, rows
 
 from asyncspec.config import load
 from asyncspec.ledger import checkpoint
@@ -74,16 +74,7 @@ def written(tmp_path_factory):
     told}.
     """
     run_dir = tmp_path_factory.mktemp("run")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = forking()
-    results = context.Queue()
-    children = [context.Process(target=work, args=(rank, run_dir, store.port, results)) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(120)
-        assert child.exitcode == 0
-    told = [results.get(timeout=10) for _ in range(4)]
+    told = in_ranks(2, work, run_dir, told=2)
     return run_dir, {version: rest for version, *rest in told}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import forking
+from runs import in_ranks
 
 from asyncspec.config import load, resolve_path
 from asyncspec.launch import estimate
@@ -75,7 +75,7 @@ def exported(learner, port):
     return before
 
 
-def measured(act, actor, rank, overrides, run_dir, port, results):
+def measured(rank, act, actor, overrides, run_dir, port, results):
     """Do something as a rank of an actor; tell the bytes at the peak."""
     torch.set_num_threads(1)
     one = learner_or_scorer(actor, rank, overrides, run_dir)
@@ -90,19 +90,8 @@ def measured(act, actor, rank, overrides, run_dir, port, results):
 
 def peak(act, actor, ranks, directory, overrides):
     """Return the bytes at the peak of the rank that takes most."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context, overrides = forking(), [*overrides, f"model.path={directory}"]
-    results, run_dir = context.Queue(), directory.parent / "run"
-    children = [
-        context.Process(target=measured, args=(act, actor, rank, overrides, run_dir, store.port, results))
-        for rank in range(ranks)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(100)
-        assert child.exitcode == 0
-    return max(results.get(timeout=10) for _ in children)
+    overrides, run_dir = [*overrides, f"model.path={directory}"], directory.parent / "run"
+    return max(in_ranks(ranks, measured, act, actor, overrides, run_dir))
 
 
 @pytest.mark.slow

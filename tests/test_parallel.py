@@ -11,7 +11,7 @@ import torch.distributed as dist
 from groups import accumulate, group_of, ticket_of
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import SILENT, Running, events, forking, rows
+from runs import SILENT, Running, events, in_ranks, rows
 
 from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load, resolve_path
 from asyncspec.ledger.audit import violations
@@ -140,20 +140,8 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
 
 def worked(config, tied, kind, steps=2, dtype="float32"):
     """Run `work` in each rank; return {rank: result}."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = forking()
-    results = context.Queue()
-    children = [
-        context.Process(target=work, args=(rank, config, tied, kind, steps, dtype, store.port, results))
-        for rank in range(config.ranks)
-    ]
-    for child in children:
-        child.start()
-    said = dict((item[0], item[1:]) for item in (results.get(timeout=120) for _ in children))
-    for child in children:
-        child.join(30)
-        assert child.exitcode == 0
-    return said
+    said = in_ranks(config.ranks, work, config, tied, kind, steps, dtype)
+    return {rank: rest for rank, *rest in said}
 
 
 @pytest.mark.parametrize(
@@ -255,19 +243,8 @@ def test_each_rank_loads_its_share_of_a_file(tmp_path, kind, ranks, tensor_paral
     model = build(of_file)
     model.init_states()
     policies.save(model, of_file, tmp_path, resolve_path("asset:tiny/policy"))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = forking()
-    results = context.Queue()
-    children = [
-        context.Process(target=filled, args=(rank, tmp_path, ranks, tensor_parallel, store.port, results))
-        for rank in range(ranks)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(120)
-        assert child.exitcode == 0
-    assert all(max(results.get(timeout=10)[1]) < 1e-4 for _ in children)
+    found = in_ranks(ranks, filled, tmp_path, ranks, tensor_parallel)
+    assert all(max(differences) < 1e-4 for _, differences in found)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=12), st.integers(1, 300))
