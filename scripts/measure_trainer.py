@@ -67,7 +67,7 @@ def main() -> None:
                 continue
             lengths = [max(2, length // given.scale) for length in full]
             group, arrays = group_of(rng, 0, PROMPT, np.array(lengths), shape.vocab_size)
-            part = Part(group.ticket.prompt_tokens, {k: v for k, v in arrays.items()})
+            part = Part(group.ticket.prompt_tokens, dict(arrays))
             part.arrays["advantages"] = np.ones(len(lengths), np.float32)
             load = Load(model, [(group, arrays)], 1 << 30)
             for path, act in (

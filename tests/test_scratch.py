@@ -33,7 +33,7 @@ def test_the_users_temporary_directory_need_not_hold_sockets(short, monkeypatch,
     monkeypatch.setattr(scratch, "_ELSEWHERE", (str(fallback),))
     with scratch.directory() as path:
         assert os.path.dirname(path) == (str(fallback) if directory else str(asked)) and os.listdir(path) == ["lock"]
-        assert len(path) + len("/.tmpXXXXXX/0123456789ab") <= 107
+        assert len(path) + len("/.tmpabcdef/0123456789ab") <= 107
     assert not os.path.exists(path) and os.listdir(fallback) == []
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncspec.config import Config, resolve_path
+from asyncspec.models import HEAD_ROWS
 from asyncspec.models.headers import read_json
 
 FLOAT = 4
-ROWS = 512  # rows of logits that a pass makes at once, as in models/head.py
 ADAM = 2 * FLOAT  # AdamW's two moments
 # Activations of one pass of an unrolled draft, per token and unit of width, besides logits and attention weights.
 # Measured.
@@ -148,8 +148,8 @@ def activations(policy: dict, element: int, tokens: float, recompute: bool = Fal
     """
     D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
     queries, keys = H * policy["num_attention_heads"], H * policy["num_key_value_heads"]
-    experts = policy.get("num_experts_per_tok", 1) if policy.get("num_experts") else 0
-    width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
+    mixture = policy.get("num_experts") or policy.get("num_local_experts")
+    width = policy["moe_intermediate_size"] * policy["num_experts_per_tok"] if mixture else policy["intermediate_size"]
     layer = element * tokens * (4 * D + 3 * queries + 3 * keys + 3 * width)
     layers = policy["num_hidden_layers"]
     return layers * element * tokens * D + layer if recompute else layers * layer
@@ -163,7 +163,7 @@ def head(policy: dict, element: int, parts: int, trained: bool = True) -> float:
         parts: the number of ranks that divide the vocabulary.
     """
     V = policy["vocab_size"] / parts
-    logits = 2 * FLOAT * ROWS * V + (element * ROWS * V if element < FLOAT else 0)
+    logits = HEAD_ROWS * V * (2 * FLOAT + (element if element < FLOAT else 0))
     return logits + FLOAT * V * policy["hidden_size"] * trained
 
 

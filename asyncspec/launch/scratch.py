@@ -31,7 +31,7 @@ def _login() -> str:
 
 _ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")  # where to look if the user's temporary directory cannot be used
 _PREFIX, _LOCK = "asyncspec-", "lock"
-_LIKE_MONARCH = ".tmpXXXXXX-0123456789ab"  # as long as a socket's path in the directory, or longer
+_LIKE_MONARCH = ".tmpabcdef-0123456789ab"  # as long as a socket's path in the directory, or longer
 
 # Monarch reads these when it is imported, and makes these directories.
 _LEVEL, _SUFFIX = (

@@ -160,7 +160,8 @@ class CausalAttention(Module):
         super().__init__()
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks=None, scale=None, enable_gqa=False):
-        """
+        """Return out_BLNH.
+
         Args:
             attention_masks: a `Packing`, for a batch of one packed row; None: whole sequences.
         """

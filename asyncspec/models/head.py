@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-ROWS = 512  # rows whose logits exist at once; launch/estimate.py counts them
+from asyncspec.models import HEAD_ROWS
+
+ROWS = HEAD_ROWS
 
 
 class Chosen(NamedTuple):

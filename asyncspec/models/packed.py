@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from asyncspec.models import head
 from asyncspec.models.attention import Packing
+from asyncspec.models.policy import features, inputs_of
 
 
 class Row(NamedTuple):
@@ -54,6 +55,11 @@ def row_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[np.nda
     return Row(packed.to(device), Packing.of(sizes, device), torch.from_numpy(chosen).to(device))
 
 
+def empty_row(device: str = "cpu") -> Row:
+    """Return the shortest row, for a rank that only takes part in a pass."""
+    return row_of([[0]], [[np.zeros(1)]], device)
+
+
 def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers=()) -> Scores:
     """Run one pass of a policy that is whole or sharded over several ranks. Collective if it is sharded.
 
@@ -63,30 +69,18 @@ def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers
         aux_layers: layers whose inputs are returned, detached; n_layers, one past the last, means the hidden states
             after the final norm.
     """
-    # A sharded policy must be called as a whole, so that its ranks gather the weights of each layer. So the head's
-    # forward pass is replaced, and hooks catch the inputs of the layers on the way.
-    passed: dict[int, torch.Tensor] = {}
-    modules = dict(enumerate([*model.layers.values(), model.lm_head]))
-    hooks = [
-        modules[index].register_forward_pre_hook(
-            lambda _, inputs, index=index: passed.update({index: whole(inputs[0]).detach()[0]})
-        )
-        for index in ({0, *aux_layers} if aux_layers else ())
-    ]
     before = row.packing.predicting()
     own = model.lm_head.__dict__.get("forward")  # torchtitan's, if the head is divided
+    # The policy must be called as a whole, so the head's forward pass is replaced inside it.
     model.lm_head.forward = lambda hidden_1LD: _choose(model.lm_head.weight, hidden_1LD, before, row, temperature, keep)
     try:
-        found = model(row.tokens_1L, row.packing.positions(), row.packing)
+        with inputs_of(model, {0, *aux_layers} if aux_layers else ()) as inputs:
+            found = model(row.tokens_1L, row.packing.positions(), row.packing)
     finally:
         del model.lm_head.forward
         if own is not None:
             model.lm_head.forward = own
-        for hook in hooks:
-            hook.remove()
-    if not aux_layers:
-        return Scores(found)
-    return Scores(found, torch.cat([passed[index] for index in sorted({*aux_layers})], dim=-1), passed[0])
+    return Scores(found, *features({layer: tensor.detach()[0] for layer, tensor in inputs.items()}, aux_layers))
 
 
 def _choose(weight, hidden_1LD, before, row: Row, temperature: float, keep: int | None) -> head.Chosen:
@@ -98,8 +92,3 @@ def _choose(weight, hidden_1LD, before, row: Row, temperature: float, keep: int 
         # Each rank computes its part of the vocabulary, so the gradient that it returns is a summand.
         hidden_1LD = hidden_1LD.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
     return head.chosen(hidden_1LD[0].index_select(0, before), weight, row.token_T, temperature, keep, group)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that ranks may divide as a whole. Collective if they do."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

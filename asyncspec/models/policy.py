@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -248,26 +249,40 @@ def forward(
         logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D],
         or None without `aux_layers`.
     """
-    # A sharded policy must be called as a whole, so that its ranks gather the weights of each layer. Hooks catch the
-    # layers' inputs on the way.
-    passed: dict[int, torch.Tensor] = {}
-    modules = dict(enumerate([*model.layers.values(), model.lm_head]))
+    with inputs_of(model, {0, *aux_layers} if aux_layers else ()) as inputs:
+        logits_BLV = whole(model(tokens_BL)).float()
+    return logits_BLV, *features(inputs, aux_layers)
+
+
+@contextmanager
+def inputs_of(model: Decoder, layers) -> Iterator[dict[int, torch.Tensor]]:
+    """Give the inputs of some layers, whole, after a pass in this context. The layer n_layers is the head.
+
+    A sharded policy must be called as a whole, so that its ranks gather the weights of each layer. So hooks catch the
+    inputs on the way.
+    """
+    inputs: dict[int, torch.Tensor] = {}
+    modules = [*model.layers.values(), model.lm_head]
     hooks = [
-        modules[index].register_forward_pre_hook(
-            lambda _, inputs, index=index: passed.update({index: _whole(inputs[0])})
-        )
-        for index in ({0, *aux_layers} if aux_layers else ())
+        modules[layer].register_forward_pre_hook(lambda _, given, layer=layer: inputs.update({layer: whole(given[0])}))
+        for layer in layers
     ]
     try:
-        logits_BLV = _whole(model(tokens_BL)).float()
+        yield inputs
     finally:
         for hook in hooks:
             hook.remove()
-    features_BLE = torch.cat([passed[index] for index in sorted({*aux_layers})], dim=-1) if aux_layers else None
-    return logits_BLV, features_BLE, passed.get(0)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def features(inputs: Mapping[int, torch.Tensor], aux_layers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what a draft takes: the inputs of the auxiliary layers, concatenated, and the embeddings; or None."""
+    if not aux_layers:
+        return None, None
+    return torch.cat([inputs[layer] for layer in sorted({*aux_layers})], dim=-1), inputs[0]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that ranks may divide as a whole. Collective if they do."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.ledger import checkpoint
 from asyncspec.models import packed
-from asyncspec.models.packed import Row, Scores, row_of
+from asyncspec.models.packed import Row, Scores
 from asyncspec.models.parallel import Ranks
 from asyncspec.rl.batch import Part, Pool, pack
 from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
@@ -112,10 +112,10 @@ class GradientAccumulator:
             parts: what `add` or `pool.flush` returned for this rank; empty to take part with a gradient of zero.
 
         Returns:
-            With `keep`, the pass and its results, detached; otherwise None.
+            With `keep`, the row and its results; otherwise None.
         """
         if not parts:
-            row = row_of([[0]], [[np.zeros(1)]], self.device)
+            row = packed.empty_row(self.device)
             (0 * packed.run(self.model, row, self.temperature).chosen.logprob_T.sum()).backward()
             return None
         row, aux_layers = pack(parts, self.device), (len(self.model.layers),) if self.keep is not None else ()

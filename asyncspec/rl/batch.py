@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asyncspec.models.packed import Row, row_of
 from asyncspec.wire.messages import Arrays, Pass
+
+if TYPE_CHECKING:
+    from asyncspec.models.packed import Row
 
 PER_RESPONSE = ("lengths", "advantages")  # arrays with one entry for each response; the others have one for each token
 
@@ -45,6 +47,8 @@ class Part(NamedTuple):
 
 def pack(parts: Sequence[Part], device: str = "cpu") -> Row:
     """Return parts as one packed row. Their response tokens keep their order."""
+    from asyncspec.models.packed import row_of  # loads torchtitan
+
     responses = [np.split(part.arrays["tokens"], np.cumsum(part.arrays["lengths"])[:-1]) for part in parts]
     return row_of([part.prompt for part in parts], responses, device)
 
@@ -156,7 +160,7 @@ class Pool:
             count = self.ranks * -(-tokens // (self.ranks * self.most_tokens))
             # Room for unevenness, so that few responses are left over.
             most = min(self.most_tokens, int(1.1 * tokens / count) + 1)
-            passes, self._waiting = place(self._waiting, count, max(most, 1))
+            passes, self._waiting = place(self._waiting, count, most)
             rounds += [passes[first : first + self.ranks] for first in range(0, count, self.ranks)]
         return rounds
 

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 
 from asyncspec.config import Config, resolve_path, work
-from asyncspec.models import packed
 from asyncspec.models.contents import check_policy
-from asyncspec.models.packed import row_of
 from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
 from asyncspec.rl.batch import Part, divide, pack
 from asyncspec.wire import messages as m
@@ -111,6 +109,7 @@ class Scorer:
             first pass, to be called when there is time. Otherwise None.
         """
         from asyncspec.drafts.supervision import from_pass
+        from asyncspec.models import packed
 
         temperature, supervision = self.config.sampling.temperature, None
         self._scored = [[] for _ in self.scores]
@@ -128,7 +127,9 @@ class Scorer:
     @torch.no_grad()
     def add_nothing(self) -> None:
         """Take part in one pass of the other ranks. Collective."""
-        row = row_of([[0]], [[np.zeros(1)]], self.device)
+        from asyncspec.models import packed
+
+        row = packed.empty_row(self.device)
         for model in self._models:
             packed.run(model, row, 1.0)
 
