@@ -120,9 +120,9 @@ def in_ranks(count, target, *args, told=1):
     for child in children:
         child.start()
     found = [results.get(timeout=120) for _ in range(count * told)]
-    for child in children:
-        child.join(30)
-        assert child.exitcode == 0
+    for rank, child in enumerate(children):
+        child.join(60)
+        assert child.exitcode == 0, f"rank {rank} ended with {child.exitcode}"
     return found
 
 

@@ -18,7 +18,7 @@ from asyncspec.rl.learner import Learner
 
 OVERRIDES = ["speculation.method=ngram", "checkpoint.keep=5"]
 LATE, FULL, TOO_LATE, WELL = 1, 2, 3, 4  # versions, by what rank 1 does
-COLLECTIVE_S, PATIENCE_S = 2, 6
+COLLECTIVE_S, LATE_S, PATIENCE_S = 5, 7, 12
 
 
 def full():
@@ -38,12 +38,12 @@ def work(rank, run_dir, port, results):
             for parameter in learner.model.parameters():
                 parameter.add_(1)
         behavior = {
-            LATE: lambda: time.sleep(2 * COLLECTIVE_S),
+            LATE: lambda: time.sleep(LATE_S),
             FULL: full,
-            TOO_LATE: lambda: time.sleep(2 * PATIENCE_S),
+            TOO_LATE: lambda: time.sleep(PATIENCE_S + LATE_S),
         }
         learner.visit = behavior.get(version, lambda: None) if rank else lambda: None
-        dist.barrier()
+        learner.ranks.meet(f"begin {version}", 60)
         learner.save(version)
         begun, late = checkpoints.busy, checkpoints.late
         if rank == 0:
@@ -64,7 +64,7 @@ def work(rank, run_dir, port, results):
         learner.snapshot().begin()
     else:
         learner.save_policy(learner.snapshot)
-    dist.barrier()
+    learner.ranks.meet("end", 60)
     dist.destroy_process_group()
 
 
