@@ -57,4 +57,4 @@ def plain_logprobs(model, prompt, arrays, temperature=1.0):
 def accumulate(accumulator, batches):
     """Add groups, and run all their passes in this rank. Return what the passes return."""
     rounds = [each for group, arrays in batches for each in accumulator.add(group, arrays)]
-    return [accumulator.run(passes[0]) for passes in (*rounds, *accumulator.pool.flush())]
+    return [accumulator.run(passes[0]) for passes in (*rounds, *accumulator.flush())]

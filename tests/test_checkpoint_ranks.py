@@ -68,19 +68,11 @@ def work(rank, run_dir, port, results):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """The directory of a run that has also exported its policy, and how its checkpoints ended: {version: what rank 0
-    told}.
-    """
-    run_dir = tmp_path_factory.mktemp("run")
-    told = in_ranks(2, work, run_dir, told=2)
-    return run_dir, {version: rest for version, *rest in told}
-
-
 @pytest.mark.slow
-def test_a_rank_that_is_slow_or_full_costs_at_most_one_checkpoint(written):
-    run_dir, told = written
+def test_a_rank_that_is_slow_or_full_costs_at_most_one_checkpoint(tmp_path):
+    """Two ranks write checkpoints and an export; one rank resumes from them."""
+    run_dir = tmp_path / "run"
+    told = {version: rest for version, *rest in in_ranks(2, work, run_dir, told=2)}
     assert all(begun and 1 in late for begun, late, *_ in (told[LATE], told[TOO_LATE]))
     assert told[LATE][2:] == [LATE, False]
     assert told[FULL][2:] == ["checkpoint of version 2: rank 1: [Errno 28] No space left on device", False]
@@ -89,11 +81,22 @@ def test_a_rank_that_is_slow_or_full_costs_at_most_one_checkpoint(written):
     assert told[TOO_LATE][2:] == [said, True]
     assert told[WELL][2:] == [WELL, False]
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["trainer-000001", "trainer-000004"]
+    _check_sums(checkpoint.where(run_dir, "trainer", WELL))
+    _check_resuming(run_dir)
 
 
-@pytest.mark.slow
-def test_one_rank_resumes_from_what_two_have_written_and_loads_what_they_have_exported(written):
-    run_dir, _ = written
+def _check_sums(path):
+    """Each rank has summed its own files while it wrote them."""
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert sorted(files) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= set(files)
+    for name, found in files.items():
+        content = (path / name).read_bytes()
+        assert found == [len(content), zlib.crc32(content)]
+
+
+def _check_resuming(run_dir):
+    """One rank resumes from what two have written, and loads what they have exported."""
     assert checkpoint.newest(run_dir, "trainer") == (WELL, checkpoint.where(run_dir, "trainer", WELL))
     learner = Learner(load("tiny", OVERRIDES), run_dir, "cpu")
     learner.load()
@@ -104,17 +107,6 @@ def test_one_rank_resumes_from_what_two_have_written_and_loads_what_they_have_ex
         torch.testing.assert_close(new.detach(), old + 4, atol=1e-5, rtol=0)
     exported, _ = policy.load(run_dir / "checkpoint" / "policy")
     assert all(map(torch.equal, exported.parameters(), learner.model.parameters()))
-
-
-@pytest.mark.slow
-def test_each_rank_sums_its_own_files_as_it_writes_them(written):
-    path = checkpoint.where(written[0], "trainer", WELL)
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    assert sorted(files) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= set(files)
-    for name, found in files.items():
-        content = (path / name).read_bytes()
-        assert found == [len(content), zlib.crc32(content)]
 
 
 @pytest.mark.slow

@@ -67,6 +67,11 @@ from asyncspec.config.fields import describe
             "logprob.tensor_parallel=2: expected a divisor of logprob.ranks=1; nearest valid choice: "
             "logprob.tensor_parallel=1",
         ),
+        (
+            "trainer.replicas=2",
+            "trainer.replicas=2: expected a divisor of 1, the number of data-parallel ranks; nearest valid choice: "
+            "trainer.replicas=1",
+        ),
         ("data.eval_file=held_out.jsonl", "data.eval_file='held_out.jsonl': expected data.train_file as well"),
         ("steps=1000000000000", "steps=1000000000000: expected at most 1000000; nearest valid choice: steps=1000000"),
         (

@@ -30,6 +30,18 @@ def test_slurm_scripts_are_valid_shell(script):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_launcher_loads_no_library_that_only_actors_need(tmp_path):
+    """They load in the fork server. Before that they would cost every start seconds."""
+    code = (
+        "import sys; from asyncspec.config import load; from asyncspec.launch import monarch, roles; "
+        "config = load('tiny', [f'run_dir={sys.argv[1]}']); "
+        "roles.prepare_run_dir(config); monarch.check_machine(config); "
+        "print({'torch', 'torchtitan', 'numba', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
 COMMAND = """#!/usr/bin/env python3
 import os, signal, sys, time
 # This comes first, so that the stand-in handles SIGTERM by the time anybody can know that it runs.

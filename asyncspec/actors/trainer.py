@@ -50,18 +50,19 @@ class TrainerTeam(Team):
         """Add a group to the gradient; passes run once they are full. Return what `GradientAccumulator.run` returned
         for this rank's passes, without None.
         """
-        return self._run(step, self.learner.accumulator.add(group, arrays))
+        return self._run(step, self.learner.accumulator.add(group, arrays), False)
 
     def flush(self, step: int) -> list:
         """Run the passes that are not full. Return the same as `add`."""
-        return self._run(step, self.learner.accumulator.pool.flush())
+        return self._run(step, self.learner.accumulator.flush(), True)
 
-    def _run(self, step: int, rounds: list[list[list[Part]]]) -> list:
+    def _run(self, step: int, rounds: list[list[list[Part]]], ends: bool) -> list:
         found = []
-        for passes in rounds:
+        for left, passes in zip(reversed(range(len(rounds))), rounds):
+            last = ends and not left
             for rank, outbox in enumerate(self.outboxes, start=1):
-                outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel]))
-            found.append(self.together(partial(self.learner.accumulator.run, passes[0])))
+                outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel], last))
+            found.append(self.together(partial(self.learner.accumulator.run, passes[0], last)))
         return [each for each in found if each is not None]
 
     def update(self) -> dict[str, float]:

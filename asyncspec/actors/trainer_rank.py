@@ -51,7 +51,7 @@ class TrainerRank(Follower):
         if isinstance(message, m.Pass):
             with self.recorder.span("train", message.step):
                 self.fault("work")
-                learner.accumulator.run(from_message(message, arrays))
+                learner.accumulator.run(from_message(message, arrays), message.last)
         elif message.what == UPDATE:
             try:
                 learner.update()

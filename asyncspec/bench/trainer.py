@@ -112,7 +112,7 @@ def packed_path(load: Load, config: Config) -> None:
         load.model, config.trainer.optimizer, config.rl, 1.0, tokens_per_pass=load.tokens_per_pass
     )
     rounds = [each for group, arrays in load.groups for each in accumulator.add(group, arrays)]
-    for passes in (*rounds, *accumulator.pool.flush()):
+    for passes in (*rounds, *accumulator.flush()):
         accumulator.run(passes[0])
 
 

@@ -31,6 +31,7 @@ _DRAFTS = {
     **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"),
     **dict.fromkeys(ARCHITECTURES.values(), "draft_model"),
 }
+CXX = "a C++ compiler on the PATH (g++, or the one CXX names)"
 
 
 def check(config: Config) -> None:
@@ -89,6 +90,11 @@ def _check_ranks(config: Config) -> None:
     ranks, parallel, groups = config.trainer.ranks, config.trainer.tensor_parallel, config.rl.groups_per_step
     expected = f"at most {groups} data-parallel ranks, one for each of rl.groups_per_step"
     _need(config, ranks // parallel <= groups, "trainer.ranks", expected, groups * parallel)
+    replicas, data = config.trainer.replicas, ranks // parallel
+    expected = f"a divisor of {data}, the number of data-parallel ranks"
+    _need(config, data % replicas == 0, "trainer.replicas", expected, math.gcd(replicas, data))
+    if config.trainer.compile and config.deployment.device != "cuda":  # on GPUs it generates no C++
+        _need(config, cxx_compiler() is not None, "trainer.compile", CXX, "false")
     if config.draft_trainer == "trainer":
         plain = ranks == 1 and config.model.dtype == "float32"
         expected = (
@@ -106,8 +112,7 @@ def _check_engine(config: Config) -> None:
     expected = f"false with engine.kind={kind}: only vllm compiles its policy"
     _need(config, kind == "vllm" or not config.engine.compile, "engine.compile", expected, "false")
     if config.engine.compile and config.deployment.device != "cuda":  # on GPUs vLLM's compiler generates no C++
-        held = cxx_compiler() is not None
-        _need(config, held, "engine.compile", "a C++ compiler on the PATH (g++, or the one CXX names)", "false")
+        _need(config, cxx_compiler() is not None, "engine.compile", CXX, "false")
     if kind == "vllm":
         methods = "eagle3, draft_model, ngram, suffix or none with engine.kind=vllm"
         _need(config, config.speculation.method != "mtp", "speculation.method", methods, "eagle3")

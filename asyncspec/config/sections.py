@@ -150,6 +150,12 @@ class TrainerConfig:
     tensor_parallel: int = knob(
         1, "trainer ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
     )
+    replicas: int = knob(
+        1,
+        "copies of the policy among the ranks, each sharded over ranks / replicas of them (HSDP); with one copy on "
+        "each node, weights are gathered within nodes only",
+        least=1,
+    )
     tokens_per_pass: int = knob(
         32768,
         "maximum number of tokens of a pass in trainer and logprob; responses are packed, and a prompt counts once for "
@@ -160,6 +166,14 @@ class TrainerConfig:
     recompute: bool = knob(
         False, "recompute activations in the backward pass: saves memory, costs about a third more compute"
     )
+    gradient_sync: str = knob(
+        "pass",
+        "when ranks add up their gradients: after each pass, or once a step, which needs memory for the whole gradient "
+        "in each rank",
+        choices=("pass", "step"),
+    )
+    reduce_dtype: str = knob("float32", "dtype in which ranks add up their gradients", choices=("float32", "bfloat16"))
+    compile: bool = knob(False, "compile each layer with torch.compile; the first passes take minutes")
     threads: int = knob(1, "CPU threads of each trainer rank", least=1)
 
 

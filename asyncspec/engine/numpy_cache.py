@@ -16,14 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncspec.engine import memory
+from asyncspec.engine import LINE, memory
 from asyncspec.engine.kv_cache import Spans, runs, whole_span
 from asyncspec.engine.workspace import LayerShape, Workspace
 from asyncspec.speculation.drafter import Packed
 
 PACKED = 4  # packed passes are padded to multiples of this many tokens, so that few workspaces are needed
 LEFT_OUT = 8  # tokens; leaving out fewer does not pay
-LINE = 16  # floats in a cache line; an unaligned row makes every vector load touch two lines
 ALIASING = 512  # floats; rows this far apart compete for the same sets of a processor's cache
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from asyncspec.engine import PROMPT_ROWS
 from asyncspec.engine.backend import Target
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.numpy_cache import packing
@@ -20,7 +21,6 @@ from asyncspec.speculation.drafter import Drafter
 from asyncspec.speculation.verify import sampling_distribution
 
 PREFILL_CHUNK = 512  # positions prefilled in one pass
-PROMPT_ROWS = 16  # cache rows for prompts whose samples wait for slots
 READ_AHEAD_TOKENS = 512  # most prompt tokens that are prefilled together; a single prompt may have more
 GRAPH_STEP = 16  # with CUDA graphs, prompts are padded to multiples of this many positions
 ATTENDED_TOKEN = 512  # attending to this many positions costs as much as computing one token

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from asyncspec import clock
-from asyncspec.engine import kv_cache
+from asyncspec.engine import PROMPT_ROWS, kv_cache
 from asyncspec.engine.backend import Target, backend_for
 from asyncspec.engine.calibrate import Calibrator
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.numpy_cache import packing
-from asyncspec.engine.prompts import PROMPT_ROWS, PromptReader
+from asyncspec.engine.prompts import PromptReader
 from asyncspec.engine.protocol import Completion, QueueingEngine, Sample
 from asyncspec.engine.rows import Rows
 from asyncspec.models.policy import PolicyShape, build, cast

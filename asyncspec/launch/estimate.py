@@ -1,6 +1,6 @@
 """Estimates the memory of each actor, in bytes by purpose, from the configuration and the policy's config.json alone.
 
-Weights and moments are exact, and so is the KV cache, up to its alignment (at most `numpy_cache.LINE` positions a row).
+Weights and moments are exact, and so is the KV cache, up to its alignment (at most `LINE` positions a row).
 Activations of a pass are counted as `activations` says, which was fitted to measurements; a draft model's follow
 Korthikanti et al. 2022, arXiv 2205.05198. Allocators and libraries come on top.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncspec.config import Config, resolve_path
+from asyncspec.engine import LINE, PROMPT_ROWS
 from asyncspec.models import HEAD_ROWS
 from asyncspec.models.headers import read_json
 
@@ -113,7 +114,8 @@ def beside(config: Config, policy: dict, role: str) -> float:
     loading = loaded(config, policy, role, MAPPED + FLOAT)
     if role.startswith("logprob"):
         return loading
-    return max(loading, (FLOAT + ADAM) * parameters(policy) / config.trainer.ranks + gathered(config, policy, role))
+    held = parameters(policy) * config.trainer.replicas / config.trainer.ranks
+    return max(loading, (FLOAT + ADAM) * held + gathered(config, policy, role))
 
 
 def gathered(config: Config, policy: dict, role: str) -> float:
@@ -130,7 +132,8 @@ def loaded(config: Config, policy: dict, role: str, element: int) -> float:
     Args:
         element: bytes of each number: MAPPED, and FLOAT more if it is cast to float32 on its way to another device.
     """
-    ranks = config.trainer.ranks if role.startswith("trainer") else config.logprob.ranks
+    trainer = config.trainer
+    ranks = trainer.ranks // trainer.replicas if role.startswith("trainer") else config.logprob.ranks
     embedding = policy["vocab_size"] * policy["hidden_size"]
     layer = parameters(policy | {"num_hidden_layers": 1, "vocab_size": 0})
     if policy.get("num_experts") or policy.get("num_local_experts"):
@@ -198,7 +201,9 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     step = config.rl.groups_per_step * config.rl.group_size * longest
     trainer, element = config.trainer, FLOAT if config.model.dtype == "float32" else 2
     if role in ("trainer", "trainer_rank"):
-        share, tokens = P / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
+        share, tokens = trainer.replicas * P / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
+        # A rank that adds up gradients once a step keeps its own whole until then.
+        kept = FLOAT * P / trainer.tensor_parallel if trainer.ranks > 1 and trainer.gradient_sync == "step" else 0.0
         return {
             "weights and gradients": 2 * FLOAT * share,
             "optimizer": ADAM * share,
@@ -206,6 +211,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
             "logits": head(policy, element, trainer.tensor_parallel),
             "RoPE table": rope_table(config, policy),
+            **({"gradients before they are added up": kept} if kept else {}),
         }
     if role in ("logprob", "logprob_rank"):
         ranks = config.logprob.ranks
@@ -226,9 +232,6 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "gathered weights": element * largest / config.logprob.tensor_parallel,
         }
     if role == "generator" and config.engine.kind == "torch":
-        from asyncspec.engine.numpy_cache import LINE
-        from asyncspec.engine.prompts import PROMPT_ROWS
-
         verified = 1 + config.longest_draft  # tokens per row in one step
         positions = -(-(longest + verified) // LINE) * LINE
         cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}

@@ -2,7 +2,7 @@
 
 torchtitan shards the model; this file connects the ranks, gives torchtitan our few settings, and gathers what is
 sharded. The ranks form a grid [data, tensor]: the ranks of a row read the same groups, and the ranks of a column hold
-shards of the same part of each matrix.
+shards of the same part of each matrix. With replicas, the rows are divided evenly among copies of the model.
 
     4 ranks, tensor_parallel=2:    0 1    read one group
                                    2 3    read another
@@ -36,15 +36,27 @@ _SIOCGIFADDR = 0x8915
 class Ranks:
     """This process as one of the ranks that hold a model."""
 
-    def __init__(self, name: str, rank: int, size: int = 1, tensor_parallel: int = 1, dtype: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int = 1,
+        tensor_parallel: int = 1,
+        dtype: str = "",
+        replicas: int = 1,
+        reduce_dtype: str = "float32",
+    ) -> None:
         """
         Args:
             name: the leading actor's name, by which the ranks find each other.
             rank: rank of this process, from 0 to size - 1.
             tensor_parallel: the number of ranks that divide each matrix.
             dtype: the dtype that float32 weights are cast to for computing; "": they are not cast.
+            replicas: the number of copies of the model among the ranks; each is sharded.
+            reduce_dtype: the dtype in which the ranks add up gradients.
         """
         self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
+        self.replicas, self.reduce_dtype = replicas, reduce_dtype
         self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
         self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
         self.store: dist.Store | None = None  # where the ranks leave word for each other; set by `join`
@@ -85,8 +97,8 @@ class Ranks:
         self.store = dist.PrefixStore(f"{self.name}/word", store)
         T = self.tensor_parallel
         self._dims = ParallelDims(
-            dp_replicate=1,
-            dp_shard=self.data_size,
+            dp_replicate=self.replicas,
+            dp_shard=self.data_size // self.replicas,
             cp=1,
             tp=T,
             pp=1,
@@ -95,7 +107,7 @@ class Ranks:
             spmd_backend="partial_dtensor",
         )  # the default backend needs a later torch than 2.13
         self._dims.build_mesh()
-        self._gatherer = _Gatherer(torch.arange(self.size).view(self.data_size, T), self.rank, timeout)
+        self._gatherer = _Gatherer(torch.arange(self.size).view(self.replicas, -1, T), self.rank, timeout)
 
     def meet(self, where: str, timeout_s: float) -> None:
         """Wait for the other ranks, which may take longer than a collective. Collective.
@@ -115,18 +127,20 @@ class Ranks:
             except dist.DistStoreError as error:
                 raise RuntimeError(f"rank {rank} of {self.name} has not {where} within {timeout_s:.0f} s") from error
 
-    def shard(self, model, trained: bool, recompute: bool = False) -> None:
+    def shard(self, model, trained: bool, recompute: bool = False, compiled: bool = False) -> None:
         """Shard a policy on the meta device, or one that every rank holds whole, in place. Collective.
 
         Args:
             trained: whether passes go forward and backward; if not, gathered weights are released right after use.
             recompute: whether the backward pass computes activations again.
+            compiled: whether torch.compile compiles each layer.
         """
         from torch.utils.checkpoint import checkpoint
 
-        if recompute:  # inside FSDP's hooks, so that a layer is recomputed while its weights are gathered
-            for layer in model.layers.values():
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        for layer in model.layers.values() if recompute or compiled else ():
+            forward = _compiled(layer) if compiled else layer.forward
+            # Inside FSDP's hooks, so that a layer is recomputed while its weights are gathered.
+            layer.forward = partial(checkpoint, forward, use_reentrant=False) if recompute else forward
         if not self.sharded:
             return
         from torch.distributed.fsdp import FSDPModule
@@ -138,9 +152,9 @@ class Ranks:
                 model.lm_head.weight = model.tok_embeddings.weight
         apply_fsdp_to_decoder(
             model,
-            self._dims.get_mesh(["fsdp"]),
+            self._dims.get_mesh(["dp_replicate", "fsdp"] if self.replicas > 1 else ["fsdp"]),
             param_dtype=getattr(torch, self.dtype) if self.dtype else None,
-            reduce_dtype=torch.float32,
+            reduce_dtype=getattr(torch, self.reduce_dtype),
             pp_enabled=False,
             reshard_after_forward_policy="default" if trained else "always",
         )
@@ -164,6 +178,13 @@ class Ranks:
         return ShardedSnapshot(layout, tensors, self._gatherer, tell)
 
 
+def _compiled(layer) -> Callable:
+    """Return a layer's forward pass, compiled but for the attention, which differs from pass to pass."""
+    inner = layer.attention.inner_attention
+    inner.forward = torch.compiler.disable(inner.forward)
+    return torch.compile(layer.forward, dynamic=True)
+
+
 def share(parameter: torch.Tensor) -> tuple[slice, ...]:
     """Return where this rank's part of a parameter lies in the whole tensor; () if the part is the whole."""
     from torch.distributed.tensor import DTensor
@@ -183,6 +204,28 @@ def reset_fsdp_state(model) -> None:
 
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
+
+
+def sync_gradients(model, now: bool) -> None:
+    """Choose whether the next backward pass adds up the ranks' gradients. If not, each rank keeps its own whole. Does
+    nothing to a model without FSDP.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def drop_kept_gradients(model) -> None:
+    """Drop the gradients that this rank keeps because they were not yet added up."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,27 +271,28 @@ class _Job:
 
 
 class _Gatherer:
-    """A thread that gathers snapshots one after the other. Every rank gathers the same ones in the same order, and
-    each one completely.
+    """A thread that gathers snapshots one after the other. Every rank of the first replica gathers the same ones in
+    the same order, and each one completely.
     """
 
     def __init__(self, grid: torch.Tensor, rank: int, timeout: timedelta) -> None:
         """Make the process groups and start the thread. Collective.
 
         Args:
-            grid: ranks [data, tensor].
+            grid: ranks [replica, shard, tensor].
         """
         from torch.distributed.device_mesh import DeviceMesh
 
         column, row = (
-            dist.new_subgroups_by_enumeration(part.tolist(), timeout=timeout, backend="gloo")[0]
-            for part in (grid.T, grid)
+            dist.new_subgroups_by_enumeration(part.flatten(0, 1).tolist(), timeout=timeout, backend="gloo")[0]
+            for part in (grid.mT, grid)
         )
+        own = next(replica for replica in grid if rank in replica)
         self._meshes = {
             ("fsdp",): DeviceMesh.from_group(column, "cpu", mesh_dim_names=("fsdp",)),
-            ("fsdp", "tp"): DeviceMesh.from_group([column, row], "cpu", grid, mesh_dim_names=("fsdp", "tp")),
+            ("fsdp", "tp"): DeviceMesh.from_group([column, row], "cpu", own, mesh_dim_names=("fsdp", "tp")),
         }
-        self._leads, self._job = rank == 0, None
+        self._leads, self._job, self._takes_part = rank == 0, None, rank in grid[0]
         self._jobs: queue.Queue[_Job] = queue.Queue()
         threading.Thread(target=self._run, name="gather", daemon=True).start()
 
@@ -259,6 +303,8 @@ class _Gatherer:
         """
         if self._job is not None:
             self._job.abandoned.set()
+        if not self._takes_part:
+            return iter(())
         self._job = _Job(snapshot)
         self._jobs.put(self._job)
         if self._leads:
@@ -302,9 +348,14 @@ class _Gatherer:
 
         if not isinstance(shard, DTensor):
             return shard.cpu()
-        mesh = self._meshes[shard.device_mesh.mesh_dim_names]
+        names = tuple(name for name in shard.device_mesh.mesh_dim_names if name != "dp_replicate")
         return DTensor.from_local(
-            shard.to_local().cpu(), mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            shard.to_local().cpu(),
+            self._meshes[names],
+            shard.placements[-len(names) :],
+            run_check=False,
+            shape=shard.shape,
+            stride=shard.stride(),
         ).full_tensor()
 
 

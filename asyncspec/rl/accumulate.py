@@ -13,7 +13,7 @@ from asyncspec.config import OptimizerConfig, RLConfig
 from asyncspec.ledger import checkpoint
 from asyncspec.models import packed
 from asyncspec.models.packed import Row, Scores
-from asyncspec.models.parallel import Ranks
+from asyncspec.models.parallel import Ranks, drop_kept_gradients, sync_gradients
 from asyncspec.rl.batch import Part, Pool, pack
 from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
 from asyncspec.wire import messages as m
@@ -45,12 +45,14 @@ class GradientAccumulator:
         ranks: Ranks | None = None,
         tokens_per_pass: int = 1 << 30,
         keep: int | None = None,
+        sync_each_pass: bool = True,
     ) -> None:
         """
         Args:
             ranks: the ranks that hold the model; None: this process alone, in float32.
             tokens_per_pass: responses are packed to passes of this many tokens.
             keep: how many of the most probable tokens `run` keeps of each distribution; 0: all; None: it keeps nothing.
+            sync_each_pass: whether ranks add up their gradients after each pass, rather than after a step's last one.
         """
         self.pool = Pool(1 if ranks is None else ranks.data_size, tokens_per_pass)
         self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
@@ -62,7 +64,8 @@ class GradientAccumulator:
             self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps))
         )
         self.device = next(model.parameters()).device
-        self.keep = keep
+        self.keep, self.sync_each_pass = keep, sync_each_pass
+        self.to_sync = False  # whether ranks keep gradients that are not yet added up
         self.clear()
 
     def state(self) -> dict:
@@ -84,6 +87,9 @@ class GradientAccumulator:
         """Drop the groups added since the last step."""
         self.optimizer.zero_grad()
         self.pool.clear()
+        if self.to_sync:
+            drop_kept_gradients(self.model)
+        self.to_sync = False
         self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
 
     def has_gradient(self, group: m.Group) -> bool:
@@ -105,15 +111,23 @@ class GradientAccumulator:
         used = {name: array for name, array in arrays.items() if name != "versions"}
         return self.pool.add(Part(group.ticket.prompt_tokens, used | {"advantages": advantages_G}))
 
-    def run(self, parts: Sequence[Part]) -> tuple[Row, Scores] | None:
+    def flush(self) -> list[list[list[Part]]]:
+        """Return the rounds of passes that are not full; at least one, if gradients still have to be added up."""
+        return self.pool.flush() or [[[] for _ in range(self.pool.ranks)]] * self.to_sync
+
+    def run(self, parts: Sequence[Part], last: bool = True) -> tuple[Row, Scores] | None:
         """Run one pass forward and backward. Collective.
 
         Args:
-            parts: what `add` or `pool.flush` returned for this rank; empty to take part with a gradient of zero.
+            parts: what `add` or `flush` returned for this rank; empty to take part with a gradient of zero.
+            last: whether this is the last pass of `flush`.
 
         Returns:
             With `keep`, the row and its results; otherwise None.
         """
+        sync = last or self.sync_each_pass
+        sync_gradients(self.model, sync)
+        self.to_sync = not sync
         if not parts:
             row = packed.empty_row(self.device)
             (0 * packed.run(self.model, row, self.temperature).chosen.logprob_T.sum()).backward()

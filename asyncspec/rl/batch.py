@@ -53,10 +53,11 @@ def pack(parts: Sequence[Part], device: str = "cpu") -> Row:
     return row_of([part.prompt for part in parts], responses, device)
 
 
-def to_message(step: int, parts: Sequence[Part]) -> tuple[Pass, Arrays]:
+def to_message(step: int, parts: Sequence[Part], last: bool = True) -> tuple[Pass, Arrays]:
     """Return a pass as a message; `from_message` turns it back."""
     arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays} if parts else {}
-    return Pass(step, [part.prompt for part in parts], [len(part.arrays["lengths"]) for part in parts]), arrays
+    responses = [len(part.arrays["lengths"]) for part in parts]
+    return Pass(step, [part.prompt for part in parts], responses, last), arrays
 
 
 def from_message(message: Pass, arrays: Arrays) -> list[Part]:

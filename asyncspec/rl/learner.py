@@ -40,7 +40,7 @@ class Learner:
     def __init__(self, config: Config, run_dir: Path, device: str, rank: int = 0) -> None:
         self.config, self.run_dir, self.device = config, run_dir, device
         t = config.trainer
-        self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype)
+        self.ranks = Ranks("trainer", rank, t.ranks, t.tensor_parallel, config.model.dtype, t.replicas, t.reduce_dtype)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # returns further entries for a checkpoint
         self.visit: Callable[[], None] = lambda: None  # called in a thread before a checkpoint's files are written
@@ -68,7 +68,7 @@ class Learner:
 
         c = self.config
         self.ranks.join(store_host, store_port, self.device, work.start_s(c), collective_s)
-        self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute)
+        self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute, compiled=c.trainer.compile)
         if self.ranks.sharded:
             policy.fill(self.model, resolve_path(c.model.path), self.device)
             self.ranks.meet("loaded", work.start_s(c))
@@ -79,6 +79,7 @@ class Learner:
             c.sampling.temperature,
             ranks=self.ranks,
             tokens_per_pass=c.trainer.tokens_per_pass,
+            sync_each_pass=c.trainer.gradient_sync == "pass",
             keep=c.draft.top_tokens if c.draft_trainer == "trainer" else None,
         )
         self._hold()

@@ -85,6 +85,7 @@ class Pass(Message, frozen=True):
     step: int
     prompts: list[list[int]] = []
     responses: list[int] = []  # number of responses of each prompt
+    last: bool = True  # whether this is a step's last pass
 
 
 class Supervision(Message, frozen=True):
