@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train`, `host`, `doctor`, `draft train`, `report`, `audit` and `bench`."""
+"""The command line: `asyncspec train`, `host`, `doctor`, `data show`, `draft train`, `report`, `audit` and `bench`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_host(commands)
     _add_draft(commands)
     _add_doctor(commands)
+    _add_data(commands)
     _add_report(commands)
     _add_audit(commands)
     _add_bench(commands)
@@ -250,10 +251,7 @@ def _add_doctor(commands) -> None:
         "The exit code is 1 if a check fails.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    doctor.add_argument(
-        "--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped config (default: tiny)"
-    )
-    doctor.add_argument("overrides", nargs="*", metavar="field=value", help="set fields, as with asyncspec train")
+    _add_configuration(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
 
 
@@ -261,6 +259,33 @@ def _doctor(args) -> int:
     from asyncspec.commands.doctor import examine
 
     return examine(configuration.load(args.config, args.overrides))
+
+
+def _add_configuration(parser) -> None:
+    parser.add_argument(
+        "--config", metavar="NAME", default="tiny", help="YAML file, or the name of a shipped config (default: tiny)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="set fields, as with asyncspec train")
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser("data", help="show a run's data", description="Show a run's data.")
+    show = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND", parser_class=_Parser).add_parser(
+        "show",
+        help="show prompts as the policy gets them",
+        description="Show the first prompts of a run: as text, rendered with the policy's chat template if they are\n"
+        "messages, and as tokens; and what the reward gets.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    show.add_argument("--count", metavar="N", type=int, default=3, help="prompts to show (default: 3)")
+    _add_configuration(show)
+    show.set_defaults(run=_data_show, parser=show)
+
+
+def _data_show(args) -> int:
+    from asyncspec.commands.data_show import show
+
+    return show(configuration.load(args.config, args.overrides), args.count)
 
 
 def _add_draft(commands) -> None:

@@ -25,6 +25,7 @@ COMMANDS = (
     "",
     "train",
     "doctor",
+    "data show",
     "draft train",
     "report",
     "audit",

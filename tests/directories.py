@@ -57,6 +57,13 @@ def copy(source, target):
     return target
 
 
+def chat_model(directory, template, **settings):
+    """Return a copy of the shipped policy that has a chat template."""
+    copy(TINY, directory)
+    write_json(directory / "tokenizer_config.json", {"chat_template": template, **settings})
+    return directory
+
+
 def transformers_model(kind, directory, **changes):
     """Write a directory as transformers writes it: model, generation_config.json, tokenizer, chat template."""
     import transformers

@@ -137,7 +137,7 @@ def test_vllm_refuses_a_policy_file_that_contains_an_mtp_module(tmp_path):
         ("data.reward=nomodule:f", "data.reward='nomodule:f': ModuleNotFoundError: No module named"),
         ("data.reward=json:nothing", "expected module:function"),
         ("engine.max_prompt_tokens=10", "has 64 tokens; nearest valid choice: engine.max_prompt_tokens=64"),
-        ("data.train_file=bad.jsonl", "data.train_file='bad.jsonl': line 2: expected an object"),
+        ("data.train_file=bad.jsonl", "data.train_file='bad.jsonl': line 2: expected an answer"),
         ("data.train_file=empty.jsonl", "data.train_file='empty.jsonl': the file is empty"),
     ],
 )
@@ -145,7 +145,7 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
     from asyncspec.launch.preflight import check_inputs
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError) as caught:
         check_inputs(load("tiny", [override]))
@@ -247,8 +247,8 @@ def test_a_reference_with_another_vocabulary_is_refused_if_it_is_used(tmp_path):
         (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
         (
             ["trian"],
-            "'trian': expected one of train, host, draft, doctor, report, audit, bench, before any flag; nearest: "
-            "train",
+            "'trian': expected one of train, host, draft, doctor, data, report, audit, bench, before any flag; "
+            "nearest: train",
         ),
         (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
         (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),

@@ -246,10 +246,10 @@ def test_draft_train_makes_a_draft_and_trains_it_further(tmp_path):
         (["--method", "eagle2"], "'eagle2': expected one of eagle3, mtp, draft_model; nearest: eagle3"),
         (["--minutes", "soon"], "--minutes soon: expected a number"),
         (["--policy", "nowhere"], "--policy nowhere: expected a directory with config.json in it"),
-        (["--prompts", "none.jsonl"], "--prompts none.jsonl: expected a JSONL file"),
+        (["--prompts", "none.jsonl"], "--prompts none.jsonl: expected a data file that exists"),
         (
             ["--prompts", "bad.jsonl"],
-            "bad.jsonl: line 2: expected an object with the string prompt, got '{\"prompts\": 3}'",
+            "bad.jsonl: line 2: expected in prompt text, or a list of messages with role and content, got 'None'",
         ),
         (["--method", "mtp", "--draft-vocab", "9"], "--draft-vocab 9: expected 0 with --method mtp"),
         (["--minutes", "0"], "--minutes 0.0: expected more than 0, or --steps"),

@@ -215,7 +215,7 @@ def test_the_reward_gets_special_tokens_if_asked_but_never_the_one_that_ends(kee
     class Recorder:
         failed = 0
 
-        def group(self, prompt, responses, answer):
+        def group(self, prompt, responses, answer, row):
             self.responses = responses
             return [0.0] * len(responses)
 
@@ -232,7 +232,7 @@ def test_doctor_reads_the_inputs_that_a_run_would_read(tmp_path, capsys):
     assert "can read the models' files, the tokenizer and the data, and load the reward" in capsys.readouterr().out
     path.write_text('{"prompt": "1+1="}\n')
     assert main(["doctor", f"data.train_file={path}", "deployment.device=cpu"]) == 1
-    assert f"data.train_file='{path}': line 1: expected an object" in capsys.readouterr().out
+    assert f"data.train_file='{path}': line 1: expected an answer in answer" in capsys.readouterr().out
 
 
 def test_a_draft_learns_on_the_tokens_that_a_run_would_have(tmp_path, small_shape, capsys):

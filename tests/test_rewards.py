@@ -2,6 +2,7 @@
 rollout and are counted; beyond an allowed share they stop the run.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from runs import descendants, outliving
 
-from asyncspec.tasks.reward import load_reward
+from asyncspec.config import ConfigError, load
+from asyncspec.tasks.reward import Call, Reward, Rewards
 from asyncspec.tasks.rewarder import LEAST_FAILURES, Rewarder, RewardError
 
 FUNCTION = """
@@ -77,18 +79,38 @@ def parent(prompt, response, answer):
 def where(prompt, response, answer):
     return float(response == os.getcwd() and answer in sys.path and "torch" not in sys.modules)
 """
+FORMS = """
+import asyncio, time
+
+async def trl(prompts, completions, level, **rest):
+    await asyncio.sleep(0)
+    if "hang" in completions[0]:
+        time.sleep(600)
+    if "short" in completions[0]:
+        return [1.0]
+    text = [each[0]["content"] if isinstance(each, list) else each for each in completions]
+    assert prompts == [prompts[0]] * len(text) and sorted(rest) == ["answer"]
+    return [None if each == "skip" else float(each) + of for each, of in zip(text, level)]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth) + (extra_info or {}).get("more", 0), "source": data_source}
+
+def length(prompt, response, answer):
+    return len(response)
+"""
 START_S = 120  # for a busy machine
 
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """Callable(name, further arguments of Rewarder) -> a Rewarder of one of the functions above."""
-    (tmp_path / "mine.py").write_text(FUNCTION)
+    (tmp_path / "mine.py").write_text(FUNCTION + FORMS)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 
     def make(name="reward", timeout_s=60.0, most_failures=0.5, **options):
-        made.append(Rewarder(f"mine:{name}", timeout_s, most_failures, START_S, **options))
+        names = ",".join(f"mine:{each}" for each in name.split(","))
+        made.append(Rewarder(names, timeout_s, most_failures, START_S, **options))
         return made[-1]
 
     yield make
@@ -99,30 +121,64 @@ def make(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "function, expected",
     [
-        ("async def f(prompt, response, answer):\n    return 1.0", "is an async function"),
-        ("def f(prompt, response, answer):\n    yield 1.0", "or a generator"),
-        ("class C:\n    async def __call__(self, *texts):\n        return 1.0\nf = C()", "is an async function"),
-        (
-            "def f(prompts, completions, **kwargs):\n    return [1.0]",
-            "cannot be called as reward(prompt, response, answer)",
-        ),
+        ("async def f(prompt, response, answer):\n    return 1.0", ""),
+        ("def f(prompt, response, answer):\n    yield 1.0", "is a generator"),
+        ("class C:\n    async def __call__(self, *texts):\n        return 1.0\nf = C()", ""),
+        ("def f(prompts, completions, **kwargs):\n    return [1.0]", ""),
+        ("def f(completions, completion_ids):\n    return [1.0]", "its parameter completion_ids is not passed"),
+        ("def f(solution_str, tokens):\n    return 1.0", "its parameter tokens is not passed"),
         ("def f(prompt):\n    return 1.0", "too many positional arguments"),
         ("def f(*texts):\n    return 1.0", ""),
         ("class f:\n    def __init__(self, *texts): ...\n    def __float__(self): return 1.0", ""),
     ],
 )
-def test_a_function_that_cannot_take_three_texts_is_refused_when_it_is_loaded(
-    tmp_path, monkeypatch, function, expected
-):
+def test_a_function_of_no_known_form_is_refused_when_it_is_loaded(tmp_path, monkeypatch, function, expected):
     name = f"mine{abs(hash(function))}"
     (tmp_path / f"{name}.py").write_text(function)
     monkeypatch.syspath_prepend(str(tmp_path))
     if not expected:
-        assert float(load_reward(f"{name}:f")("a", "b", "c")) == 1.0
+        assert Reward(f"{name}:f", ["answer"]).of(Call("a", ["b"], "c", {})) == [(1.0, "")]
         return
     with pytest.raises(ValueError) as caught:
-        load_reward(f"{name}:f")
+        Reward(f"{name}:f", ["answer"])
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_trls_form_gets_all_columns_of_a_group_at_once(make):
+    row = json.dumps({"prompt": [{"role": "user", "content": "1?"}], "answer": "1", "level": 2})
+    rewarder = make("trl")
+    assert rewarder.group("1?", ["1", "skip", "3"], "1", row) == [3, 4, 5] and rewarder.failed == 0
+    assert rewarder.group("1?", ["skip", "skip"], "1", row) == [0, 0] and rewarder.failed == 0
+    text = json.dumps({"prompt": "1?", "answer": "1", "level": 2})
+    assert rewarder.group("1?", ["1", "3"], "1", text) == [3, 5]
+    assert rewarder.group("1?", ["short", "1"], "1", text) == [0, 0] and rewarder.failed == 2
+    assert rewarder.first_failure.startswith("returned 1 rewards for 2 completions")
+
+
+def test_a_call_for_a_group_that_hangs_fails_once_for_all(make):
+    rewarder = make("trl", timeout_s=2)
+    row = json.dumps({"prompt": "1?", "answer": "1", "level": 0})
+    rewarder.load()
+    begun = time.monotonic()
+    assert rewarder.group("1?", ["hang", "1", "2", "3"], "1", row) == [0] * 4 and rewarder.failed == 4
+    assert time.monotonic() - begun < 2 * 2 + 2  # four deadlines would be 8 s
+    assert rewarder.group("1?", ["1"], "1", row) == [1]
+
+
+def test_verls_form_gets_its_layout(make):
+    row = {"data_source": "s", "reward_model": {"ground_truth": "2"}, "extra_info": {"more": 3}}
+    assert make("verl").group("1+1=", ["2", "3"], "2", json.dumps(row)) == [4, 3]
+    assert make("verl").group("1+1=", ["2", "3"], "2") == [1, 0]
+
+
+def test_of_several_rewards_the_weighted_sum_counts(make):
+    rewarder = make("verl,length", weights=[1.0, 0.5])
+    assert rewarder.group("1+1=", ["2", "33"], "2") == [1.5, 1]
+    row = json.dumps({"prompt": "1?", "answer": "2", "level": 0})
+    assert make("trl,length").group("1?", ["2", "skip"], "2", row) == [3, 4]  # what does not apply is left out
+    assert Rewards("asyncspec.tasks.sums:exact_match").of_groups is False
+    with pytest.raises(ConfigError, match="data.reward_weights='1': expected 2 finite numbers, one for each reward"):
+        load("tiny", ["data.reward=a:f,b:g", "data.reward_weights=1"])
 
 
 def test_the_first_failure_is_kept_for_the_user(make):
@@ -131,9 +187,7 @@ def test_the_first_failure_is_kept_for_the_user(make):
     assert rewarder.first_failure.startswith("raised KeyError") and "response 'raise'" in rewarder.first_failure
 
 
-@pytest.mark.parametrize(
-    "bad", ["raise", "raise half a pair", "exit", "nan", "text", "large", "nothing", "end", "crash", "close"]
-)
+@pytest.mark.parametrize("bad", ["raise", "raise half a pair", "exit", "nan", "text", "large", "end", "crash", "close"])
 def test_a_failing_reward_teaches_nothing_and_is_counted(bad, make):
     rewarder = make()
     assert rewarder.group("1+1=", ["2", "3", bad, "2"], "2") == pytest.approx([1, 0, 2 / 3, 1])

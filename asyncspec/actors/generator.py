@@ -72,7 +72,12 @@ class Generator(Actor):
         c, data = self.config, self.config.data
         # The function loads in its own process, while the engine does here.
         self.rewarder = Rewarder(
-            data.reward, data.reward_timeout_s, data.reward_failures, c.deployment.start_timeout_s, self.pump_if_due
+            data.reward,
+            data.reward_timeout_s,
+            data.reward_failures,
+            c.deployment.start_timeout_s,
+            self.pump_if_due,
+            data.weights,
         )
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
         self.engine = self.make_engine()
@@ -224,7 +229,7 @@ class Generator(Actor):
     def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
         self.delay("reward", len(completions), ticket.ticket_id)
         texts = [self._text(c) for c in completions]
-        rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer)
+        rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer, ticket.row)
         if self.rewarder.failed:
             if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
                 self.control.send(m.Notice(self.name, f"data.reward failed: {self.rewarder.first_failure}"))

@@ -65,6 +65,7 @@ class TicketMaker:
             min_version=min_version,
             prompt=problem.prompt,
             answer=problem.answer,
+            row=problem.row,
             prompt_tokens=[],
             seeds=seeds,
             issued=time.monotonic(),

@@ -16,9 +16,9 @@ class Training:
     policy: str = knob("asset:tiny/policy", "Hugging Face directory of the policy")
     out: str = knob("draft", "directory to write the draft to")
     prompts: str = knob(
-        "", "JSONL file with a prompt on each line; the policy samples the responses; empty: the built-in task"
+        "", "JSONL, Parquet or CSV with the column prompt; the policy samples the responses; empty: the built-in task"
     )
-    rollouts: str = knob("", "JSONL file with a prompt and a response on each line; the policy then samples nothing")
+    rollouts: str = knob("", "data file with the columns prompt and response; the policy then samples nothing")
     init: str = knob("", "directory of a draft to start from; empty: start a new draft")
     minutes: float = knob(4.0, "minutes to train; 0: until --steps are done", least=0)
     steps: int = knob(0, "optimizer steps; 0: until --minutes have passed", least=0)
@@ -69,7 +69,7 @@ def check(settings: Training) -> None:
         need(held, name, "a directory with config.json in it")
     for name in ("prompts", "rollouts"):
         value = getattr(settings, name)
-        need(not value or os.path.isfile(resolve_path(value)), name, "a JSONL file that exists")
+        need(not value or os.path.isfile(resolve_path(value)), name, "a data file that exists")
     out = resolve_path(settings.out)
     need(not os.path.exists(out) or os.path.isdir(out), "out", "a directory to write to")
     again = bool(settings.init) and out.resolve() == resolve_path(settings.init).resolve()

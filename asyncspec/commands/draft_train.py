@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from asyncspec.commands.draft_settings import Training
 from asyncspec.config import resolve_path
+from asyncspec.config.sections import DataConfig
 from asyncspec.console import terminal
 from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts
@@ -33,7 +33,8 @@ from asyncspec.loading import use_threads
 from asyncspec.models import CheckpointError, policy
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.speculation.verify import Sampling
-from asyncspec.tasks.data import read_jsonl
+from asyncspec.tasks.data import load_rows, rendered
+from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.prompts import encoded_prompts, encoded_responses
 from asyncspec.tasks.sums import sums
 from asyncspec.timing.exporters import Board
@@ -48,19 +49,6 @@ LINE_EVERY_S = 15.0
 class Rollout:
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-
-
-class PromptLine(msgspec.Struct):
-    """A line of --prompts."""
-
-    prompt: str
-
-
-class RolloutLine(msgspec.Struct):
-    """A line of --rollouts."""
-
-    prompt: str
-    response: str
 
 
 class Sampler:
@@ -261,20 +249,23 @@ def _data(
     Raises:
         ValueError: a line of a file is malformed, a prompt cannot be used, or too little is left.
     """
-    given: list[RolloutLine] = []
+    given: list[Problem] = []  # with a response in the place of the answer
+    model = resolve_path(settings.policy)
     rng = np.random.default_rng([settings.seed, 3])
     if settings.rollouts:
-        given = list(read_jsonl(f"--rollouts {settings.rollouts}", settings.rollouts, RolloutLine))
+        rows = load_rows(f"--rollouts {settings.rollouts}", settings.rollouts, DataConfig(answer_column="response"))
+        given = rendered(rows, model, {})
         texts = [line.prompt for line in given]
     elif settings.prompts:
-        texts = [line.prompt for line in read_jsonl(f"--prompts {settings.prompts}", settings.prompts, PromptLine)]
+        rows = load_rows(f"--prompts {settings.prompts}", settings.prompts, DataConfig(answer_column=""))
+        texts = [problem.prompt for problem in rendered(rows, model, {})]
     else:
         texts = [problem.prompt for problem in sums(settings.seed + 1000, 16384)]
     texts = list(dict.fromkeys(texts))
     tokens = {
         prompt.text: tuple(prompt.tokens) for prompt in encoded_prompts(tokenizer, texts, shape.vocab_size, console)
     }
-    responses = encoded_responses(tokenizer, [line.response for line in given], shape.vocab_size, console)
+    responses = encoded_responses(tokenizer, [line.answer for line in given], shape.vocab_size, console)
     rollouts = [Rollout(tokens[line.prompt], _ended(response, shape)) for line, response in zip(given, responses)]
     prompts = list(dict.fromkeys(tokens.values()))
     fitting = [p for p in prompts if len(p) <= settings.max_prompt_tokens]

@@ -20,6 +20,7 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.errors import ConfigError, first_line
 from asyncspec.faults import parse as parse_faults
 from asyncspec.models import CheckpointError
+from asyncspec.models.chat import parse_variables
 from asyncspec.models.draft_shape import DraftShape
 from asyncspec.models.headers import read_json
 from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
@@ -67,6 +68,7 @@ def _check_notations(config: Config) -> None:
     for name, parse, example in (
         ("deployment.delays", parse_delays, "generate=0.01,train=0.1"),
         ("deployment.faults", parse_faults, "generator0:swap:2:kill"),
+        ("data.template_variables", parse_variables, "enable_thinking=false"),
     ):
         text = value_of(config, name)
         try:
@@ -135,8 +137,20 @@ def _check_rewards(config: Config) -> None:
         f"less than {patience:g}, the shorter of deployment.turn_timeout_s and a broadcast's deadline, because a "
         "generator waits for each reward"
     )
+    _check_weights(config)
     held = config.data.reward_timeout_s < patience
     _need(config, held, "data.reward_timeout_s", expected, min(10.0, patience / 2))
+
+
+def _check_weights(config: Config) -> None:
+    count = config.data.reward.count(",") + 1
+    try:
+        weights = config.data.weights
+    except ValueError:
+        weights = [math.nan]
+    held = not weights or (len(weights) == count and all(map(math.isfinite, weights)))
+    expected = f"{count} finite number{'s' * (count > 1)}, one for each reward, or nothing"
+    _need(config, held, "data.reward_weights", expected, ",".join(["1"] * count))
 
 
 def _check_files(config: Config) -> None:
@@ -156,7 +170,7 @@ def _check_files(config: Config) -> None:
     _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         if path and not os.path.isfile(resolve_path(path)):
-            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL with prompt and answer on each line")
+            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL, Parquet or CSV")
 
 
 def _check_sglang(config: Config) -> None:

@@ -21,11 +21,24 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     task: str = knob("sums", "built-in task; used only when data.train_file is empty", choices=("sums",))
-    train_file: str = knob("", 'JSONL with "prompt" and "answer" on each line; empty: the built-in data.task')
-    eval_file: str = knob("", "JSONL of held-out prompts, for runs with data.train_file; empty: no evaluation there")
+    train_file: str = knob(
+        "", "JSONL, Parquet or CSV; a prompt is text or a list of messages; empty: the built-in data.task"
+    )
+    eval_file: str = knob("", "file of held-out prompts, for runs with data.train_file; empty: no evaluation there")
+    prompt_column: str = knob("prompt", "column of the prompt in data files")
+    answer_column: str = knob(
+        "answer", "column of the right answer in data files; verl's reward_model.ground_truth counts too; empty: none"
+    )
+    template_variables: str = knob(
+        "", "variables of the policy's chat template, name=value,name=value; for example enable_thinking=false"
+    )
     train_prompts: int = knob(4096, "training prompts that the built-in task generates", least=1)
     eval_prompts: int = knob(256, "held-out prompts that the built-in task generates; 0: no evaluation", least=0)
-    reward: str = knob("asyncspec.tasks.sums:exact_match", "reward, module:function(prompt, response, answer) -> float")
+    reward: str = knob(
+        "asyncspec.tasks.sums:exact_match",
+        "reward, module:function(prompt, response, answer) -> float, or of verl's or TRL's form; several by commas",
+    )
+    reward_weights: str = knob("", "weight of each of several rewards, separated by commas; empty: all 1")
     reward_timeout_s: float = knob(
         10.0,
         "seconds one reward call may take; a rollout whose reward fails or times out gets the mean of its group",
@@ -38,6 +51,11 @@ class DataConfig:
         least=0,
         most=1,
     )
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each reward, empty if all are 1."""
+        return [float(weight) for weight in self.reward_weights.split(",")] if self.reward_weights else []
 
 
 @dataclass

@@ -19,6 +19,7 @@ from asyncspec.config import Config, resolve_path
 from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError
 from asyncspec.files import write_json
+from asyncspec.models.chat import FILES as CHAT_FILES
 from asyncspec.models.headers import tensor_files
 
 FILE = "inputs.json"
@@ -54,7 +55,7 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
             continue
         field = name.partition("/")[0]
         what = f"{field}={value_of(config, field)!r}" + ("" if field == name else f": {name.partition('/')[2]}")
-        if name == "data.reward":
+        if field == "data.reward":
             tell(f"{what}: its file has changed since the run was started; the next rewards come from the new one")
         else:
             raise ConfigError(
@@ -77,8 +78,12 @@ def digests(config: Config) -> dict[str, str]:
         for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file))
         if path
     }
-    if (source := _source(config.data.reward)) is not None:
-        files["data.reward"] = source
+    for number, name in enumerate(config.data.reward.split(",")):
+        if (source := _source(name.strip())) is not None:
+            files[f"data.reward/{name.strip()}" if number else "data.reward"] = source
+    for name in CHAT_FILES:
+        if config.data.train_file and (policy / name).is_file():
+            files[f"model.path/{name}"] = policy / name
     try:
         found = {name: _digest(file) for name, file in files.items()}
         if config.rl.kl_coef > 0:

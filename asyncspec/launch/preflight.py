@@ -13,7 +13,7 @@ from asyncspec.launch.machine import check_memory
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
-from asyncspec.tasks.data import load_problems
+from asyncspec.tasks.data import columns, load_problems
 from asyncspec.tasks.prompts import encoded_prompts
 from asyncspec.tasks.reward_worker import RewardWorker
 
@@ -120,10 +120,12 @@ def _check_data(config: configuration.Config) -> None:
     Raises:
         ConfigError: an actor would refuse one of them.
     """
-    reward, path = RewardWorker(config.data.reward), configuration.resolve_path(config.model.path)
+    reward, path = None, configuration.resolve_path(config.model.path)
     try:
         tokenizer = tokenizers.load(path)
         problems, held_out = load_problems(config)
+        # It loads while the prompts are encoded.
+        reward = RewardWorker(config.data.reward, config.data.weights, columns(problems))
         if config.data.eval_file and (both := {p.prompt for p in problems} & {p.prompt for p in held_out}):
             terminal().print(
                 f"warning: {len(both)} prompts of data.eval_file are also trained on; expected held-out ones",
@@ -141,4 +143,5 @@ def _check_data(config: configuration.Config) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     finally:
-        reward.close()
+        if reward is not None:
+            reward.close()

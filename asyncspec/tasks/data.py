@@ -1,24 +1,39 @@
-"""Load problems from JSONL files or the built-in task.
+"""Load problems from data files or the built-in task.
 
-Each line of a JSONL file is an object with "prompt" and "answer", both strings. A run may have a million lines, so
-reading one takes about two microseconds.
+A data file is JSONL, Parquet or CSV. Each row has a prompt, which is text or a list of messages, and mostly an answer.
+Messages are rendered with the policy's chat template. All columns of the row go to the reward. A run may have a million
+rows, so only those that it uses are rendered.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import json
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from asyncspec.config import Config, resolve_path
+from asyncspec.config.sections import DataConfig
+from asyncspec.models.chat import ChatTemplate, parse_variables
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.sums import sums
 
-Line = TypeVar("Line", bound=msgspec.Struct)
+
+class Row(NamedTuple):
+    """A row of a data file.
+
+    text: the row as JSON; "" if `prompt` and `answer` say it all.
+    """
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    answer: str
+    text: str
 
 
 def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
@@ -27,91 +42,195 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     The order depends on the seed alone, so a longer run begins like a shorter one.
 
     Raises:
-        ValueError: there are no problems, or a file cannot be read. The message is one line that names the field.
+        ValueError: there are no problems, a file cannot be read, or messages cannot be rendered. The message is one
+            line that names the field.
     """
     data = config.data
     if data.train_file:
-        problems = load_jsonl("data.train_file", data.train_file)
-        held_out = load_jsonl("data.eval_file", data.eval_file) if data.eval_file else []
-    else:
-        held_out = sums(config.seed + 1_000_003, data.eval_prompts)
-        seen = {p.prompt for p in held_out}
-        problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
+        rows = load_rows(f"data.train_file={data.train_file!r}", data.train_file, data)
+        kept = load_rows(f"data.eval_file={data.eval_file!r}", data.eval_file, data) if data.eval_file else []
+        model, variables = resolve_path(config.model.path), parse_variables(data.template_variables)
+        order = _order(config, len(rows))
+        made = dict(zip(used := np.unique(order).tolist(), rendered([rows[i] for i in used], model, variables)))
+        return [made[i] for i in order.tolist()], rendered(kept, model, variables)
+    held_out = sums(config.seed + 1_000_003, data.eval_prompts)
+    seen = {p.prompt for p in held_out}
+    problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
     if not problems:
         raise ValueError(
             f"data.train_prompts={data.train_prompts}: all of these prompts are held out; expected a larger number"
         )
+    return [problems[i] for i in _order(config, len(problems))], held_out
+
+
+def _order(config: Config, count: int) -> np.ndarray:
+    """Return the index of each training ticket's problem: each problem once, then each once more, and so on."""
     rng, needed = np.random.default_rng([config.seed, 0x7072]), config.steps * config.rl.groups_per_step
-    order = np.concatenate([rng.permutation(len(problems)) for _ in range(-(-needed // len(problems)))])
-    return [problems[i] for i in order[:needed]], held_out
+    return np.concatenate([rng.permutation(count) for _ in range(-(-needed // count))])[:needed]
 
 
-def load_jsonl(field: str, path: str) -> list[Problem]:
-    """Load problems from a JSONL file.
+def rendered(rows: Sequence[Row], model: Path, variables: Mapping[str, Any]) -> list[Problem]:
+    """Return rows as problems, with messages rendered as text.
 
     Args:
-        field: the configuration field that holds `path`, for messages.
+        model: the policy's directory.
+        variables: variables of its chat template.
 
     Raises:
-        ValueError: see `read_jsonl`; or the file has no problem.
+        ValueError: the policy has no chat template, or its template refuses the messages.
     """
-    problems = list(read_jsonl(f"{field}={path!r}", path, Problem))
-    if not problems:
-        raise ValueError(f"{field}={path!r}: the file is empty; expected JSONL with prompt and answer on each line")
+    template, problems = None, []
+    for row in rows:
+        prompt = row.prompt
+        if not isinstance(prompt, str):
+            template = template or ChatTemplate(model)
+            try:
+                prompt = template.render(prompt, variables)
+            except ValueError as error:
+                raise ValueError(f"{row.where}: {error}; expected messages that it renders") from None
+        problems.append(Problem(prompt, row.answer, row.text))
     return problems
 
 
-def read_jsonl(name: str, path: str, kind: type[Line]) -> Iterator[Line]:
-    """Yield the objects of a JSONL file. Empty lines are skipped.
+def columns(problems: Sequence[Problem]) -> list[str]:
+    """Return the columns that the reward of each problem gets, besides the prompt: those that all have."""
+    rows = [problem.row for problem in problems[:100]]
+    return sorted(set.intersection(*({*json.loads(row)} if row else {"answer"} for row in rows)) - {"prompt"})
+
+
+def load_rows(name: str, path: str, data: DataConfig) -> list[Row]:
+    """Load the rows of a data file.
 
     Args:
         name: what the user calls the file, for messages.
-        kind: a struct of string fields. Every object must have them all; the first must not be empty.
+        data: names the columns.
 
     Raises:
-        ValueError: the file cannot be read, or a line is not such an object, or is not valid UTF-8. The message names
-            the line.
+        ValueError: the file cannot be read, or has no row; or a row has no prompt or no answer. The message names the
+            row.
     """
-    decode, first = msgspec.json.Decoder(kind).decode, kind.__struct_fields__[0]
-    try:
-        with open(resolve_path(path), "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line.isspace():
-                    continue
-                try:
-                    item = decode(line)
-                    if not getattr(item, first) or not (line.isascii() or line.decode()):
-                        raise ValueError
-                except (msgspec.MsgspecError, ValueError, RecursionError):
-                    item = _read_slowly(f"{name}: line {number}", line, kind)
-                yield item
-    except OSError as error:
-        raise ValueError(f"{name}: {error.strerror or error}; expected a JSONL file that can be read") from None
+    rows = [_row(where, found, text, data) for where, found, text in _objects(name, path)]
+    if not rows:
+        raise ValueError(f"{name}: the file is empty; expected rows with a prompt and an answer")
+    return rows
 
 
-def _read_slowly(name: str, line: bytes, kind: type[Line]) -> Line:
-    """Read a line that msgspec refuses. Python's own parser takes NaN, which Python writes, and tells what is wrong.
+def _row(where: str, found: Any, text: str, data: DataConfig) -> Row:
+    """Return an object of a data file as a row.
 
-    Raises:
-        ValueError: see `read_jsonl`.
+    Args:
+        text: the object as JSON; "": not yet made.
     """
-    fields, text = kind.__struct_fields__, line.decode(errors="surrogateescape")
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: expected an object, got {str(found)[:60]!r}")
+    prompt, answer = found.get(data.prompt_column), found.get(data.answer_column) if data.answer_column else ""
+    if answer is None and isinstance(model := found.get("reward_model"), dict):  # verl's layout
+        answer = model.get("ground_truth")
+    if not _is_text(prompt) and not _are_messages(prompt):
+        raise ValueError(
+            f"{where}: expected in {data.prompt_column} text, or a list of messages with role and content, got "
+            f"{str(prompt)[:40]!r}; the columns are {_names(found)}; data.prompt_column names the prompt's"
+        )
+    if answer is None or isinstance(answer, float) and answer != answer:
+        raise ValueError(
+            f"{where}: expected an answer in {data.answer_column}; the columns are {_names(found)}; "
+            "data.answer_column names the answer's, or is empty if there is none"
+        )
+    given = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    whole = _is_text(prompt) and isinstance(answer, str) and len(found) == 1 + bool(data.answer_column)
     try:
-        text.encode()
-        found = json.loads(text)
-        values = [found[field] for field in fields]
-        if not all(isinstance(value, str) for value in values) or not values[0]:
-            raise TypeError
-        "".join(values).encode()
+        (prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)).encode()
+        given.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name}: expected UTF-8, without half a surrogate pair; got {error.object[error.start]!r}"
+            f"{where}: expected UTF-8, without half a surrogate pair; got {error.object[error.start]!r}"
         ) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        plural = "strings" if len(fields) > 1 else "string"
-        raise ValueError(
-            f"{name}: expected an object with the {plural} {' and '.join(fields)}, got {text.strip()[:60]!r}"
-        ) from None
-    return kind(*values)
+    if whole and data.prompt_column == "prompt" and data.answer_column in ("", "answer"):
+        text = ""
+    else:
+        text = text or json.dumps(found, ensure_ascii=False, default=str)
+    return Row(where, cast("str | list[dict[str, Any]]", prompt), given, text)
+
+
+def _names(found: Mapping[str, Any]) -> str:
+    return ", ".join(found)[:200]
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) and bool(prompt)
+
+
+def _are_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in prompt)
+    )
+
+
+def _objects(name: str, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield (where it stands, object, its JSON if there is one) of a data file.
+
+    Raises:
+        ValueError: the file cannot be read, or a line of it.
+    """
+    file, kind = resolve_path(path), path.rpartition(".")[2].lower()
+    try:
+        if kind == "parquet":
+            yield from _parquet(name, file)
+        elif kind == "csv":
+            with open(file, newline="", encoding="utf-8-sig") as lines:
+                for number, found in enumerate(csv.DictReader(lines, strict=True), 1):
+                    if None in found or None in found.values():
+                        raise ValueError(f"{name}: row {number}: expected as many values as the first line has names")
+                    yield f"{name}: row {number}", found, ""
+        else:
+            yield from _lines(name, file)
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror or error}; expected a data file that can be read") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {error}; expected CSV in UTF-8") from None
+
+
+def _parquet(name: str, file) -> Iterator[tuple[str, Any, str]]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with open(file, "rb") as content:
+            for batch in ParquetFile(content).iter_batches(1000):
+                for found in batch.to_pylist():
+                    number += 1
+                    yield f"{name}: row {number}", found, ""
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{name}: {str(error).splitlines()[0]}; expected Parquet") from None
+
+
+def _lines(name: str, file) -> Iterator[tuple[str, Any, str]]:
+    decode = msgspec.json.Decoder().decode
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.isspace():
+                continue
+            where = f"{name}: line {number}"
+            try:
+                text = line.decode()
+                found = decode(line)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{where}: expected UTF-8, without half a surrogate pair; got {line[error.start : error.end]!r}"
+                ) from None
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                found = _python_json(where, text)
+            yield where, found, text.strip()
+
+
+def _python_json(where: str, text: str) -> Any:
+    """Read a line that msgspec refuses. Python's parser takes NaN and half a surrogate pair, which Python writes."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where}: expected an object, got {text.strip()[:60]!r}") from None

@@ -1,4 +1,4 @@
-"""A prompt and its right answer."""
+"""A prompt, its right answer, and the row of the data file that both come from."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ import msgspec
 
 
 class Problem(msgspec.Struct, frozen=True, gc=False):
-    prompt: str
-    answer: str
+    prompt: str  # the text that the policy gets
+    answer: str  # "" if the data has none
+    row: str = ""  # the row as JSON; "" if it has a prompt that is text, an answer, and nothing else

@@ -5,8 +5,8 @@
 The function runs in the main thread, so it may use signals. It may print, hang, or end the process: the connection is a
 socket of its own, and both sides send JSON, an object or a list on each line.
 
-    {"path": sys.path, "reward": "module:function"}  ->  {"error": what is wrong, or ""}
-    [prompt, responses, answer]                      ->  for each response [number or null, what went wrong]
+    {"path": sys.path, "reward": "module:function", ...}  ->  {"error": what is wrong, or "", "of_groups": bool}
+    [prompt, responses, answer, row as JSON]              ->  for each response [number or null, what went wrong]
 
 It imports only what the function itself imports, and a few modules of the standard library.
 """
@@ -17,28 +17,6 @@ import faulthandler
 import json
 import socket
 import sys
-
-LONGEST = 500  # characters of a message; a user's exception may carry a whole response
-
-
-def _called(reward, *arguments: str) -> tuple[float | None, str]:
-    """Return the function's number, or None and what went wrong."""
-    try:
-        value = reward(*arguments)
-        try:
-            return float(value), ""
-        except Exception:
-            return None, _line(f"returned {value!r:.40}")
-    except BaseException as error:  # the user's function may raise anything
-        try:
-            return None, _line(f"raised {type(error).__name__}: {error}")
-        except Exception:  # so may its exceptions
-            return None, f"raised {type(error).__name__}"
-
-
-def _line(text: str) -> str:
-    """Return the first line of a text, as text that can be printed and sent."""
-    return text.splitlines()[0][:LONGEST].encode(errors="replace").decode()
 
 
 def main() -> None:
@@ -53,7 +31,7 @@ def main() -> None:
 
     from asyncspec.console import never_fail
     from asyncspec.parent import die_with
-    from asyncspec.tasks.reward import load_reward
+    from asyncspec.tasks.reward import Call, Rewards
 
     die_with(parent)
     faulthandler.enable()
@@ -63,15 +41,15 @@ def main() -> None:
         connection.sendall(json.dumps(content).encode() + b"\n")
 
     try:
-        reward = load_reward(asked["reward"])
+        rewards = Rewards(asked["reward"], asked["weights"], asked["columns"])
     except ValueError as error:
-        answer({"error": _line(str(error))})
+        answer({"error": str(error).encode(errors="replace").decode()})
         return
-    answer({"error": ""})
+    answer({"error": "", "of_groups": rewards.of_groups})
     for line in requests:
-        prompt, responses, right = json.loads(line)
-        for response in responses:
-            answer(_called(reward, prompt, response, right))
+        prompt, responses, right, row = json.loads(line)
+        for found in rewards.of(Call(prompt, responses, right, json.loads(row) if row else {})):
+            answer(found)
 
 
 if __name__ == "__main__":

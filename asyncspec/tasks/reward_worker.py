@@ -31,12 +31,15 @@ class RewardWorker:
     Use it in the thread that made it: the process also ends with that thread.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, weights: Sequence[float] = (), columns: Sequence[str] | None = None) -> None:
         """
         Args:
-            name: module:function, as in data.reward.
+            name: module:function, as in data.reward; several separated by commas.
+            weights: the weight of each function; empty: 1.
+            columns: the columns of the data, which the functions' parameters are compared with; None: they are not.
         """
         self._name, self._received = name, bytearray()
+        self.of_groups = False  # whether a function is called once for a group; known when it is loaded
         self._connection, theirs = socket.socketpair()
         self._connection.settimeout(_SEND_S)
         # In its own session, no interrupt from the terminal reaches it, and its children can be killed with it.
@@ -53,7 +56,8 @@ class RewardWorker:
         self._news = select.poll()
         for descriptor in (self._connection.fileno(), self._ended):
             self._news.register(descriptor, select.POLLIN)
-        self._send({"path": [str(entry) for entry in sys.path], "reward": name})
+        path = [str(entry) for entry in sys.path]
+        self._send({"path": path, "reward": name, "weights": list(weights), "columns": columns and list(columns)})
 
     def wait_until_loaded(self, timeout_s: float, between: Callable[[], None] = lambda: None) -> None:
         """Wait until the function is loaded.
@@ -66,7 +70,8 @@ class RewardWorker:
             ValueError: the function cannot be loaded. The message is one line.
         """
         try:
-            error = self._receive(timeout_s, between)["error"]
+            said = self._receive(timeout_s, between)
+            error, self.of_groups = said["error"], said.get("of_groups", False)
         except NoAnswer as none:
             error = (
                 f"data.reward={self._name!r}: {none} while it was imported; expected a module that can be imported "
@@ -75,12 +80,12 @@ class RewardWorker:
         if error:
             raise ValueError(error)
 
-    def ask(self, prompt: str, responses: Sequence[str], answer: str) -> None:
+    def ask(self, prompt: str, responses: Sequence[str], answer: str, row: str = "") -> None:
         """Have the function called for each response, in order. Then call `answer` once for each."""
-        self._send([prompt, list(responses), answer])
+        self._send([prompt, list(responses), answer, row])
 
     def answer(self, timeout_s: float, between: Callable[[], None] = lambda: None) -> tuple[float | None, str]:
-        """Return the next reward; or None, and what went wrong.
+        """Return the next reward; or None, and what went wrong, "" if the reward does not apply.
 
         Args:
             timeout_s: seconds that it may take from now.

@@ -27,6 +27,7 @@ class Rewarder:
         most_failures: float,
         start_s: float,
         between: Callable[[], None] = lambda: None,
+        weights: Sequence[float] = (),
     ) -> None:
         """
         Args:
@@ -35,12 +36,14 @@ class Rewarder:
             most_failures: share of rollouts whose reward may fail.
             start_s: time limit of loading the function.
             between: called before each reward of a group and often while one is computed, which may take timeout_s.
+            weights: the weight of each function, if the name is several; empty: 1.
         """
+        self.weights = weights
         self.name, self.timeout_s, self.most_failures, self.start_s = name, timeout_s, most_failures, start_s
         self.between = between
         self.called = self.failed = 0
         self.first_failure = ""  # what went wrong first, in one line
-        self._worker, self._loaded = RewardWorker(name), False
+        self._worker, self._loaded = RewardWorker(name, weights), False
 
     def load(self, between: Callable[[], None] = lambda: None) -> None:
         """Wait until the function is loaded.
@@ -62,10 +65,14 @@ class Rewarder:
         """End the process."""
         self._worker.close()
 
-    def group(self, prompt: str, responses: Sequence[str], answer: str) -> list[float]:
+    def group(self, prompt: str, responses: Sequence[str], answer: str, row: str = "") -> list[float]:
         """Return the rewards of a group.
 
-        A rollout whose reward fails gets the mean of the others, so that it teaches nothing; 0 if all failed.
+        A rollout whose reward fails or does not apply gets the mean of the others, so that it teaches nothing; 0 if
+        there are no others.
+
+        Args:
+            row: see `Problem`.
 
         Raises:
             RewardError: more than the allowed share of rewards failed, or the function cannot be loaded again.
@@ -73,7 +80,7 @@ class Rewarder:
         found: list[float | None] = []
         while len(found) < len(responses):
             self.load(self.between)
-            self._worker.ask(prompt, responses[len(found) :], answer)
+            self._worker.ask(prompt, responses[len(found) :], answer, row)
             self._collect(found, responses)
         good = [value for value in found if value is not None]
         mean = sum(good) / len(good) if good else 0.0
@@ -88,11 +95,15 @@ class Rewarder:
                 number, trouble = self._worker.answer(self.timeout_s, self.between)
             except NoAnswer as none:
                 number, trouble = None, str(none)
+                while self._worker.of_groups and len(found) < len(responses) - 1:  # it was one call for all of them
+                    self._failed(trouble, responses[len(found)])
+                    self.called += 1
+                    found.append(None)
                 self._worker.kill()
-                self._worker, self._loaded = RewardWorker(self.name), False
+                self._worker, self._loaded = RewardWorker(self.name, self.weights), False
             if number is not None and not math.isfinite(number):
                 number, trouble = None, f"returned {number}"
-            if number is None:
+            if number is None and trouble:
                 self._failed(trouble, responses[len(found)])
             found.append(number)
             if not self._loaded:

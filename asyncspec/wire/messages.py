@@ -50,6 +50,7 @@ class Ticket(Message, frozen=True):
     prompt_tokens: list[int]
     seeds: list[int]  # one per sample
     issued: float
+    row: str = ""  # the row of the data file as JSON, see tasks.problem
     evaluation: bool = False  # the group is rewarded and reported, but never trained on
     lost: float = 0.0  # when the ticket was issued to a generator that died; 0: never
 
