@@ -54,13 +54,13 @@ def main() -> None:
     config, rng = load_config("tiny"), np.random.default_rng(0)
     device = f"{given.device}:0" if given.device == "cuda" else given.device
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for recompute in (False, True):
+    for recompute, compiled in ((False, False), (True, False), (False, True)):
         torch.manual_seed(0)
         model, shape = policy.load(given.policy, device, PROMPT + 16384)
         size = shape, sum(p.numel() for p in model.parameters())
         ranks = Ranks("trainer", 0, 1, 1, "bfloat16")
         ranks.join("127.0.0.1", store.port, device, 60, 60)
-        ranks.shard(model, trained=True, recompute=recompute)
+        ranks.shard(model, trained=True, recompute=recompute, compiled=compiled)
         accumulator = GradientAccumulator(model, config.trainer.optimizer, config.rl, 1.0, ranks)
         for name, (full, recomputed) in CASES.items():
             if recomputed is not recompute:
@@ -74,7 +74,8 @@ def main() -> None:
                 ("packed", partial(accumulator.run, [part])),
                 ("padded", partial(padded_path, load, config)),
             ):
-                print(f"{name}, {path}: {measured(act, model, given, flops(model, shape, lengths), sum(lengths))}")
+                said = f"{name}, {path}{', compiled' * compiled}"
+                print(f"{said}: {measured(act, model, given, flops(model, shape, lengths), sum(lengths))}")
         del model, accumulator
         dist.destroy_process_group()
         print(f"policy of {size[1] / 1e6:.0f} M parameters, {size[0].n_layers} layers")

@@ -7,7 +7,7 @@ and logits of all positions exist at once.
 - default: the default job's policy and its lengths;
 - smollm2: the shape of SmolLM2-135M with random weights, prompts of 60 tokens and responses of 42;
 - long tail: log-normal lengths on 16 ranks. Passes are counted, not run: a round takes as long as its largest pass;
-- memory: the peak of a process over one group of long responses, besides what the process holds before.
+- memory N: the peak of a process over one group of responses of N tokens, besides what the process holds before.
 
 A rate is the number of response tokens per second of busy time.
 """
@@ -35,7 +35,7 @@ from asyncspec.wire import messages as m
 
 RANKS, GROUPS, MEDIAN, SIGMA, LONGEST, PROMPT, PASS = 16, 128, 6000, 0.6, 16384, 300, 32768  # of the long tail
 LEAST_S = 3.0  # seconds of a measurement; shorter loads are repeated
-MEMORY_LENGTH = 512  # tokens of a response
+MEMORY_LENGTHS = (64, 128, 256, 512)  # tokens of each of four responses; the ratio is of the longest
 SMOLLM2 = PolicyShape(
     model_type="llama",
     vocab_size=49152,
@@ -189,7 +189,11 @@ def _memory(name: str) -> int:
 class TrainerBenchmark(Benchmark):
     name = "trainer"
     repeats = 5
-    variants = tuple(f"{load} {path}" for load in ("default", "smollm2", "long tail", "memory") for path in PATHS)
+    variants = tuple(
+        f"{load} {path}"
+        for load in ("default", "smollm2", "long tail", *(f"memory {length}" for length in MEMORY_LENGTHS))
+        for path in PATHS
+    )
     columns = ("rate", "useful", "peak_mib")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
@@ -201,9 +205,9 @@ class TrainerBenchmark(Benchmark):
         kind, _, path = variant.rpartition(" ")
         if kind == "long tail":
             return {"useful": long_tail(path, repetition)}
-        if kind == "memory":
+        if kind.startswith("memory"):
             results = mp.get_context("spawn").SimpleQueue()
-            mp.spawn(_peak, args=(path, MEMORY_LENGTH, results), nprocs=1)
+            mp.spawn(_peak, args=(path, int(kind.split()[1]), results), nprocs=1)
             return {"peak_mib": results.get() / 2**20}
         if kind not in self.loads:
             self.loads[kind] = {"default": default_load, "smollm2": smollm2_load}[kind](self.config)
@@ -222,17 +226,19 @@ class TrainerBenchmark(Benchmark):
             "speedup_default": ratio(samples, "rate", "default packed", "default padded"),
             "speedup_smollm2": ratio(samples, "rate", "smollm2 packed", "smollm2 padded"),
             "speedup_long_tail": ratio(samples, "useful", "long tail packed", "long tail padded"),
-            "peak_memory_ratio": ratio(samples, "peak_mib", "memory packed", "memory padded"),
+            "peak_memory_ratio": ratio(
+                samples, "peak_mib", *(f"memory {MEMORY_LENGTHS[-1]} {path}" for path in ("packed", "padded"))
+            ),
         }
 
     def plot(self, axes, samples: Samples) -> None:
-        kinds = {"default": "rate", "smollm2": "rate", "long tail": "useful"}
-        for place, (kind, what) in enumerate(kinds.items()):
-            new, old = (median(samples, f"{kind} {path}", what) for path in ("packed", "padded"))
-            axes.bar(place, new / old)
-        axes.axhline(1, color="gray", linewidth=1)
-        axes.set_xticks(range(len(kinds)), kinds)
-        axes.set_ylabel("response tokens per second of busy time,\npacked over padded")
+        for path in PATHS:
+            peaks = [median(samples, f"memory {length} {path}", "peak_mib") for length in MEMORY_LENGTHS]
+            axes.plot(MEMORY_LENGTHS, peaks, marker="o", label=path)
+        axes.set_xlabel("tokens of each of four responses")
+        axes.set_ylabel("peak memory of a pass, MiB")
+        axes.set_ylim(0)
+        axes.legend()
 
 
 def _peak(_: int, path: str, length: int, results) -> None:
