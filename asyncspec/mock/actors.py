@@ -18,7 +18,7 @@ from asyncspec.actors.trainer_rank import TrainerRank
 from asyncspec.ledger import checkpoint
 from asyncspec.mock.engine import MockEngine, MockModel
 from asyncspec.models.parallel import Ranks
-from asyncspec.rl.batch import Part, Pool
+from asyncspec.rl.batch import Part
 from asyncspec.rl.learner import Learner
 from asyncspec.rl.scorer import Scorer
 from asyncspec.wire import messages as m
@@ -29,7 +29,6 @@ class MockAccumulator:
 
     def __init__(self, model: MockModel, response_s: float, ranks: Ranks) -> None:
         self.model, self.response_s, self.ranks, self.updates = model, response_s, ranks, 0
-        self.pool = Pool(ranks.data_size, 1 << 30)
         self.optimizer = torch.optim.AdamW(model.parameters())
 
     def state(self) -> dict:
@@ -47,7 +46,10 @@ class MockAccumulator:
         responses, ranks = list(range(len(arrays["lengths"]))), self.ranks.data_size
         return [[[whole.of(responses[rank::ranks])] if responses[rank::ranks] else [] for rank in range(ranks)]]
 
-    def run(self, parts: Sequence[Part]) -> None:
+    def flush(self) -> list[list[list[Part]]]:
+        return []
+
+    def run(self, parts: Sequence[Part], last: bool = True) -> None:
         time.sleep(self.response_s * sum(len(part.arrays["lengths"]) for part in parts))
 
     def step(self) -> dict[str, float]:
