@@ -147,6 +147,9 @@ class _Pool(attempts.Pool):
             pool.map(stop, self._meshes)
 
 
+_UNHEARD = "timeout waiting for message"  # in Monarch's error about a process that lives and does not answer
+
+
 class _Process(attempts.Process):
     def __init__(self, host, watch) -> None:
         """
@@ -165,8 +168,12 @@ class _Process(attempts.Process):
         self._identify()
         if self._outcome is None:
             self._outcome = _outcome(self._prepared)
-            if isinstance(self._outcome, Exception) and self._gone():
-                self._outcome = attempts.Ended(str(self._outcome))
+            if isinstance(self._outcome, Exception):
+                frozen = _UNHEARD in str(self._outcome)
+                if frozen:
+                    self.kill()
+                if frozen or self._gone():
+                    self._outcome = attempts.Ended(str(self._outcome))
         return self._outcome
 
     def _gone(self) -> bool:
