@@ -9,7 +9,6 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
 
 from asyncspec import __version__
 from asyncspec import config as configuration
@@ -17,10 +16,9 @@ from asyncspec.bench import BENCHMARKS
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
-from asyncspec.launch.torchrun import ranks
+from asyncspec.launch import choice
 
 TRAIN_FLAGS = ("policy_lag", "steps", "run_dir", "seed")  # short forms of fields
-LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -136,7 +134,7 @@ def _add_train(commands) -> None:
     train.add_argument("--seed", metavar="N", help="random seed for the data, its order and every sample")
     train.add_argument(
         "--launcher",
-        choices=LAUNCHERS,
+        choices=choice.LAUNCHERS,
         default="auto",
         help="what starts and watches the actors (default: torchrun if it has started several ranks, else monarch)",
     )
@@ -169,49 +167,7 @@ def _train(args) -> int:
         config = configure(args.resume, args.config, overrides)
     else:
         config = configuration.load(args.config or "tiny", overrides)
-    resume = args.resume is not None
-    rank, world_size = ranks()
-    if args.node is not None and (args.launcher not in ("auto", "monarch") or world_size > 1):
-        raise UserError(
-            f"--node {args.node}: expected one process and the monarch launcher, because torchrun and Ray place all "
-            "nodes themselves; nearest valid choice: no --node"
-        )
-    if args.hosts is not None and (args.node is not None or args.launcher not in ("auto", "monarch") or world_size > 1):
-        raise UserError(
-            f"--hosts {args.hosts}: expected one process, no --node, and the monarch launcher; "
-            "nearest valid choice: no --hosts"
-        )
-    if args.launcher == "torchrun" and "WORLD_SIZE" not in os.environ:
-        raise UserError(
-            "--launcher torchrun: expected torchrun to start this command, for example torchrun --nproc-per-node 4 "
-            "launch/async.py"
-        )
-    if args.launcher == "torchrun" or args.launcher == "auto" and world_size > 1:
-        from asyncspec.launch import processes
-
-        return processes.launch(config, rank, world_size, resume)
-    if world_size > 1:
-        raise UserError(
-            f"--launcher {args.launcher}: expected one process, but torchrun has started {world_size}; "
-            "nearest valid choice: --launcher torchrun"
-        )
-    if args.launcher == "ray":
-        from asyncspec.launch import ray
-
-        return ray.launch(config, resume)
-    from asyncspec.launch import monarch
-
-    code = monarch.launch(config, resume, args.node, args.hosts.split(",") if args.hosts is not None else ())
-    _end_at_once(code)
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Exit without the interpreter's own shutdown, once all processes are stopped. At shutdown Monarch would wait for
-    its processes, and on a busy machine it sometimes aborts.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return choice.launch(config, args.resume is not None, args.launcher, args.node, args.hosts)
 
 
 def _add_host(commands) -> None:
@@ -235,9 +191,10 @@ def _add_host(commands) -> None:
 
 def _host(args) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from asyncspec.launch.ending import end_at_once
     from asyncspec.launch.hosts import serve
 
-    _end_at_once(serve(args.address))
+    end_at_once(serve(args.address))
 
 
 def _add_doctor(commands) -> None:

@@ -57,9 +57,10 @@ class TrainerTeam(Team):
         return self._run(step, self.learner.accumulator.flush(), True)
 
     def _run(self, step: int, rounds: list[list[list[Part]]], ends: bool) -> list:
+        """Run rounds on all ranks; with `ends`, they are the last ones of the step."""
         found = []
-        for left, passes in zip(reversed(range(len(rounds))), rounds):
-            last = ends and not left
+        for number, passes in enumerate(rounds, 1):
+            last = ends and number == len(rounds)
             for rank, outbox in enumerate(self.outboxes, start=1):
                 outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel], last))
             found.append(self.together(partial(self.learner.accumulator.run, passes[0], last)))

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncspec.commands.draft_settings import Training
-from asyncspec.config import resolve_path
-from asyncspec.config.sections import DataConfig
+from asyncspec.config import DataConfig, resolve_path
 from asyncspec.console import terminal
 from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts

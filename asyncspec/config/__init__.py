@@ -3,7 +3,14 @@
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
 from asyncspec.config.paths import CONFIG_DIR, PACKAGE_DIR, default_run_dir, make_paths_absolute, resolve_path
 from asyncspec.config.schema import LONGEST_DRAFT, Config, default_of
-from asyncspec.config.sections import MockConfig, OptimizerConfig, RLConfig, SpeculationConfig, TrainerConfig
+from asyncspec.config.sections import (
+    DataConfig,
+    MockConfig,
+    OptimizerConfig,
+    RLConfig,
+    SpeculationConfig,
+    TrainerConfig,
+)
 from asyncspec.errors import ConfigError, UserError, first_line
 
 __all__ = [
@@ -12,6 +19,7 @@ __all__ = [
     "PACKAGE_DIR",
     "Config",
     "ConfigError",
+    "DataConfig",
     "MockConfig",
     "OptimizerConfig",
     "RLConfig",

@@ -137,12 +137,8 @@ def _check_rewards(config: Config) -> None:
         f"less than {patience:g}, the shorter of deployment.turn_timeout_s and a broadcast's deadline, because a "
         "generator waits for each reward"
     )
-    _check_weights(config)
     held = config.data.reward_timeout_s < patience
     _need(config, held, "data.reward_timeout_s", expected, min(10.0, patience / 2))
-
-
-def _check_weights(config: Config) -> None:
     count = config.data.reward.count(",") + 1
     try:
         weights = config.data.weights

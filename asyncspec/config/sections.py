@@ -36,7 +36,8 @@ class DataConfig:
     eval_prompts: int = knob(256, "held-out prompts that the built-in task generates; 0: no evaluation", least=0)
     reward: str = knob(
         "asyncspec.tasks.sums:exact_match",
-        "reward, module:function(prompt, response, answer) -> float, or of verl's or TRL's form; several by commas",
+        "reward, module:function(prompt, response, answer) -> float, or of verl's or TRL's form; commas separate "
+        "several",
     )
     reward_weights: str = knob("", "weight of each of several rewards, separated by commas; empty: all 1")
     reward_timeout_s: float = knob(
@@ -191,7 +192,9 @@ class TrainerConfig:
         choices=("pass", "step"),
     )
     reduce_dtype: str = knob("float32", "dtype in which ranks add up their gradients", choices=("float32", "bfloat16"))
-    compile: bool = knob(False, "compile each layer with torch.compile; the first passes take minutes")
+    compile: bool = knob(
+        False, "compile each layer except its attention with torch.compile; the first passes take longer"
+    )
     threads: int = knob(1, "CPU threads of each trainer rank", least=1)
 
 

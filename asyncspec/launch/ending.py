@@ -1,4 +1,4 @@
-"""Ends a process by force, and has it write to its log what it was doing.
+"""Ends this process at once, or another one by force, and has that one write to its log what it was doing.
 
 The process writes where each of its threads is, even if one of them holds the interpreter lock. Walking the stacks of
 running threads can crash a process, so only a process that must end anyway does it.
@@ -10,6 +10,8 @@ import faulthandler
 import os
 import select
 import signal
+import sys
+from typing import NoReturn
 
 from asyncspec.deadlines import LAST_WORDS_S
 
@@ -20,6 +22,15 @@ def make_ready() -> None:
     """Have this process write to stderr where its threads are when `end` ends it."""
     # chain=True: the signal's default action follows, which ends the process
     faulthandler.register(_TELL, file=2, all_threads=True, chain=True)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """Exit without the interpreter's own shutdown, once all processes are stopped. At shutdown Monarch would wait for
+    its processes, and on a busy machine it sometimes aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end(descriptor: int, told: bool = True) -> None:

@@ -30,6 +30,8 @@ import monarch.actor as monarch
 
 from asyncspec.launch.hosts import Hosts, addresses, stop
 
+_UNHEARD = "timeout waiting for message"  # in Monarch's error about a process that lives and does not answer
+
 
 class _Host(monarch.Actor):
     """Plays one role in its process."""
@@ -145,9 +147,6 @@ class _Pool(attempts.Pool):
             self._forks.close()
         with ThreadPoolExecutor(len(self._meshes) or 1) as pool:
             pool.map(stop, self._meshes)
-
-
-_UNHEARD = "timeout waiting for message"  # in Monarch's error about a process that lives and does not answer
 
 
 class _Process(attempts.Process):

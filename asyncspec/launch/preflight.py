@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import closing
 from importlib import metadata
 
 from asyncspec import config as configuration
@@ -14,6 +15,7 @@ from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
 from asyncspec.tasks.data import columns, load_problems
+from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.prompts import encoded_prompts
 from asyncspec.tasks.reward_worker import RewardWorker
 
@@ -120,28 +122,36 @@ def _check_data(config: configuration.Config) -> None:
     Raises:
         ConfigError: an actor would refuse one of them.
     """
-    reward, path = None, configuration.resolve_path(config.model.path)
+    path = configuration.resolve_path(config.model.path)
     try:
         tokenizer = tokenizers.load(path)
         problems, held_out = load_problems(config)
-        # It loads while the prompts are encoded.
-        reward = RewardWorker(config.data.reward, config.data.weights, columns(problems))
-        if config.data.eval_file and (both := {p.prompt for p in problems} & {p.prompt for p in held_out}):
-            terminal().print(
-                f"warning: {len(both)} prompts of data.eval_file are also trained on; expected held-out ones",
-                soft_wrap=True,
-            )
-        texts = list(dict.fromkeys(problem.prompt for problem in (*problems, *held_out)))
-        prompts = encoded_prompts(tokenizer, texts, PolicyShape.from_hf(path).vocab_size, terminal())
-        longest, limit = max(prompts, key=lambda prompt: len(prompt.tokens)), config.engine.max_prompt_tokens
-        if (count := len(longest.tokens)) > limit:
-            raise ValueError(
-                f"engine.max_prompt_tokens={limit}: the longest prompt, {longest.text[:40]!r}, has {count} tokens; "
-                f"nearest valid choice: engine.max_prompt_tokens={count}"
-            )
-        reward.wait_until_loaded(config.deployment.start_timeout_s)
+        # The reward loads while the prompts are encoded.
+        with closing(RewardWorker(config.data.reward, config.data.weights, columns(problems))) as reward:
+            _check_prompts(config, tokenizer, problems, held_out, PolicyShape.from_hf(path).vocab_size)
+            reward.wait_until_loaded(config.deployment.start_timeout_s)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    finally:
-        if reward is not None:
-            reward.close()
+
+
+def _check_prompts(
+    config: configuration.Config, tokenizer, problems: list[Problem], held_out: list[Problem], vocab_size: int
+) -> None:
+    """Encode the prompts, and warn of those that are held out and trained on.
+
+    Raises:
+        ValueError: an actor would refuse one of them.
+    """
+    if config.data.eval_file and (both := {p.prompt for p in problems} & {p.prompt for p in held_out}):
+        terminal().print(
+            f"warning: {len(both)} prompts of data.eval_file are also trained on; expected held-out ones",
+            soft_wrap=True,
+        )
+    texts = list(dict.fromkeys(problem.prompt for problem in (*problems, *held_out)))
+    prompts = encoded_prompts(tokenizer, texts, vocab_size, terminal())
+    longest, limit = max(prompts, key=lambda prompt: len(prompt.tokens)), config.engine.max_prompt_tokens
+    if (count := len(longest.tokens)) > limit:
+        raise ValueError(
+            f"engine.max_prompt_tokens={limit}: the longest prompt, {longest.text[:40]!r}, has {count} tokens; "
+            f"nearest valid choice: engine.max_prompt_tokens={count}"
+        )

@@ -179,7 +179,7 @@ class Ranks:
 
 
 def _compiled(layer) -> Callable:
-    """Return a layer's forward pass, compiled but for the attention, which differs from pass to pass."""
+    """Return a layer's compiled forward pass. Its attention, which differs from pass to pass, is not compiled."""
     inner = layer.attention.inner_attention
     inner.forward = torch.compiler.disable(inner.forward)
     return torch.compile(layer.forward, dynamic=True)

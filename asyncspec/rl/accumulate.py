@@ -113,7 +113,10 @@ class GradientAccumulator:
 
     def flush(self) -> list[list[list[Part]]]:
         """Return the rounds of passes that are not full; at least one, if gradients still have to be added up."""
-        return self.pool.flush() or [[[] for _ in range(self.pool.ranks)]] * self.to_sync
+        rounds = self.pool.flush()
+        if not rounds and self.to_sync:
+            rounds.append([[] for _ in range(self.pool.ranks)])
+        return rounds
 
     def run(self, parts: Sequence[Part], last: bool = True) -> tuple[Row, Scores] | None:
         """Run one pass forward and backward. Collective.

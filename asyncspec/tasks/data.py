@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from asyncspec.config import Config, resolve_path
-from asyncspec.config.sections import DataConfig
+from asyncspec.config import Config, DataConfig, resolve_path
 from asyncspec.models.chat import ChatTemplate, parse_variables
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.sums import sums
@@ -51,7 +50,8 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         kept = load_rows(f"data.eval_file={data.eval_file!r}", data.eval_file, data) if data.eval_file else []
         model, variables = resolve_path(config.model.path), parse_variables(data.template_variables)
         order = _order(config, len(rows))
-        made = dict(zip(used := np.unique(order).tolist(), rendered([rows[i] for i in used], model, variables)))
+        used = np.unique(order).tolist()
+        made = dict(zip(used, rendered([rows[i] for i in used], model, variables)))
         return [made[i] for i in order.tolist()], rendered(kept, model, variables)
     held_out = sums(config.seed + 1_000_003, data.eval_prompts)
     seen = {p.prompt for p in held_out}

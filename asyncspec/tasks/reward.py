@@ -87,15 +87,15 @@ class Reward:
             return
         parameters = signature.parameters
         self.form = VERL if "solution_str" in parameters else TRL if "completions" in parameters else TEXTS
-        try:
-            if self.form == TEXTS:
+        if self.form == TEXTS:
+            try:
                 signature.bind("", "", "")
-                return
-        except TypeError as error:
-            raise ValueError(
-                f"data.reward={path!r}: cannot be called as reward(prompt, response, answer): {error}; expected a "
-                "function of these three strings, or one of verl's or TRL's form (docs/how-to/data-and-rewards.md)"
-            ) from None
+            except TypeError as error:
+                raise ValueError(
+                    f"data.reward={path!r}: cannot be called as reward(prompt, response, answer): {error}; expected a "
+                    "function of these three strings, or one of verl's or TRL's form (docs/how-to/data-and-rewards.md)"
+                ) from None
+            return
         if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             self._takes = set(parameters)
         given = {"data_source", "solution_str", "ground_truth", "extra_info"}
@@ -122,12 +122,11 @@ class Reward:
         if self.form == TEXTS:
             return _called(self.function, (call.prompt, response, call.answer), {})
         model = call.row.get("reward_model")
+        truth = model.get("ground_truth", call.answer) if isinstance(model, dict) else call.answer
         given = {
             "data_source": call.row.get("data_source", ""),
             "solution_str": response,
-            "ground_truth": model["ground_truth"]
-            if isinstance(model, dict) and "ground_truth" in model
-            else call.answer,
+            "ground_truth": truth,
             "extra_info": call.row.get("extra_info"),
         }
         return _called(self.function, (), self._only(given))

@@ -38,9 +38,8 @@ class Rewarder:
             between: called before each reward of a group and often while one is computed, which may take timeout_s.
             weights: the weight of each function, if the name is several; empty: 1.
         """
-        self.weights = weights
         self.name, self.timeout_s, self.most_failures, self.start_s = name, timeout_s, most_failures, start_s
-        self.between = between
+        self.between, self.weights = between, weights
         self.called = self.failed = 0
         self.first_failure = ""  # what went wrong first, in one line
         self._worker, self._loaded = RewardWorker(name, weights), False
