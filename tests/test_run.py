@@ -22,7 +22,7 @@ from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
 
 KEYS = """
-step policy_version reward/mean eval/accuracy lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
+step policy_version reward/mean eval/score lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
 time/data time/prepare time/generation time/exposed_generation time/logprob time/exposed_logprob time/train time/other
 spec/draft_length spec/acceptance_length spec/acceptance_rate throughput/tokens_per_s""".split()
 
@@ -40,7 +40,7 @@ def check_results(run_dir, steps, lag, groups=4):
         assert ("spec/acceptance_1" in row) == (row["spec/draft_length"] > 0) and 0 <= row.get(
             "spec/acceptance_1", 0
         ) <= 1
-    assert metrics[-1]["eval/policy_version"] == steps and 0 <= metrics[-1]["eval/accuracy"] <= 1
+    assert metrics[-1]["eval/policy_version"] == steps and 0 <= metrics[-1]["eval/score"] <= 1
     fates = defaultdict(Counter)
     for line in ledger(run_dir):
         fates[line["ticket"]][line["event"]] += 1

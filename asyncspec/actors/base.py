@@ -36,7 +36,6 @@ from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Heart
 
 REPORT_EVERY_S = 1.0
-PUMP_DUE_S = 0.25  # seconds into a turn after which `pump_if_due` pumps
 GONE = "the controller or the launcher is gone"
 RESTART = 75  # exit code of a controller: its launcher should restart all actors from the last checkpoint
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
@@ -203,11 +202,6 @@ class Actor(ABC):
         for worker in self.workers:
             worker.tend(self.control.send)
         self.report()
-
-    def pump_if_due(self) -> None:
-        """Pump if the turn has lasted PUMP_DUE_S. Call it between the long parts of a turn."""
-        if self.heart.turn_s > PUMP_DUE_S:
-            self.pump()
 
     def _check_controller(self) -> None:
         if self.control.lost_for() > self._patience_s or os.getppid() != self._parent:

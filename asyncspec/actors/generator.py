@@ -3,8 +3,8 @@
 - A ticket starts only under a version of at least its min_version. Versions only grow, so the lag bound holds for every
   token.
 - Weights arrive in the background and are swapped in between two engine steps.
-- A group leaves when all its samples are generated and rewarded. Evaluation groups go to the controller, all others to
-  a logprob actor.
+- A group leaves when all its samples are generated and rewarded. Rewards are computed in other processes, while the
+  engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor.
 - The generator takes tickets from its inbox only while the engine has room. Credits hold the others at the controller.
 """
 
@@ -41,6 +41,10 @@ class _OpenGroup:
     received: float
     admitted: float
     completions: list[Completion] = field(default_factory=list)
+    done: float = 0.0  # when its last sample was generated
+    phases: list[m.Phase] = field(default_factory=list)  # until then, since it was admitted
+    rewards: list[float] = field(default_factory=list)
+    due: float = 0.0  # when it may leave; later than its rewards only if they are delayed for a test
 
 
 class Generator(Actor):
@@ -54,6 +58,7 @@ class Generator(Actor):
         self.threads = self.config.engine.threads
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
+        self.rewarding: dict[int, _OpenGroup] = {}  # generated, and not yet sent on
         self.rewarder: Rewarder | None = None  # set by `load`
         self.tokenizer: Tokenizer | None = None
         self.engine: Engine | None = None
@@ -61,7 +66,7 @@ class Generator(Actor):
         self.receivers: dict[str, Receiver] = {}  # by kind of weights
         self._received: deque[tuple[str, int]] = deque()  # (kind, version) of weights that have arrived
         self._busy_since = None  # when generation began, and the recorder's mark of its GPU time
-        self._interruptions: deque[m.Phase] = deque()  # rewards and swaps that interrupted generation, in order
+        self._interruptions: deque[m.Phase] = deque()  # swaps that interrupted generation, in order
 
     def inbox_credits(self) -> int:
         return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
@@ -70,13 +75,13 @@ class Generator(Actor):
         from asyncspec.models import tokenizer
 
         c, data = self.config, self.config.data
-        # The function loads in its own process, while the engine does here.
+        # The functions load in processes of their own, while the engine does here.
         self.rewarder = Rewarder(
             data.reward,
             data.reward_timeout_s,
             data.reward_failures,
             c.deployment.start_timeout_s,
-            self.pump_if_due,
+            data.reward_workers,
             data.weights,
         )
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
@@ -127,10 +132,11 @@ class Generator(Actor):
                 group = self.open_groups[completion.request_id]
                 group.completions.append(completion)
                 if len(group.completions) == len(group.ticket.seeds):
-                    self._send(self.open_groups.pop(completion.request_id))
+                    self._reward(self.open_groups.pop(completion.request_id))
         else:
             self._end_busy_span()
             self.wait(IDLE_WAIT_S)
+        self._send_rewarded()
 
     def _swap_weights(self) -> None:
         while self._received:
@@ -165,14 +171,37 @@ class Generator(Actor):
                 Request(ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, self.config.sampling.max_response_tokens)
             )
 
-    def _send(self, group: _OpenGroup) -> None:
-        done, ticket = now(), group.ticket
-        completions = sorted(group.completions, key=lambda c: c.sample)
-        rewards = self._rewarded(ticket, completions)
-        rewarded = now()
+    def _reward(self, group: _OpenGroup) -> None:
+        """Have the rewards of a generated group computed."""
+        group.done, ticket = now(), group.ticket
+        completions = group.completions = sorted(group.completions, key=lambda c: c.sample)
         started = min(c.started_at for c in completions)
-        inside = [*self._cut("queued", group.admitted, started), *self._cut("generate", started, done)]
-        self._interruptions.append(m.Phase("reward", done, rewarded))
+        group.phases = [
+            *self._cut("queued", group.admitted, started),
+            *self._cut("generate", started, group.done),
+        ]
+        self.rewarding[ticket.ticket_id] = group
+        texts = [self._text(c) for c in completions]
+        self.rewarder.submit(ticket.ticket_id, ticket.prompt, texts, ticket.answer, ticket.row)
+
+    def _send_rewarded(self) -> None:
+        """Send on the groups whose rewards are known."""
+        for ticket_id, rewards in self.rewarder.poll():
+            group = self.rewarding[ticket_id]
+            group.rewards, delay = rewards, self.delay.seconds.get("reward", 0.0) * len(rewards)
+            group.due = now() + delay
+        if self.rewarder.failed:
+            if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
+                self.control.send(m.Notice(self.name, f"data.reward failed: {self.rewarder.first_failure}"))
+            self.counters[f"reward/{self.name}_failed"] = self.rewarder.failed
+        for ticket_id in [ticket for ticket, group in self.rewarding.items() if group.rewards and group.due <= now()]:
+            self._send(self.rewarding.pop(ticket_id))
+
+    def _send(self, group: _OpenGroup) -> None:
+        ticket, completions, rewards, rewarded = group.ticket, group.completions, group.rewards, now()
+        if "reward" in self.delay.seconds:
+            delay = self.delay.seconds["reward"] * len(rewards)
+            self.delay.record("reward", rewarded - delay, rewarded, ticket.ticket_id)
         versions = np.concatenate([c.versions.numpy() for c in completions])
         if ticket.evaluation:
             self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))
@@ -183,8 +212,8 @@ class Generator(Actor):
             *lost,
             m.Phase("queued", ticket.issued, group.received),
             m.Phase("weights", group.received, group.admitted),
-            *inside,
-            m.Phase("reward", done, rewarded),
+            *group.phases,
+            m.Phase("reward", group.done, rewarded),
         ]
         self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
             m.Group(
@@ -213,7 +242,7 @@ class Generator(Actor):
         self.delay.record("queue", start, end, group.ticket.ticket_id)
 
     def _cut(self, name: str, start: float, end: float) -> list[m.Phase]:
-        """Split a phase around the interruptions within it: rewarding other groups, and swapping weights."""
+        """Split a phase around the interruptions within it: swaps of weights."""
         oldest = min((g.admitted for g in self.open_groups.values()), default=end)
         while self._interruptions and self._interruptions[0].end < min(oldest, start):
             self._interruptions.popleft()
@@ -225,16 +254,6 @@ class Generator(Actor):
                 phases.append(m.Phase(other.name, max(at, other.start), min(end, other.end)))
                 at = min(end, other.end)
         return [*phases, m.Phase(name, at, end)]
-
-    def _rewarded(self, ticket: m.Ticket, completions: list[Completion]) -> list[float]:
-        self.delay("reward", len(completions), ticket.ticket_id)
-        texts = [self._text(c) for c in completions]
-        rewards = self.rewarder.group(ticket.prompt, texts, ticket.answer, ticket.row)
-        if self.rewarder.failed:
-            if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
-                self.control.send(m.Notice(self.name, f"data.reward failed: {self.rewarder.first_failure}"))
-            self.counters[f"reward/{self.name}_failed"] = self.rewarder.failed
-        return rewards
 
     def _text(self, completion: Completion) -> str:
         """Return the response that the reward gets: without the token that ended it, which need not be special."""

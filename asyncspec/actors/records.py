@@ -38,7 +38,12 @@ class Records:
         self.timeline, self.trace = TimelineFile(self._files, first_step), TraceFile(run_dir, console.line, first_step)
         self.line, self.note = console.line, self.ledger.note
         self.counters: dict[str, float] = {}  # the latest from all actors, for the next row of metrics
-        self._accuracy = {"eval/accuracy": None, "eval/policy_version": -1, "eval/policy_version_max": -1}
+        self._evaluation = {
+            "eval/score": None,
+            "eval/solved": None,
+            "eval/policy_version": -1,
+            "eval/policy_version_max": -1,
+        }
         self._latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self._measured = 0.0
 
@@ -61,7 +66,7 @@ class Records:
         void = len(ledgers.open_tickets(before)) - len(cut_short)
         self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version), tickets_void=void)
         if self.metrics.last is not None:
-            self._accuracy = {key: self.metrics.last[key] for key in self._accuracy}
+            self._evaluation = {key: self.metrics.last[key] for key in self._evaluation}
         self.console.resumed(self.metrics)
 
     def spans(self, message: m.Spans) -> None:
@@ -69,11 +74,11 @@ class Records:
         self.trace.write(message.actor, message.spans)
         self.counters |= message.counters
 
-    def evaluated(self, accuracy: dict, rollouts: int) -> None:
+    def evaluated(self, evaluation: dict, rollouts: int) -> None:
         """Write the eval/ fields of a version whose evaluation is complete."""
-        self._accuracy = accuracy
-        self.console.evaluated(accuracy, rollouts)
-        self.metrics.evaluated(accuracy)
+        self._evaluation = evaluation
+        self.console.evaluated(evaluation, rollouts)
+        self.metrics.evaluated(evaluation)
 
     def step(self, done: m.StepDone, final: bool) -> None:
         """Write the row, the trace and the timeline of a step, unless the run can no longer be recorded.
@@ -93,7 +98,7 @@ class Records:
         if time.monotonic() - self._measured > REPORT_EVERY_S:
             self._measured = time.monotonic()
             self.counters |= {f"process/controller_{what}": value for what, value in resource_usage().items()}
-        row = step_row(done, self.counters, self._accuracy)
+        row = step_row(done, self.counters, self._evaluation)
         self.metrics.write(row, final)
         self.console.step(row)
 

@@ -178,7 +178,7 @@ class TicketBook:
 
 
 class Evaluations:
-    """Compute the held-out accuracy of each version as its tickets come back."""
+    """Compute the held-out score of each version as its tickets come back."""
 
     def __init__(self) -> None:
         self._open: dict[int, dict] = {}
@@ -194,7 +194,7 @@ class Evaluations:
         rollouts; None before.
         """
         evaluation = self._open[version]
-        evaluation["rewards"] += rewards
+        (all_rewards := evaluation["rewards"]).extend(rewards)
         evaluation["left"] -= 1
         evaluation["newest"] = max(evaluation["newest"], version_max)
         if evaluation["left"]:
@@ -202,7 +202,8 @@ class Evaluations:
         del self._open[version]
         # Training continues meanwhile, so later samples may come from newer versions, except after the last version.
         return {
-            "eval/accuracy": float(np.mean(evaluation["rewards"])),
+            "eval/score": float(np.mean(all_rewards)),
+            "eval/solved": float(np.mean([reward >= 1 for reward in all_rewards])),
             "eval/policy_version": version,
             "eval/policy_version_max": evaluation["newest"],
-        }, len(evaluation["rewards"])
+        }, len(all_rewards)

@@ -7,8 +7,9 @@ other work on the machine does not change the answer.
 Whether a delay held up the trainer is decided from where things were, and never from a charge (`held_up`):
 
 - A delay over a group holds up that group. The trainer is held up while it waits for the group.
-- A delay in a generator, over whichever group or step of the engine, also holds up each group that is there: from the
-  issue of its ticket until its rewards are done. At lag 0 a generator works only on groups whose weights it has.
+- A delay of the engine's step holds up each group that is in the generator: from the issue of its ticket until its last
+  token. At lag 0 a generator works only on groups whose weights it has.
+- A delay of a group's rewards holds up that group, and no other.
 - A delay in a logprob actor also holds up each group that waits there: from the end of its rewards until its own
   logprob pass is over.
 - A delay in the queue between the two holds up the group that is held back, and no other.
@@ -46,7 +47,7 @@ STEPS, SKIP = 12, 2
 # place: (seconds of one delay, about one second per step in total; the part that must be charged).
 DELAYS = {
     "generate": (0.05, "exposed_generation"),
-    "reward": (0.008, "exposed_reward"),
+    "reward": (0.125, "exposed_reward"),
     "queue": (1.0, "transport"),
     "logprob": (0.06, "exposed_logprob"),
     "broadcast": (1.0, "prepare"),
@@ -231,11 +232,11 @@ def holds_up(place: str, actor: str, delay: Span, group: GroupRecord, step: Step
         )  # at lag 0 a step's groups need the version of its number
     if delay.ticket == group.ticket_id:
         return ALWAYS
-    rewarded = max(phase.end for phase in group.phases if phase.name == "reward")
-    if place in ("generate", "reward") and group.generator == actor:
-        return group.phases[0].start, rewarded
+    rewards = next(phase for phase in group.phases if phase.name == "reward")
+    if place == "generate" and group.generator == actor:
+        return group.phases[0].start, rewards.start
     if place == "logprob" and trace.scored_by.get(group.ticket_id) == actor:
-        return rewarded, group.phases[-1].end
+        return rewards.end, group.phases[-1].end
     return NEVER
 
 

@@ -64,7 +64,7 @@ class ChaosBenchmark(Benchmark):
         config = load(str(run_dir / "config.yaml"))
         ends = fates(events)
         found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
-        accuracy = [row["eval/accuracy"] for row in rows if row["eval/accuracy"] is not None]
+        accuracy = [row["eval/score"] for row in rows if row["eval/score"] is not None]
         return {
             "faults": CUTS if variant == "resumed" else len(faults),
             "seconds": time.monotonic() - started,

@@ -41,7 +41,7 @@ class RanksBenchmark(Benchmark):
             *SETTINGS[variant],
             *self.overrides,
         )
-        accuracy = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+        accuracy = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
         return {
             "accuracy_start": accuracy[0],
             "accuracy_end": accuracy[-1],

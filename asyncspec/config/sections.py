@@ -45,6 +45,9 @@ class DataConfig:
         "seconds one reward call may take; a rollout whose reward fails or times out gets the mean of its group",
         above=0,
     )
+    reward_workers: int = knob(
+        8, "most processes of a generator that compute rewards; further ones start while rewards wait", least=1
+    )
     reward_special_tokens: bool = knob(False, "keep special tokens, such as <think>, in the response for the reward")
     reward_failures: float = knob(
         0.05,

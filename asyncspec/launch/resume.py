@@ -29,6 +29,7 @@ CHANGEABLE = (
     "speculation.draft_length",
     "data.reward_timeout_s",
     "data.reward_failures",
+    "data.reward_workers",
     "draft.lr",
     "draft.groups_per_step",
     "draft.bytes_per_step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from asyncspec.console import terminal
 from asyncspec.timing.exporters import RunMetrics
-from asyncspec.timing.metrics import TABLE_ROWS
+from asyncspec.timing.metrics import TABLE_ROWS, scores
 
 RESULTS = (
     "metrics.jsonl",
@@ -33,7 +34,7 @@ class Console:
         self._out = terminal(soft_wrap=True)
         self._started = time.monotonic()
         self._filled: float | None = None  # when the first step ended
-        self._accuracies: list[float] = []
+        self._evaluations: list[dict] = []
         k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
         self._bars: Progress | None = None
         self.line(
@@ -42,9 +43,9 @@ class Console:
         )
 
     def resumed(self, metrics: RunMetrics) -> None:
-        """Say from which version the run resumes. Its first accuracy was measured before it stopped."""
-        if metrics.first_accuracy is not None and metrics.last is not None:
-            self._accuracies = [metrics.first_accuracy, metrics.last["eval/accuracy"]]
+        """Say from which version the run resumes. Its first evaluation was before it stopped."""
+        if metrics.first_evaluation is not None and metrics.last is not None:
+            self._evaluations = [metrics.first_evaluation, metrics.last]
         self.line(f"resuming from version {self.first_step}, with {self.first_step} steps trained")
 
     def line(self, text: str) -> None:
@@ -81,11 +82,11 @@ class Console:
         for task, value in zip(self._bars.task_ids, (steps, generating, generated, lag)):
             self._bars.update(task, completed=value)
 
-    def evaluated(self, accuracy: dict, rollouts: int) -> None:
-        self._accuracies.append(accuracy["eval/accuracy"])
-        oldest, newest = accuracy["eval/policy_version"], accuracy["eval/policy_version_max"]
+    def evaluated(self, evaluation: dict, rollouts: int) -> None:
+        self._evaluations.append(evaluation)
+        oldest, newest = evaluation["eval/policy_version"], evaluation["eval/policy_version_max"]
         versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-        self.line(f"held-out accuracy {self._accuracies[-1]:.1%} with {versions} ({rollouts} rollouts)")
+        self.line(f"{_told([evaluation])} with {versions} ({rollouts} rollouts)")
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1
@@ -129,10 +130,9 @@ class Console:
                     end_section=key in ("time/other", "time/step"),
                 )
             self._out.print(table)
-        if self._accuracies and steps:
-            reached = f" -> {self._accuracies[-1]:.1%}" if len(self._accuracies) > 1 else ""
+        if self._evaluations and steps:
             self.line(
-                f"held-out accuracy {self._accuracies[0]:.1%}{reached}; "
+                f"{_told([self._evaluations[0], *self._evaluations[1:][-1:]])}; "
                 f"largest lag {max(columns['lag/max']):.0f} of {self.config.policy_lag} allowed; "
                 f"{time.monotonic() - self._started:.0f} s"
             )
@@ -147,3 +147,8 @@ class Console:
             self.line(f"to resume: asyncspec train --resume {self.run_dir}")
         left = [name for name in RESULTS if (self.run_dir / name).exists()]
         self.line(f"results in {self.run_dir}: {', '.join(left)}")
+
+
+def _told(evaluations: Sequence[dict]) -> str:
+    name, numbers = scores(evaluations)
+    return f"held-out {name} {' -> '.join(numbers)}"

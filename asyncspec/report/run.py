@@ -13,7 +13,7 @@ from asyncspec.errors import UserError
 from asyncspec.ledger import ledger
 from asyncspec.timing import timeline
 from asyncspec.timing.attribution import PARTS
-from asyncspec.timing.metrics import read_rows
+from asyncspec.timing.metrics import read_rows, scores
 from asyncspec.wire.messages import StepDone
 
 NEEDED = {"step": 0, "time/step": 1e-9, "lag/max": 0}  # metrics that every row has: the least valid value
@@ -110,8 +110,7 @@ class Run:
     def summary(self) -> list[tuple[str, str]]:
         """Return the numbers that a person asks for first."""
         seconds, steady = self.step_seconds(), self.steady
-        accuracy = self.series("eval/accuracy")
-        known = accuracy[~np.isnan(accuracy)]
+        evaluated = [row for row in self.rows if row.get("eval/score") is not None]
         lag = self.series("lag/max")
         rows = [
             ("steps", f"{len(self.rows)} of {self.config.steps}"),
@@ -134,8 +133,9 @@ class Run:
                 f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} over the last five",
             ),
         ]
-        if len(known):
-            rows.append(("held-out accuracy", f"{known[0]:.1%} to {known[-1]:.1%}"))
+        if evaluated:
+            name, numbers = scores([evaluated[0], evaluated[-1]])
+            rows.append((f"held-out {name}", " to ".join(numbers)))
         return rows + [("dropped tickets", ", ".join(self.failures) or "none")]
 
 

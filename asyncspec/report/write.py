@@ -69,8 +69,8 @@ def html(runs: Sequence[Run]) -> str:
     ]
     pictures = [
         (
-            "reward and held-out accuracy",
-            figures.lines(runs, {"reward/mean": "reward", "eval/accuracy": "held-out accuracy"}, ""),
+            "reward and held-out score",
+            figures.lines(runs, {"reward/mean": "reward", "eval/score": "held-out score"}, ""),
         ),
         (
             "exposed generation",

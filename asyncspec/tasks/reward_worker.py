@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncspec.deadlines import EXIT_GRACE_S
 
 _PROGRAM = str(Path(__file__).with_name("reward_process.py"))
-_SLICE_S = 0.1  # between two calls of `between` in a long wait
+_SLICE_S = 0.1  # longest time between two calls of `between`
 _SEND_S = 10.0  # a process that waits for a request takes it at once
 
 
@@ -69,33 +69,50 @@ class RewardWorker:
         Raises:
             ValueError: the function cannot be loaded. The message is one line.
         """
-        try:
-            said = self._receive(timeout_s, between)
-            error, self.of_groups = said["error"], said.get("of_groups", False)
-        except NoAnswer as none:
-            error = (
-                f"data.reward={self._name!r}: {none} while it was imported; expected a module that can be imported "
-                f"within deployment.start_timeout_s={timeout_s:g}"
-            )
-        if error:
-            raise ValueError(error)
+        deadline = time.monotonic() + timeout_s
+        while not self.loaded(max(0.0, deadline - time.monotonic()), timeout_s):
+            self._news.poll(1e3 * _SLICE_S)
+            between()
 
-    def ask(self, prompt: str, responses: Sequence[str], answer: str, row: str = "") -> None:
-        """Have the function called for each response, in order. Then call `answer` once for each."""
-        self._send([prompt, list(responses), answer, row])
-
-    def answer(self, timeout_s: float, between: Callable[[], None] = lambda: None) -> tuple[float | None, str]:
-        """Return the next reward; or None, and what went wrong, "" if the reward does not apply.
+    def loaded(self, left_s: float, timeout_s: float) -> bool:
+        """Return whether the function is loaded, without waiting.
 
         Args:
-            timeout_s: seconds that it may take from now.
-            between: called often while it waits.
+            left_s: seconds that are left until it must be.
+            timeout_s: how long it could take, for the message.
+
+        Raises:
+            ValueError: it cannot be loaded, or `left_s` is 0.
+        """
+        try:
+            said = self._receive()
+            if said is None and left_s <= 0:
+                raise NoAnswer(f"took more than {timeout_s:g} s")
+        except NoAnswer as none:
+            raise ValueError(
+                f"data.reward={self._name!r}: {none} while it was imported; expected a module that can be imported "
+                f"within deployment.start_timeout_s={timeout_s:g}"
+            ) from None
+        if said is None:
+            return False
+        if said["error"]:
+            raise ValueError(said["error"])
+        self.of_groups = said["of_groups"]
+        return True
+
+    def ask(self, prompt: str, responses: Sequence[str], answer: str, row: str = "") -> None:
+        """Have the function called for each response, in order. Then call `answer` until it has returned each."""
+        self._send([prompt, list(responses), answer, row])
+
+    def answer(self) -> tuple[float | None, str] | None:
+        """Return the next reward, without waiting; None: it is not there yet. The number is None if the reward does not
+        apply, or failed: then the text says what went wrong.
 
         Raises:
             NoAnswer: there is none, and there will be none.
         """
-        number, trouble = self._receive(timeout_s, between)
-        return number, trouble
+        found = self._receive()
+        return None if found is None else (found[0], found[1])
 
     def kill(self) -> None:
         """End the process at once, even if it hangs."""
@@ -109,19 +126,16 @@ class RewardWorker:
         except OSError:  # it has ended or hangs, which `_receive` finds out
             pass
 
-    def _receive(self, timeout_s: float, between: Callable[[], None]):
-        deadline = time.monotonic() + timeout_s
+    def _receive(self):
+        """Return what the process has sent, None if there is nothing."""
         while (end := self._received.find(b"\n")) < 0:
-            left = deadline - time.monotonic()
-            ready = {descriptor for descriptor, _ in self._news.poll(1e3 * max(0.0, min(left, _SLICE_S)))}
+            ready = {descriptor for descriptor, _ in self._news.poll(0)}
             if self._connection.fileno() in ready and (more := self._read()):
                 self._received += more
             elif ready:
                 raise NoAnswer(self._how())
-            elif left <= 0:
-                raise NoAnswer(f"took more than {timeout_s:g} s")
             else:
-                between()
+                return None
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return json.loads(line)

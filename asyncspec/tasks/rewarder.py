@@ -1,24 +1,69 @@
-"""Compute rewards with the user's function, which may raise, hang, end its process or return nonsense.
+"""Compute rewards with the user's functions, which may raise, hang, end their process or return nonsense.
 
-A failed call affects only the rollout it was made for, until too many fail.
+Groups wait for their rewards while the generator goes on. A failed call affects only the rollout it was made for, until
+too many fail.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
 
 LEAST_FAILURES = 8  # this many rewards may fail, whatever their share
+_CROWDED_S = 0.1  # a group that has waited this long for a process has another one started
 
 
 class RewardError(RuntimeError):
     """Rewards cannot be computed; the message is one line for the user."""
 
 
+@dataclass
+class _Group:
+    """A group and the rewards that are found."""
+
+    key: Hashable
+    prompt: str
+    responses: Sequence[str]
+    answer: str
+    row: str
+    found: dict[int, float | None] = field(default_factory=dict)  # by the response's index
+
+    @property
+    def rewards(self) -> list[float]:
+        good = [value for value in self.found.values() if value is not None]
+        mean = sum(good) / len(good) if good else 0.0
+        return [mean if (value := self.found[i]) is None else value for i in range(len(self.responses))]
+
+
+@dataclass
+class _Work:
+    """Responses of a group that one process rewards, in order."""
+
+    group: _Group
+    left: deque[int]
+    since: float  # when it began to wait for a process
+
+
+class _Place:
+    """A process of the function, and what it does."""
+
+    def __init__(self, name: str, weights: Sequence[float], start_s: float) -> None:
+        self.worker = RewardWorker(name, weights)
+        self.loaded = False
+        self.work: _Work | None = None
+        self.deadline = time.monotonic() + start_s  # of loading, or of the next reward
+
+
 class Rewarder:
-    """Calls the function in a process of its own, which is replaced after a call that hangs or ends it."""
+    """Calls the functions in processes of their own. A process that hangs or ends is replaced.
+
+    One process is started at first, and others while groups wait for one.
+    """
 
     def __init__(
         self,
@@ -26,87 +71,144 @@ class Rewarder:
         timeout_s: float,
         most_failures: float,
         start_s: float,
-        between: Callable[[], None] = lambda: None,
+        workers: int = 1,
         weights: Sequence[float] = (),
     ) -> None:
         """
         Args:
-            name: the function's name in the configuration, module:function. It begins to load at once.
+            name: the functions, as in data.reward. They begin to load at once.
             timeout_s: time limit of one call.
             most_failures: share of rollouts whose reward may fail.
-            start_s: time limit of loading the function.
-            between: called before each reward of a group and often while one is computed, which may take timeout_s.
+            start_s: time limit of loading the functions.
+            workers: the most processes.
             weights: the weight of each function, if the name is several; empty: 1.
         """
         self.name, self.timeout_s, self.most_failures, self.start_s = name, timeout_s, most_failures, start_s
-        self.between, self.weights = between, weights
+        self.workers, self.weights = workers, weights
         self.called = self.failed = 0
         self.first_failure = ""  # what went wrong first, in one line
-        self._worker, self._loaded = RewardWorker(name, weights), False
+        self._waiting: deque[_Work] = deque()
+        self._groups: list[_Group] = []
+        self._places = [self._place()]
+
+    def _place(self) -> _Place:
+        return _Place(self.name, self.weights, self.start_s)
 
     def load(self, between: Callable[[], None] = lambda: None) -> None:
-        """Wait until the function is loaded.
+        """Wait until the functions are loaded in the first process.
 
         Args:
             between: called often meanwhile.
 
         Raises:
-            RewardError: it cannot be loaded.
+            RewardError: they cannot be loaded.
         """
-        if not self._loaded:
-            try:
-                self._worker.wait_until_loaded(self.start_s, between)
-            except ValueError as error:
-                raise RewardError(str(error)) from None
-            self._loaded = True
+        place = self._places[0]
+        if place.loaded:
+            return
+        try:
+            place.worker.wait_until_loaded(self.start_s, between)
+        except ValueError as error:
+            raise RewardError(str(error)) from None
+        place.loaded = True
 
     def close(self) -> None:
-        """End the process."""
-        self._worker.close()
+        """End the processes."""
+        for place in self._places:
+            place.worker.close()
 
-    def group(self, prompt: str, responses: Sequence[str], answer: str, row: str = "") -> list[float]:
-        """Return the rewards of a group.
+    @property
+    def waiting(self) -> int:
+        """The number of groups whose rewards are not known."""
+        return len(self._groups)
+
+    def submit(self, key: Hashable, prompt: str, responses: Sequence[str], answer: str, row: str = "") -> None:
+        """Have a group rewarded. `poll` returns it with its key.
+
+        Args:
+            row: see `Problem`.
+        """
+        group = _Group(key, prompt, responses, answer, row)
+        self._groups.append(group)
+        idle = sum(place.loaded and place.work is None for place in self._places)
+        parts = 1 if self._places[0].worker.of_groups else max(1, min(len(responses), idle))
+        for part in range(parts):
+            self._waiting.append(_Work(group, deque(range(part, len(responses), parts)), time.monotonic()))
+        self._assign()
+
+    def poll(self) -> list[tuple[Hashable, list[float]]]:
+        """Return the groups whose rewards became known, in the order in which they were submitted. Does not wait.
 
         A rollout whose reward fails or does not apply gets the mean of the others, so that it teaches nothing; 0 if
         there are no others.
 
-        Args:
-            row: see `Problem`.
-
         Raises:
-            RewardError: more than the allowed share of rewards failed, or the function cannot be loaded again.
+            RewardError: more than the allowed share of rewards failed, or the functions cannot be loaded again.
         """
-        found: list[float | None] = []
-        while len(found) < len(responses):
-            self.load(self.between)
-            self._worker.ask(prompt, responses[len(found) :], answer, row)
-            self._collect(found, responses)
-        good = [value for value in found if value is not None]
-        mean = sum(good) / len(good) if good else 0.0
-        return [mean if value is None else value for value in found]
+        for index, place in enumerate(self._places):
+            if not self._collect(place):
+                place.worker.kill()
+                self._places[index] = self._place()
+        self._assign()
+        done = [group for group in self._groups if len(group.found) == len(group.responses)]
+        self._groups = [group for group in self._groups if len(group.found) < len(group.responses)]
+        return [(group.key, group.rewards) for group in done]
 
-    def _collect(self, found: list[float | None], responses: Sequence[str]) -> None:
-        """Append the rewards of the responses that have none, up to one that ends the process or hangs."""
-        while len(found) < len(responses):
-            self.called += 1
-            self.between()
+    def _assign(self) -> None:
+        """Give waiting work to processes that have none; start another process if work has waited for long."""
+        for place in self._places:
+            if self._waiting and place.loaded and place.work is None:
+                work = place.work = self._waiting.popleft()
+                group = work.group
+                place.worker.ask(group.prompt, [group.responses[i] for i in work.left], group.answer, group.row)
+                place.deadline = time.monotonic() + self.timeout_s
+        if self._waiting and len(self._places) < self.workers and all(place.loaded for place in self._places):
+            if time.monotonic() - self._waiting[0].since > _CROWDED_S:
+                self._places.append(self._place())
+
+    def _collect(self, place: _Place) -> bool:
+        """Take what a process has found. Return False if it must be replaced."""
+        left_s = place.deadline - time.monotonic()
+        if not place.loaded:
             try:
-                number, trouble = self._worker.answer(self.timeout_s, self.between)
+                place.loaded = place.worker.loaded(left_s, self.start_s)
+            except ValueError as error:
+                raise RewardError(str(error)) from None
+            return True
+        while True:
+            work = place.work
+            try:
+                found = place.worker.answer()
+                if work is None:
+                    return True
+                if found is None and left_s <= 0:
+                    raise NoAnswer(f"took more than {self.timeout_s:g} s")
             except NoAnswer as none:
-                number, trouble = None, str(none)
-                while self._worker.of_groups and len(found) < len(responses) - 1:  # it was one call for all of them
-                    self._failed(trouble, responses[len(found)])
-                    self.called += 1
-                    found.append(None)
-                self._worker.kill()
-                self._worker, self._loaded = RewardWorker(self.name, self.weights), False
-            if number is not None and not math.isfinite(number):
-                number, trouble = None, f"returned {number}"
-            if number is None and trouble:
-                self._failed(trouble, responses[len(found)])
-            found.append(number)
-            if not self._loaded:
-                return
+                if work is None:  # it ended while it had nothing to do
+                    return False
+                # Of a function of whole groups, this was one call for all of them.
+                for _ in range(len(work.left) if place.worker.of_groups else 1):
+                    self._note(work, None, str(none))
+                if work.left:
+                    self._waiting.appendleft(work)
+                return False
+            if found is None:
+                return True
+            self._note(work, *found)
+            place.deadline = time.monotonic() + self.timeout_s
+            left_s = self.timeout_s
+            if not work.left:
+                place.work = None
+
+    def _note(self, work: _Work, number: float | None, trouble: str) -> None:
+        """Note the next reward of a piece of work, or what went wrong with it."""
+        self.called += 1
+        index = work.left.popleft()
+        if number is not None and not math.isfinite(number):
+            number, trouble = None, f"returned {number}"
+        work.group.found[index] = number
+        if number is None and trouble:
+            self._failed(trouble, work.group.responses[index])
 
     def _failed(self, trouble: str, response: str) -> None:
         self.failed += 1

