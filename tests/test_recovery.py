@@ -18,7 +18,9 @@ CHECKPOINTS = "checkpoint.every=3"
 
 @pytest.mark.slow
 def test_generator_logprob_and_draft_adapter_may_be_lost_in_any_state(tmp_path):
-    """Each is replaced under a new name (generator0, generator0.1, ...) that meets the next fault, a kill or a freeze."""
+    """Each is replaced under a new name (generator0, generator0.1, ...), which meets the next fault, a kill or a
+    freeze.
+    """
     places = {
         "generator0": dict(start=1, work=9, swap=2, receive=2, send=3, join=1, boot=1),
         "logprob": dict(start=1, work=6, swap=2, receive=2, send=3, join=1, boot=1),

@@ -83,6 +83,7 @@ class Generator(Actor):
             c.deployment.start_timeout_s,
             data.reward_workers,
             data.weights,
+            data.reward_pattern,
         )
         self.tokenizer = tokenizer.load(resolve_path(c.model.path))
         self.engine = self.make_engine()

@@ -38,6 +38,7 @@ BENCHMARKS = {
     "adapter": Listed(
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
     ),
+    "rewards": Listed("asyncspec.bench.rewards", "generation beside a slow reward, against one that costs nothing", 3),
     "attribution": Listed(
         "asyncspec.bench.attribution",
         "whether time is charged to its cause: known delays are injected and looked for",

@@ -6,6 +6,7 @@ the contents of the files that the fields name.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.paths import resolve_path
 from asyncspec.config.schema import Config, default_of
-from asyncspec.deadlines import COLLECTIVE_S
+from asyncspec.config.sections import REWARDS
 from asyncspec.errors import ConfigError, first_line
 from asyncspec.faults import parse as parse_faults
 from asyncspec.models import CheckpointError
@@ -132,7 +133,18 @@ def cxx_compiler() -> str | None:
 
 
 def _check_rewards(config: Config) -> None:
-    count = config.data.reward.count(",") + 1
+    names = [name.strip() for name in config.data.reward.split(",")]
+    for name in names:
+        expected = f"{', '.join(REWARDS)}, or module:function"
+        nearest = difflib.get_close_matches(name, REWARDS, 1, 0.0)[0]
+        _need(config, ":" in name or name in REWARDS, "data.reward", expected, nearest)
+    pattern, count = config.data.reward_pattern, len(names)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"data.reward_pattern={pattern!r}: {error}; expected a regular expression") from None
+    expected = "a regular expression, for data.reward=format"
+    _need(config, "format" not in names or bool(pattern), "data.reward_pattern", expected, "'<think>.*</think>.*'")
     try:
         weights = config.data.weights
     except ValueError:

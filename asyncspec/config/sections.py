@@ -18,6 +18,9 @@ class ModelConfig:
     )
 
 
+REWARDS = ("exact", "numeric", "math_verify", "format", "code", "reasoning_gym")  # tasks/builtin.py has them
+
+
 @dataclass
 class DataConfig:
     task: str = knob("sums", "built-in task; used only when data.train_file is empty", choices=("sums",))
@@ -36,9 +39,10 @@ class DataConfig:
     eval_prompts: int = knob(256, "held-out prompts that the built-in task generates; 0: no evaluation", least=0)
     reward: str = knob(
         "asyncspec.tasks.sums:exact_match",
-        "reward, module:function(prompt, response, answer) -> float, or of verl's or TRL's form; commas separate "
-        "several",
+        f"{', '.join(REWARDS)}, or module:function(prompt, response, answer) -> float, or of verl's or TRL's form; "
+        "commas separate several",
     )
+    reward_pattern: str = knob("", "regular expression that the whole response must match, for data.reward=format")
     reward_weights: str = knob("", "weight of each of several rewards, separated by commas; empty: all 1")
     reward_timeout_s: float = knob(
         10.0,

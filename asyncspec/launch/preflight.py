@@ -122,12 +122,12 @@ def _check_data(config: configuration.Config) -> None:
     Raises:
         ConfigError: an actor would refuse one of them.
     """
-    path = configuration.resolve_path(config.model.path)
+    path, data = configuration.resolve_path(config.model.path), config.data
     try:
         tokenizer = tokenizers.load(path)
         problems, held_out = load_problems(config)
         # The reward loads while the prompts are encoded.
-        with closing(RewardWorker(config.data.reward, config.data.weights, columns(problems))) as reward:
+        with closing(RewardWorker(data.reward, data.weights, data.reward_pattern, columns(problems))) as reward:
             _check_prompts(config, tokenizer, problems, held_out, PolicyShape.from_hf(path).vocab_size)
             reward.wait_until_loaded(config.deployment.start_timeout_s)
     except ValueError as error:

@@ -1,10 +1,11 @@
-"""Load the reward functions that `module:function` names, and call them in the form that each expects.
+"""Load the reward functions that data.reward names, and call them in the form that each expects.
 
     reward(prompt, response, answer) -> float                                          three texts, by position
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float        as in verl, by keyword
     reward(prompts, completions, **columns) -> list[float | None]                      as in TRL, for a whole group
 
-The names of a function's parameters tell which form it has. Each may be async. None means that the reward does not
+A name without a colon is that of a built-in one (builtin.py). The names of a function's parameters tell which form it
+has. Each may be async. None means that the reward does not
 apply to a response. Of several rewards the weighted sum counts, over those that apply.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncspec.errors import first_line
+from asyncspec.tasks import builtin
 
 TEXTS, VERL, TRL = "texts", "verl", "trl"
 _LONGEST = 500  # characters of a message; a user's exception may carry a whole response
@@ -48,35 +50,21 @@ class Found(NamedTuple):
 
 
 class Reward:
-    """One of the user's functions."""
+    """A reward function."""
 
-    def __init__(self, path: str, columns: Sequence[str] | None = None) -> None:
-        """Import the function that `module:function` names.
+    def __init__(self, path: str, columns: Sequence[str] | None = None, pattern: str = "") -> None:
+        """Import the function that `module:function` names, or take the built-in one of this name.
 
         Args:
             columns: the columns of the data; None: not known.
+            pattern: data.reward_pattern.
 
         Raises:
             ValueError: the path does not have this form, the import fails, or what it names cannot be called.
         """
-        module_name, colon, name = path.partition(":")
-        if os.getcwd() not in sys.path:  # the user's directory; installed commands do not have it on the path
-            sys.path.append(os.getcwd())
-        try:
-            reward = operator.attrgetter(name)(importlib.import_module(module_name))
-        except BaseException as error:  # importing the user's module may raise anything, SystemExit too
-            raise ValueError(
-                f"data.reward={path!r}: {type(error).__name__}: {first_line(error)}; expected "
-                f"module:function, for example asyncspec.tasks.sums:exact_match"
-            ) from None
-        if not colon or not callable(reward):
-            raise ValueError(f"data.reward={path!r}: expected module:function, naming something that can be called")
-        for function in (inspect.unwrap(reward), type(reward).__call__):
-            if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-                raise ValueError(f"data.reward={path!r}: is a generator; expected a function that returns the reward")
-        self.function: Callable[..., Any] = reward
         self.form = TEXTS
         self._takes: set[str] | None = None  # names of parameters; None: any
+        self.function: Callable[..., Any] = builtin.load(path, pattern) if path in builtin.NAMES else _imported(path)
         self._look(path, columns)
 
     def _look(self, path: str, columns: Sequence[str] | None) -> None:
@@ -153,20 +141,42 @@ class Reward:
         return given if self._takes is None else {name: value for name, value in given.items() if name in self._takes}
 
 
+def _imported(path: str) -> Callable[..., Any]:
+    """Import the function that `module:function` names."""
+    module_name, colon, name = path.partition(":")
+    if os.getcwd() not in sys.path:  # the user's directory; installed commands do not have it on the path
+        sys.path.append(os.getcwd())
+    try:
+        reward = operator.attrgetter(name)(importlib.import_module(module_name))
+    except BaseException as error:  # importing the user's module may raise anything, SystemExit too
+        raise ValueError(
+            f"data.reward={path!r}: {type(error).__name__}: {first_line(error)}; expected "
+            f"module:function, for example asyncspec.tasks.sums:exact_match"
+        ) from None
+    if not colon or not callable(reward):
+        raise ValueError(f"data.reward={path!r}: expected module:function, naming something that can be called")
+    for function in (inspect.unwrap(reward), type(reward).__call__):
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ValueError(f"data.reward={path!r}: is a generator; expected a function that returns the reward")
+    return reward
+
+
 class Rewards:
     """All functions of data.reward."""
 
-    def __init__(self, paths: str, weights: Sequence[float] = (), columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, paths: str, weights: Sequence[float] = (), columns: Sequence[str] | None = None, pattern: str = ""
+    ) -> None:
         """
         Args:
-            paths: module:function, several separated by commas.
+            paths: as in data.reward: names, several separated by commas.
             weights: the weight of each; empty: 1.
-            columns: see `Reward`.
+            columns, pattern: see `Reward`.
 
         Raises:
             ValueError: see `Reward`.
         """
-        self._rewards = [Reward(path.strip(), columns) for path in paths.split(",")]
+        self._rewards = [Reward(path.strip(), columns, pattern) for path in paths.split(",")]
         self._weights = list(weights) or [1.0] * len(self._rewards)
         self.of_groups = any(reward.form == TRL for reward in self._rewards)
 

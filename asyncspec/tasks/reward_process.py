@@ -41,7 +41,7 @@ def main() -> None:
         connection.sendall(json.dumps(content).encode() + b"\n")
 
     try:
-        rewards = Rewards(asked["reward"], asked["weights"], asked["columns"])
+        rewards = Rewards(asked["reward"], asked["weights"], asked["columns"], asked["pattern"])
     except ValueError as error:
         answer({"error": str(error).encode(errors="replace").decode()})
         return

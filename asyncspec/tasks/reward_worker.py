@@ -31,11 +31,14 @@ class RewardWorker:
     Use it in the thread that made it: the process also ends with that thread.
     """
 
-    def __init__(self, name: str, weights: Sequence[float] = (), columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, name: str, weights: Sequence[float] = (), pattern: str = "", columns: Sequence[str] | None = None
+    ) -> None:
         """
         Args:
-            name: module:function, as in data.reward; several separated by commas.
+            name: the functions, as in data.reward.
             weights: the weight of each function; empty: 1.
+            pattern: data.reward_pattern.
             columns: the columns of the data, which the functions' parameters are compared with; None: they are not.
         """
         self._name, self._received = name, bytearray()
@@ -57,7 +60,8 @@ class RewardWorker:
         for descriptor in (self._connection.fileno(), self._ended):
             self._news.register(descriptor, select.POLLIN)
         path = [str(entry) for entry in sys.path]
-        self._send({"path": path, "reward": name, "weights": list(weights), "columns": columns and list(columns)})
+        asked = {"path": path, "reward": name, "weights": list(weights), "pattern": pattern}
+        self._send({**asked, "columns": columns and list(columns)})
 
     def wait_until_loaded(self, timeout_s: float, between: Callable[[], None] = lambda: None) -> None:
         """Wait until the function is loaded.

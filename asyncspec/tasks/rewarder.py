@@ -52,8 +52,8 @@ class _Work:
 class _Place:
     """A process of the function, and what it does."""
 
-    def __init__(self, name: str, weights: Sequence[float], start_s: float) -> None:
-        self.worker = RewardWorker(name, weights)
+    def __init__(self, worker: RewardWorker, start_s: float) -> None:
+        self.worker = worker
         self.loaded = False
         self.work: _Work | None = None
         self.deadline = time.monotonic() + start_s  # of loading, or of the next reward
@@ -73,6 +73,7 @@ class Rewarder:
         start_s: float,
         workers: int = 1,
         weights: Sequence[float] = (),
+        pattern: str = "",
     ) -> None:
         """
         Args:
@@ -82,9 +83,10 @@ class Rewarder:
             start_s: time limit of loading the functions.
             workers: the most processes.
             weights: the weight of each function, if the name is several; empty: 1.
+            pattern: data.reward_pattern.
         """
         self.name, self.timeout_s, self.most_failures, self.start_s = name, timeout_s, most_failures, start_s
-        self.workers, self.weights = workers, weights
+        self.workers, self.weights, self.pattern = workers, weights, pattern
         self.called = self.failed = 0
         self.first_failure = ""  # what went wrong first, in one line
         self._waiting: deque[_Work] = deque()
@@ -92,7 +94,7 @@ class Rewarder:
         self._places = [self._place()]
 
     def _place(self) -> _Place:
-        return _Place(self.name, self.weights, self.start_s)
+        return _Place(RewardWorker(self.name, self.weights, self.pattern), self.start_s)
 
     def load(self, between: Callable[[], None] = lambda: None) -> None:
         """Wait until the functions are loaded in the first process.
