@@ -69,8 +69,10 @@ def transformers_model(kind, directory, **changes):
     import transformers
 
     torch.manual_seed(0)
-    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if kind == "qwen3_moe" else {}
+    if kind == "mistral":
+        more["sliding_window"] = None
     config = getattr(transformers, f"{names[kind]}Config")(**{**SIZES, "head_dim": 8, **more, **changes})
     model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
     model.save_pretrained(directory, max_shard_size="20KB")

@@ -16,10 +16,22 @@ from asyncspec.models.headers import read_headers
 from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+FAMILIES = [
+    ("qwen3", True, {}),
+    ("qwen3", False, {"rope_parameters": YARN}),
+    ("qwen2", False, {}),
+    ("qwen2", True, {"rope_parameters": YARN}),
+    ("llama", False, {}),
+    ("llama", True, {"rope_parameters": YARN}),
+    ("mistral", False, {}),
+    ("qwen3_moe", False, {}),
+]
+
 
 # What an export carries over.
-@pytest.mark.parametrize("kind, tied", [("qwen3", True), ("llama", False), ("llama", True), ("qwen3_moe", False)])
-def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind, tied):
+@pytest.mark.parametrize("kind, tied, more", FAMILIES)
+def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind, tied, more):
     import transformers
 
     source, target = tmp_path / "in", tmp_path / "out"
@@ -31,6 +43,7 @@ def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind
         pad_token_id=None,
         attention_dropout=0.1,
         dtype="bfloat16",
+        **more,
     )
     change_json(source / "config.json", a_field_of_tomorrow={"x": [1, 2]})
     (source / "README.md").write_text("a model card")

@@ -20,7 +20,8 @@ from asyncspec.config import load, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine.protocol import Request
 from asyncspec.models import policy, tokenizer
-from asyncspec.models.shape import Experts, PolicyShape, RopeScaling
+from asyncspec.models.rope_scaling import Llama3Scaling, YarnScaling
+from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.tasks.sums import sums
 
 POLICY = resolve_path("asset:tiny/policy")
@@ -293,7 +294,11 @@ def families(*overrides):
     )
     # vLLM's experts are approximate on a CPU, so in at most one sample of ten a router chooses another expert.
     for shape, tolerance in (
-        (replace(base, model_type="llama", rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64)), 1e-4),
+        (replace(base, model_type="llama", rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 64)), 1e-4),
+        (replace(base, model_type="mistral", tied=False), 1e-4),
+        (replace(base, model_type="qwen2", rope_scaling=YarnScaling(4.0, 64)), 1e-4),  # with wider heads
+        (replace(base, model_type="qwen2", n_heads=2, n_kv_heads=1, head_dim=32, tied=False), 1e-4),
+        (replace(base, rope_scaling=YarnScaling(4.0, 64, attention_factor=1.5)), 1e-4),
         (replace(base, model_type="qwen3_moe", experts=Experts(8, 2, 32, True)), 2e-3),
     ):
         torch.manual_seed(0)
