@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from directories import TINY, change_json, change_tensors, copy, limited_files, transformers_model
+from directories import FAMILIES, TINY, change_json, change_tensors, copy, limited_files, transformers_model
 from safetensors.torch import load_file
 
 from asyncspec.config import resolve_path
@@ -15,18 +15,6 @@ from asyncspec.models import CheckpointError, mtp, policy, tensor_files
 from asyncspec.models.headers import read_headers
 from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
-FAMILIES = [
-    ("qwen3", True, {}),
-    ("qwen3", False, {"rope_parameters": YARN}),
-    ("qwen2", False, {}),
-    ("qwen2", True, {"rope_parameters": YARN}),
-    ("llama", False, {}),
-    ("llama", True, {"rope_parameters": YARN}),
-    ("mistral", False, {}),
-    ("qwen3_moe", False, {}),
-]
 
 
 # What an export carries over.
