@@ -5,6 +5,7 @@ It serves to measure what weights of that size cost. It learns nothing useful.
 
     scripts/make_random.py DIRECTORY                     50 MB in float32, the default sizes
     scripts/make_random.py DIRECTORY --like qwen3-0.6b   the sizes of Qwen3-0.6B: 2.4 GB in float32
+    scripts/make_random.py DIRECTORY --like qwen2.5-0.5b   those of Qwen2.5-0.5B: 2.0 GB in float32
     asyncspec train model.path=DIRECTORY speculation.draft_path=DIRECTORY/eagle3 data.reward=asyncspec.tasks.sums:parity
 """
 
@@ -35,6 +36,20 @@ LIKE = {
         "hidden_dim": 3072,
         "vocab_size": 151936,
         "max_positions": 40960,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-6,
+        "tied": True,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "dim": 896,
+        "n_layers": 24,
+        "n_heads": 14,
+        "n_kv_heads": 2,
+        "head_dim": 64,
+        "hidden_dim": 4864,
+        "vocab_size": 151936,
+        "max_positions": 32768,
         "rope_theta": 1e6,
         "norm_eps": 1e-6,
         "tied": True,

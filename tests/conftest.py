@@ -43,24 +43,42 @@ def small_policy(small_shape):
     return model.requires_grad_(False)
 
 
-@pytest.fixture(scope="session", params=["llama", "llama, tied", "qwen3_moe", "qwen3_moe, unnormed"])
+FAMILIES = [
+    "llama",
+    "llama, tied",
+    "mistral, yarn",
+    "qwen2, yarn",
+    "qwen2, tied",
+    "qwen3, yarn",
+    "qwen3_moe",
+    "qwen3_moe, unnormed",
+]
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
 def other(request, small_shape):
-    """(shape, policy) of a model family other than dense Qwen3."""
+    """(shape, policy) of a model family other than dense Qwen3 with the default RoPE."""
     from dataclasses import replace
 
     from asyncspec.models import policy
-    from asyncspec.models.shape import Experts, RopeScaling
+    from asyncspec.models.rope_scaling import Llama3Scaling, YarnScaling
+    from asyncspec.models.shape import Experts
 
+    yarn = YarnScaling(4.0, 32, beta_fast=4.0, truncate=False)
     shape = {
         # Some RoPE wavelengths are kept, some scaled, some interpolated. Two tokens end a response.
         "llama": replace(
             small_shape,
             model_type="llama",
             norm_eps=1e-5,
-            rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64),
+            rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 64),
             other_eos_token_ids=(5,),
         ),
         "llama, tied": replace(small_shape, model_type="llama", tied=True, head_dim=16),
+        "mistral, yarn": replace(small_shape, model_type="mistral", rope_scaling=replace(yarn, attention_factor=1.5)),
+        "qwen2, yarn": replace(small_shape, model_type="qwen2", rope_scaling=yarn),
+        "qwen2, tied": replace(small_shape, model_type="qwen2", tied=True, head_dim=16),
+        "qwen3, yarn": replace(small_shape, rope_scaling=yarn),
         "qwen3_moe": replace(small_shape, model_type="qwen3_moe", experts=Experts(5, 2, 24, normed=True)),
         "qwen3_moe, unnormed": replace(small_shape, model_type="qwen3_moe", experts=Experts(4, 3, 16, normed=False)),
     }[request.param]
@@ -69,7 +87,7 @@ def other(request, small_shape):
     model.init_states()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # norm weights start as ones
+            if "norm" in name or "bias" in name:  # norm weights start as ones, biases as zeros
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return shape, model.requires_grad_(False)
 

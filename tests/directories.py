@@ -28,6 +28,20 @@ SIZES = {
 }
 
 
+# Of each family: its model_type, whether its head is tied, and further fields of config.json.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+FAMILIES = [
+    ("qwen3", True, {}),
+    ("qwen3", False, {"rope_parameters": YARN}),
+    ("qwen2", False, {}),
+    ("qwen2", True, {"rope_parameters": YARN}),
+    ("llama", False, {}),
+    ("llama", True, {"rope_parameters": YARN}),
+    ("mistral", False, {}),
+    ("qwen3_moe", False, {}),
+]
+
+
 @contextmanager
 def limited_files(size):
     """Limit the size of files, in bytes. This stands in for a full disk: the same calls fail with an error."""
@@ -69,10 +83,16 @@ def transformers_model(kind, directory, **changes):
     import transformers
 
     torch.manual_seed(0)
-    names = {"qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if kind == "qwen3_moe" else {}
+    if kind == "mistral":
+        more["sliding_window"] = None
     config = getattr(transformers, f"{names[kind]}Config")(**{**SIZES, "head_dim": 8, **more, **changes})
     model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # biases start as zeros
+                parameter.normal_(std=0.2)
     model.save_pretrained(directory, max_shard_size="20KB")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(TINY / "tokenizer.json"), eos_token="\n", bos_token="0", pad_token="1"

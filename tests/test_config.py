@@ -44,7 +44,7 @@ from asyncspec.config.fields import describe
         (
             "model.path=asset:tiny/eagle3",
             "architectures=['LlamaForCausalLMEagle3']: expected ['LlamaForCausalLM']; a policy's model_type is "
-            "'qwen3', 'llama'",
+            "'qwen3', 'qwen2', 'llama'",
         ),
         ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
         ("engine.kind=foo", "nearest valid choice: engine.kind=torch"),
@@ -158,8 +158,8 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
         (
             {"model_type": "gpt2"},
             "steps=1",
-            "model_type='gpt2': expected 'qwen3', 'llama', 'qwen3_moe'; model.path=asset:tiny/policy is the shipped "
-            "one",
+            "model_type='gpt2': expected 'qwen3', 'qwen2', 'llama', 'mistral', 'qwen3_moe'; "
+            "model.path=asset:tiny/policy is the shipped one",
         ),
         (
             {

@@ -23,13 +23,14 @@ from asyncspec.models.shape import PolicyShape
 def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
     import transformers
 
-    for kind in ("qwen3", "llama"):
+    for kind in ("qwen3", "qwen2", "llama", "mistral"):
         folder = tmp_path / kind
         # The sizes of the weights are always given; all else is left out.
         sizes = {name: SIZES[name] for name in list(SIZES)[:5]} | {"num_attention_heads": 32, "hidden_size": 128}
-        theirs = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[kind])(**sizes)
+        more = {"sliding_window": None} if kind == "mistral" else {}  # transformers' own default is refused
+        theirs = getattr(transformers, f"{kind.capitalize()}Config")(**sizes)
         folder.mkdir()
-        write_json(folder / "config.json", {"model_type": kind, "eos_token_id": 2, **sizes})
+        write_json(folder / "config.json", {"model_type": kind, "eos_token_id": 2, **sizes, **more})
         shape = PolicyShape.from_hf(folder)
         assert shape.rope_theta == theirs.rope_parameters["rope_theta"] == 1e4
         assert (
@@ -41,7 +42,7 @@ def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
             shape.pad_token_id,
         ) == (
             theirs.num_key_value_heads,
-            theirs.head_dim,
+            getattr(theirs, "head_dim", 4),
             theirs.max_position_embeddings,
             theirs.rms_norm_eps,
             theirs.tie_word_embeddings,

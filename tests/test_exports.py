@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from directories import TINY, change_json, change_tensors, copy, limited_files, transformers_model
+from directories import FAMILIES, TINY, change_json, change_tensors, copy, limited_files, transformers_model
 from safetensors.torch import load_file
 
 from asyncspec.config import resolve_path
@@ -18,8 +18,8 @@ from asyncspec.models.shape import PolicyShape
 
 
 # What an export carries over.
-@pytest.mark.parametrize("kind, tied", [("qwen3", True), ("llama", False), ("llama", True), ("qwen3_moe", False)])
-def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind, tied):
+@pytest.mark.parametrize("kind, tied, more", FAMILIES)
+def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind, tied, more):
     import transformers
 
     source, target = tmp_path / "in", tmp_path / "out"
@@ -31,6 +31,7 @@ def test_an_export_is_the_directory_that_came_in_with_new_weights(tmp_path, kind
         pad_token_id=None,
         attention_dropout=0.1,
         dtype="bfloat16",
+        **more,
     )
     change_json(source / "config.json", a_field_of_tomorrow={"x": [1, 2]})
     (source / "README.md").write_text("a model card")

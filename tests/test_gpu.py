@@ -12,6 +12,8 @@ from engines import GREEDY, METHODS, check_distribution, engine_of, run
 from runs import Running, rows
 from versions import SHAPES, tensors, wait_until_idle
 
+from asyncspec.drafters.make import drafter_for
+from asyncspec.drafts import draft as drafts
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.ledger.audit import audit
 from asyncspec.models.policy import build
@@ -42,6 +44,19 @@ def test_gpu_and_cpu_give_the_same_greedy_output(small_shape, small_policy, make
         results.append([*tokens, {key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()}])
     assert results[0] == results[1]
     assert launched == "kernels" or graphs._captured
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_gpu_and_cpu_give_the_same_greedy_output_of_other_families(other, method):
+    shape, model = other
+    if shape.experts is not None:
+        pytest.skip("a mixture has a test of its own")
+    torch.manual_seed(6)
+    maker, results = drafter_for(drafts.new(method, shape, model)), []
+    for device in ("cpu", "cuda:0"):
+        engine = engine_of(shape, model, maker, sampling=GREEDY, device=device)
+        results.append({key: c.tokens.tolist() for key, c in run(engine, PROMPTS).items()})
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -94,35 +94,36 @@ def test_other_families_give_nearly_the_same_logits_in_bfloat16(other):
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic': expected 'default', 'llama3' or 'yarn'",
+        ),
+        ("qwen2", {"rope_scaling": {"type": "yarn"}}, "field 'factor' is missing"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4': expected a finite number above 0"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": -1}}, "beta_fast=-1: expected a finite"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 1}}, "truncate=1: expected true or"),
+        ("qwen3", {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_theta=1: expected more than"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True: expected False"),
+        ("mistral", {"sliding_window": ...}, "sliding_window=4096 with model_type='mistral': expected null"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "field 'low_freq_factor' is missing"),
         ("llama", {"attention_bias": True}, "attention_bias=True: expected False"),
         ("llama", {"eos_token_id": [1, 128009]}, "expected a token below vocab_size=6"),
         (
             "qwen3",
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 1,
-                    "high_freq_factor": 4,
-                    "original_max_position_embeddings": 64,
-                }
-            },
-            "with model_type='qwen3'",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor=4: expected more than low_freq_factor=4",
         ),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]: expected \[\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: expected 1"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: expected 1 to num_experts=4"),
-        ("gemma3", {}, "model_type='gemma3': expected 'qwen3', 'llama', 'qwen3_moe'"),
+        ("gemma3", {}, "model_type='gemma3': expected 'qwen3', 'qwen2', 'llama', 'mistral', 'qwen3_moe'"),
     ],
 )
 def test_unsupported_fields_of_a_policy_config_are_refused_in_one_line(tmp_path, small_shape, kind, change, message):
     shape = replace(small_shape, experts=Experts(4, 2, 16, True)) if kind == "qwen3_moe" else small_shape
-    write_json(
-        tmp_path / "config.json",
-        shape.to_hf() | {"model_type": kind, "architectures": [ARCHITECTURES.get(kind)]} | change,
-    )
+    fields = shape.to_hf() | {"model_type": kind, "architectures": [ARCHITECTURES.get(kind)]} | change
+    write_json(tmp_path / "config.json", {name: value for name, value in fields.items() if value is not ...})
     with pytest.raises(CheckpointError, match=message) as caught:
         policy.PolicyShape.from_hf(tmp_path)
     assert "\n" not in str(caught.value)
@@ -167,7 +168,7 @@ def test_broken_files_are_named(saved):
         policy.load(saved)
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(CheckpointError, match="expected 'qwen3', 'llama', 'qwen3_moe'"):
+    with pytest.raises(CheckpointError, match="expected 'qwen3', 'qwen2', 'llama', 'mistral', 'qwen3_moe'"):
         policy.load(saved)
 
 

@@ -52,6 +52,15 @@ def policy(tied, kind):
     torch.manual_seed(0)
     model = build(shape(tied, kind))
     model.init_states()
+    return biased(model)
+
+
+def biased(model):
+    """Give biases values, which start as zeros."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 
 
@@ -156,6 +165,7 @@ def worked(config, tied, kind, steps=2, dtype="float32"):
         ("qwen3", False, TrainerConfig(ranks=2, tensor_parallel=2)),
         ("qwen3", True, TrainerConfig(ranks=4, tensor_parallel=2, replicas=2, recompute=True)),
         ("llama", False, TrainerConfig(ranks=4, replicas=2, gradient_sync="step")),
+        ("qwen2", True, TrainerConfig(ranks=4, tensor_parallel=2)),
         ("llama", True, TrainerConfig(ranks=4, tensor_parallel=2, gradient_sync="step")),
         ("qwen3_moe", False, TrainerConfig(ranks=2, recompute=True, gradient_sync="step")),
     ],
@@ -251,7 +261,8 @@ def filled(rank, directory, ranks, tensor_parallel, port, results):
 
 
 @pytest.mark.parametrize(
-    "kind, ranks, tensor_parallel, tied", [("llama", 4, 2, True), ("qwen3", 3, 1, True), ("qwen3_moe", 2, 1, False)]
+    "kind, ranks, tensor_parallel, tied",
+    [("llama", 4, 2, True), ("qwen3", 3, 1, True), ("qwen2", 4, 2, False), ("qwen3_moe", 2, 1, False)],
 )
 @pytest.mark.slow
 def test_each_rank_loads_its_share_of_a_file(tmp_path, kind, ranks, tensor_parallel, tied):
@@ -260,6 +271,7 @@ def test_each_rank_loads_its_share_of_a_file(tmp_path, kind, ranks, tensor_paral
     of_file = replace(shape(tied, kind), vocab_size=64, max_positions=1024)
     model = build(of_file)
     model.init_states()
+    biased(model)
     policies.save(model, of_file, tmp_path, resolve_path("asset:tiny/policy"))
     found = in_ranks(ranks, filled, tmp_path, ranks, tensor_parallel)
     assert all(max(differences) < 1e-4 for _, differences in found)

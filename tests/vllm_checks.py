@@ -20,7 +20,8 @@ from asyncspec.config import load, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine.protocol import Request
 from asyncspec.models import policy, tokenizer
-from asyncspec.models.shape import Experts, PolicyShape, RopeScaling
+from asyncspec.models.rope_scaling import Llama3Scaling, YarnScaling
+from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.tasks.sums import sums
 
 POLICY = resolve_path("asset:tiny/policy")
@@ -48,10 +49,14 @@ def ended(engine):
 
 
 def moved(module, scale):
-    """The module's parameters with added noise of `scale` standard deviations."""
+    """The module's matrices and biases with added noise of `scale` standard deviations."""
     generator = torch.Generator().manual_seed(5)
+
+    def noise(p):
+        return scale * p.std() * torch.randn(p.shape, generator=generator)
+
     return {
-        name: (p + scale * p.std() * torch.randn(p.shape, generator=generator) if p.ndim > 1 else p).detach()
+        name: (p + noise(p) if p.ndim > 1 or name.endswith("bias") else p).detach()
         for name, p in module.named_parameters()
     }
 
@@ -291,14 +296,23 @@ def families(*overrides):
         pad_token_id=0,
         other_eos_token_ids=(7,),
     )
+    wide = replace(base, n_heads=2, n_kv_heads=1, head_dim=32)  # vLLM's CPU attention takes heads of this width
     # vLLM's experts are approximate on a CPU, so in at most one sample of ten a router chooses another expert.
     for shape, tolerance in (
-        (replace(base, model_type="llama", rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64)), 1e-4),
+        (replace(base, model_type="llama", rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 64)), 1e-4),
+        (replace(base, model_type="mistral", tied=False), 1e-4),
+        (replace(base, model_type="qwen2", rope_scaling=YarnScaling(4.0, 64)), 1e-4),  # with wider heads
+        (replace(wide, model_type="qwen2", tied=False), 1e-4),
+        (replace(wide, rope_scaling=YarnScaling(4.0, 64, attention_factor=1.5)), 1e-4),
         (replace(base, model_type="qwen3_moe", experts=Experts(8, 2, 32, True)), 2e-3),
     ):
         torch.manual_seed(0)
         model, worst = policy.build(shape), []
         model.init_states()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):  # biases start as zeros
+                    parameter.normal_(std=0.2)
         with tempfile.TemporaryDirectory() as folder:
             policy.save(model, shape, Path(folder), POLICY)
             engine = make_engine(

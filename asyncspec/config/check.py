@@ -279,7 +279,7 @@ def _check_reference(config: Config, policy: PolicyShape) -> None:
                 "takes the policy of model.path"
             )
         needed = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
-        if (positions := _shape("model.reference_path", config.model.reference_path).max_positions) < needed:
+        if (positions := _shape("model.reference_path", config.model.reference_path).longest) < needed:
             raise ConfigError(
                 f"model.reference_path={config.model.reference_path!r}: has {positions} positions; expected at least "
                 f"{needed}, for prompt and response; nearest valid choice: sampling.max_response_tokens="
@@ -345,7 +345,7 @@ def _read_json(name: str, path: str) -> dict:
 
 def _check_lengths(config: Config) -> None:
     """Check that prompt, response and proposed tokens fit the policy's max_position_embeddings."""
-    positions = _shape("model.path", config.model.path).max_positions
+    positions = _shape("model.path", config.model.path).longest
     drafted = 1 + config.longest_draft if config.drafting else 0
     room = positions - config.engine.max_prompt_tokens - drafted
     if room < 1:

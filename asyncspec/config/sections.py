@@ -158,7 +158,7 @@ class OptimizerConfig:
     beta2: float = knob(0.95, "AdamW's decay of the mean of squared gradients", least=0, below=1)
     eps: float = knob(1e-8, "AdamW's epsilon, added to the root in the denominator", above=0)
     weight_decay: float = knob(
-        0.0, "AdamW's decoupled weight decay, on matrices; norms and embedding do not decay; 0: none", least=0
+        0.0, "AdamW's decoupled weight decay, on matrices; norms, biases and embedding do not; 0: none", least=0
     )
     max_grad_norm: float = knob(1.0, "norm to which a larger gradient is clipped", above=0)
     warmup_steps: int = knob(3, "optimizer steps of linear learning-rate warm-up; 0: none", least=0)

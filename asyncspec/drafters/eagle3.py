@@ -11,7 +11,8 @@ from asyncspec.drafters.features import DecodeFeatures
 from asyncspec.engine.backend import Target
 from asyncspec.engine.layers import MLP, DecodeLayer, RoPE, layer_shape, scale, scaled
 from asyncspec.engine.workspace import Buffer, Workspace
-from asyncspec.models.eagle3 import Eagle3, angles
+from asyncspec.models.eagle3 import Eagle3
+from asyncspec.models.rope import rotations
 
 
 class Eagle3Layer(DecodeLayer):
@@ -24,8 +25,9 @@ class Eagle3Layer(DecodeLayer):
 
 class DecodeEagle3(DecodeFeatures):
     def __init__(self, draft: Eagle3, target: Target) -> None:
-        shape, positions = layer_shape(draft.shape, head_norms=False), target.slots.positions
-        rope = RoPE(angles(draft.shape, positions).to(target.backend.device), shape.queries)
+        shape, own = layer_shape(draft.shape, head_norms=False), draft.shape
+        turns_PH = rotations(own.head_dim, target.slots.positions, own.rope_theta, own.rope_scaling)
+        rope = RoPE(turns_PH.to(target.backend.device), shape.queries)
         super().__init__(draft, shape, rope, target)
         layer = draft.midlayer
         norm, mlp = layer.post_attention_layernorm, layer.mlp

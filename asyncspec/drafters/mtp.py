@@ -49,4 +49,5 @@ class DecodeMTP(DecodeFeatures):
     def own_weights(self) -> dict:
         norm = self.layer.head_norm
         norms = {} if norm is None else {"inverse_RH": norm.inverse_RH.numpy()}
-        return {"join_ID": self.fc.to_numpy(), "norm_D": self.norm.weight.numpy(), **norms}
+        bias = {} if self.layer.bias is None else {"bias_W": self.layer.bias.numpy()}
+        return {"join_ID": self.fc.to_numpy(), "norm_D": self.norm.weight.numpy(), **norms, **bias}

@@ -52,6 +52,7 @@ class Weights(NamedTuple):
     join_ID: np.ndarray = np.empty((0, 0), np.float32)  # MTP: joins both inputs
     inverse_RH: np.ndarray = np.empty((0, 0), np.float32)  # head norms: `HeadNorm.inverse_RH`, [R - 1, H]
     norm_D: np.ndarray = np.empty(0, np.float32)  # MTP: norm of the hidden state that the next pass takes
+    bias_W: np.ndarray = np.empty(0, np.float32)  # MTP without head norms: what is added to the heads
 
 
 class State(NamedTuple):
@@ -160,7 +161,12 @@ def _heads(w, x_ND, token_N, eps):
     np.dot(units_NI, w.join_ID, x_ND)
     if w.inverse_RH.size:
         return np.dot(x_ND, w.wqkv)
-    return np.dot(_units(x_ND, eps), w.wqkv)
+    heads_NW = np.dot(_units(x_ND, eps), w.wqkv)
+    if w.bias_W.size:
+        for n in range(N):
+            for i in range(len(w.bias_W)):
+                heads_NW[n, i] += w.bias_W[i]
+    return heads_NW
 
 
 @_numba(fastmath=_FAST)

@@ -3,7 +3,7 @@
 An engine step over few tokens takes as long as launching its operations. So these layers take the parameters of a
 model's modules and do in 20 operations what the modules do in 70. Norm weights and the scale of attention are
 multiplied into matrices. Matrices with the same input are joined. The norms of a token and of all its heads are one
-product (`HeadNorm`). Qwen3's RoPE rotates two halves of each query and key; these halves are interleaved here, as in
+product (`HeadNorm`). Qwen's RoPE rotates two halves of each query and key; these halves are interleaved here, as in
 Llama 3, so that rotating is one complex multiplication. `reload` derives all of this again when parameters change.
 
 Shape suffixes: those of workspace.py, and P cache positions, O outputs of a matrix; in `Mixture` E experts, K experts
@@ -62,29 +62,26 @@ def interleaved(weight: torch.Tensor, dim: int) -> torch.Tensor:
 class RoPE:
     """Rotary embedding of joined heads (`DecodeLayer.wqkv`). A pass gathers its rotations once for all layers."""
 
-    def __init__(self, angles_PH: torch.Tensor, queries: int) -> None:
+    def __init__(self, turns_PH: torch.Tensor, queries: int) -> None:
         """
         Args:
-            angles_PH: radians, one for each pair of a head's dimensions.
+            turns_PH: complex, the rotation of each pair of a head's dimensions.
             queries: query heads that share a key-value head.
         """
-        turned_PH = torch.polar(torch.ones_like(angles_PH), angles_PH)
         # Values are multiplied by one: a product over whole rows takes a third of the time of one that leaves them out.
-        self._rotation_PR, self.half = (
-            torch.cat([*[turned_PH] * (queries + 1), torch.ones_like(turned_PH)], 1),
-            angles_PH.shape[1],
-        )
+        self._rotation_PR = torch.cat([*[turns_PH] * (queries + 1), torch.ones_like(turns_PH)], 1)
+        self.half = turns_PH.shape[1]
 
     @classmethod
     def of(cls, model) -> RoPE:
-        """Convert a policy's table: rotations (Llama 3), or cosines, then sines, each with two equal halves (Qwen3)."""
+        """Convert a policy's table: rotations (Llama 3), or cosines, then sines, each with two equal halves (Qwen)."""
         attention = next(iter(model.layers.values())).attention
         table, queries = attention.rope.cache, attention.n_heads // attention.n_kv_heads
         if table.is_complex():
-            return cls(table.angle(), queries)
+            return cls(table, queries)
         cos_PH, sin_PH = table.chunk(2, dim=-1)
         half = cos_PH.shape[-1] // 2
-        return cls(torch.atan2(sin_PH[:, :half], cos_PH[:, :half]), queries)
+        return cls(torch.complex(cos_PH[:, :half], sin_PH[:, :half]), queries)
 
     def to_numpy(self) -> np.ndarray:
         """Return cosine and sine for each position and pair of a head, float32 [P, H / 2, 2]."""
@@ -206,6 +203,7 @@ class DecodeLayer:
 
     wqkv: Matrix
     wo: Matrix
+    bias: torch.Tensor | None  # of the heads, float32 [W]
 
     def __init__(
         self,
@@ -223,17 +221,28 @@ class DecodeLayer:
         self.index, self.cache, self.derived = index, cache, derived
         self.mlp, self.head_norm = mlp, head_norm
 
-    def load(self, weight_GRHI: torch.Tensor, scale_I: torch.Tensor, wo: torch.Tensor, halves: bool) -> None:
+    def load(
+        self,
+        weight_GRHI: torch.Tensor,
+        scale_I: torch.Tensor,
+        wo: torch.Tensor,
+        halves: bool,
+        bias_GRH: torch.Tensor | None = None,
+    ) -> None:
         """Derive the layer's matrices from parameters.
 
         Args:
             weight_GRHI: weights of each group's queries, key and value.
             scale_I: `scale` of the norm before them.
             halves: whether RoPE pairs the two halves of a head; otherwise it pairs neighbors.
+            bias_GRH: what is added to the products with the weights; only without head norms.
         """
         Q, H = weight_GRHI.shape[1] - 2, weight_GRHI.shape[2]
-        if halves:
-            weight_GRHI = torch.cat([interleaved(weight_GRHI[:, : Q + 1], 2), weight_GRHI[:, Q + 1 :]], 1)
+
+        def paired(t_GRH: torch.Tensor) -> torch.Tensor:
+            return torch.cat([interleaved(t_GRH[:, : Q + 1], 2), t_GRH[:, Q + 1 :]], 1) if halves else t_GRH
+
+        weight_GRHI, self.bias = paired(weight_GRHI), None
         scale_GRHI = scale_I.repeat(*weight_GRHI.shape[:3], 1)
         if self.head_norm is None:
             scale_GRHI[:, :Q] *= H**-0.5  # the scale of attention
@@ -241,6 +250,10 @@ class DecodeLayer:
             scale_GRHI *= self.head_norm.reload().unsqueeze(-1)
         self.wqkv = self.derived.matrix(scaled(weight_GRHI, scale_GRHI).flatten(0, 2))
         self.wo = self.derived.matrix(wo)
+        if bias_GRH is not None:
+            bias_GRH = paired(bias_GRH.detach().float()).clone()
+            bias_GRH[:, :Q] *= H**-0.5
+            self.bias = self.derived.keep(bias_GRH.flatten())
         self.mlp.reload()
 
     def project(self, space: Workspace) -> None:
@@ -248,7 +261,7 @@ class DecodeLayer:
         if self.head_norm is None:
             space.normalize()
             self.wqkv.write(space.unit, space.heads)
-            space.widen()
+            space.widen(self.bias)
         else:
             self.wqkv.write(space.x, space.heads)
             space.widen()
@@ -278,7 +291,7 @@ class PolicyLayer(DecodeLayer):
             block: torchtitan's TransformerBlock.
         """
         self.block, self.shape, attention = block, shape, block.attention
-        # Llama 3 has no head norms
+        # Llama 3 and Qwen2 have no head norms.
         head_norm = attention.q_norm and HeadNorm(attention.q_norm, attention.k_norm, shape, derived)
         if getattr(block, "moe_enabled", False):
             mlp = Mixture(block.ffn_norm, block.moe, derived)
@@ -290,9 +303,10 @@ class PolicyLayer(DecodeLayer):
     def reload(self) -> None:
         """Derive all matrices from the parameters again."""
         attention, (D, G, Q, *_) = self.block.attention, self.shape
-        weight_GRHD = attention.qkv_linear.wqkv.weight.view(G, Q + 2, -1, D)
-        halves = not attention.rope.cache.is_complex()
-        self.load(weight_GRHD, scale(self.block.attention_norm), attention.wo.weight, halves)
+        wqkv, halves = attention.qkv_linear.wqkv, not attention.rope.cache.is_complex()
+        bias_GRH = None if wqkv.bias is None else wqkv.bias.view(G, Q + 2, -1)
+        weight_GRHD = wqkv.weight.view(G, Q + 2, -1, D)
+        self.load(weight_GRHD, scale(self.block.attention_norm), attention.wo.weight, halves, bias_GRH)
 
 
 def layer_shape(shape: PolicyShape | DraftShape, head_norms: bool) -> LayerShape:

@@ -26,7 +26,7 @@ from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_lea
 from asyncspec.errors import ConfigError
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
-from asyncspec.models.widen import widened, widened_tensors
+from asyncspec.models.widen import like_llama, widened, widened_tensors
 
 vllm_process.prepare(torch.get_num_threads())
 
@@ -139,10 +139,17 @@ class VllmEngine(QueueingEngine):
         _shut_down()
         with tempfile.TemporaryDirectory() as folder:
             paths = {"policy": path, "draft": resolve_path(config.draft_directory)}
+            shapes = {"policy": self.shape, **({} if self.draft is None else {"draft": self.draft.shape})}
             for kind, factor in self._factors.items():
-                if factor > 1:
+                # vLLM takes the width of Qwen2's heads to be that of the policy over the number of heads.
+                other = getattr(shapes[kind], "qkv_bias", False) and (
+                    factor * shapes[kind].head_dim * shapes[kind].n_heads != shapes[kind].dim
+                )
+                if factor > 1 or other:
                     widened(paths[kind], Path(folder) / kind, factor)
                     paths[kind] = Path(folder) / kind
+                if other:
+                    like_llama(paths[kind])
             vllm_config = self._arguments(config, paths).create_engine_config()
             vllm_config.device_config.device = torch.device(device)
             self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)

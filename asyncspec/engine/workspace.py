@@ -134,9 +134,11 @@ class Workspace:
         _length(self._long_TI, self._length_TI1)
         torch.div(self._inputs_TID, self._length_TI1, out=self._units_TID)
 
-    def widen(self) -> None:
-        """Copy the heads to float32, where they are scaled and rotated until `narrow`."""
-        if self._narrow_TW is not None:
+    def widen(self, bias_W: torch.Tensor | None = None) -> None:
+        """Copy the heads, plus a bias, to float32, where they are scaled and rotated until `narrow`."""
+        if bias_W is not None:
+            torch.add(self.heads.tensor, bias_W, out=self._wide_TW)
+        elif self._narrow_TW is not None:
             self._wide_TW.copy_(self._narrow_TW)
 
     def narrow(self) -> None:

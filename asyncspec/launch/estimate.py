@@ -31,8 +31,9 @@ def parameters(policy: dict) -> int:
     heads, kv_heads, V = policy["num_attention_heads"], policy["num_key_value_heads"], policy["vocab_size"]
     experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
     width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
-    qk_norm = 2 * H if str(policy.get("model_type", "")).startswith("qwen3") else 0
-    layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + qk_norm
+    kind = str(policy.get("model_type", ""))
+    of_heads = 2 * H if kind.startswith("qwen3") else H * (heads + 2 * kv_heads) if kind == "qwen2" else 0
+    layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + of_heads
     return policy["num_hidden_layers"] * layer + D + V * D * (1 if policy.get("tie_word_embeddings") else 2)
 
 

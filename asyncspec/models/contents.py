@@ -38,7 +38,10 @@ def _layer_tensors(shape: PolicyShape, prefix: str) -> dict[str, tuple[int, ...]
         "self_attn.v_proj.weight": (shape.n_kv_heads * H, D),
         "self_attn.o_proj.weight": (D, shape.n_heads * H),
     }
-    if shape.model_type != "llama":
+    if shape.qkv_bias:
+        found["self_attn.q_proj.bias"] = (shape.n_heads * H,)
+        found |= {f"self_attn.{name}_proj.bias": (shape.n_kv_heads * H,) for name in "kv"}
+    if shape.head_norms:
         found |= {"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)}
     if experts is None:
         found |= _feed_forward_tensors("mlp.", D, shape.hidden_dim)

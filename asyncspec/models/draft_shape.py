@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncspec.models import CheckpointError
+from asyncspec.models.fields import check_usual, complete
 from asyncspec.models.headers import read_json
-from asyncspec.models.shape import PolicyShape, RopeScaling, check_usual, complete, read_rope
+from asyncspec.models.rope_scaling import RopeScaling, read_rope
+from asyncspec.models.shape import PolicyShape
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"

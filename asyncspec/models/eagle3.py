@@ -25,7 +25,7 @@ from asyncspec.models import CheckpointError
 from asyncspec.models.contents import check_eagle3
 from asyncspec.models.draft_shape import DraftShape
 from asyncspec.models.hf_files import carried, read_tensors, write_checkpoint
-from asyncspec.models.policy import llama_rope
+from asyncspec.models.rope import frequencies, magnitude
 from asyncspec.models.shape import PolicyShape
 
 
@@ -47,7 +47,9 @@ class Eagle3(nn.Module):
         self.midlayer = _DraftLayer(shape)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.lm_head = nn.Linear(shape.dim, shape.draft_vocab_size, bias=False)
-        self.register_buffer("frequency_H", angles(shape, 2)[1].repeat(2), persistent=False)  # radians a position
+        frequency_H = frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        self.register_buffer("frequency_H", frequency_H.repeat(2), persistent=False)  # radians a position
+        self._magnitude = magnitude(shape.rope_scaling)
 
     def fuse(self, features_BLE: torch.Tensor) -> torch.Tensor:
         """Join the target's auxiliary hidden states into one, [B, L, D]."""
@@ -56,7 +58,7 @@ class Eagle3(nn.Module):
     def rope(self, positions_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine for positions, [B, L, 1, H] each."""
         angle_BL1H = (positions_BL.unsqueeze(-1) * self.frequency_H).unsqueeze(2)
-        return angle_BL1H.cos(), angle_BL1H.sin()
+        return angle_BL1H.cos() * self._magnitude, angle_BL1H.sin() * self._magnitude
 
     def forward(self, hidden_BLD, embeds_BLD, rope, attend):
         """Run one pass of the draft.
@@ -122,11 +124,6 @@ class _DraftMLP(nn.Module):
 
     def forward(self, x_BLD):
         return self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
-
-
-def angles(shape: DraftShape, positions: int) -> torch.Tensor:
-    """Return the angles of RoPE in radians, float32 [positions, H / 2]."""
-    return llama_rope(shape.head_dim, positions, shape.rope_theta, shape.rope_scaling).build().cache.angle()
 
 
 def load(directory: Path, policy: PolicyShape) -> Eagle3:

@@ -1,5 +1,5 @@
 """The policy: torchtitan's Qwen3 (dense or a mixture of experts) or Llama 3, read from and written to Hugging Face
-checkpoints.
+checkpoints. Qwen2 is Qwen3 without norms of queries and keys, and with biases.
 
 One definition serves trainer, logprob and engine. Trainer and logprob run the model unchanged, over packed rows
 (models/packed.py). The engine runs the same parameters over a slot KV cache (engine/decode.py).
@@ -28,7 +28,8 @@ from asyncspec.models import fill as filling
 from asyncspec.models.attention import CausalAttention
 from asyncspec.models.contents import check_policy
 from asyncspec.models.export import write_policy
-from asyncspec.models.shape import PolicyShape, RopeScaling
+from asyncspec.models.rope import rope_config
+from asyncspec.models.shape import PolicyShape
 
 with compiling_later():
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
@@ -92,7 +93,7 @@ def build(shape: PolicyShape, positions: int = 0) -> Decoder:
     # On a CPU, torch warns when torchtitan's router asks for autocast to float32, which CPU autocast does not have.
     warnings.filterwarnings("ignore", message="In CPU autocast")
     weight = {"weight": _fan_in}
-    block_class, model_class, divide = _LLAMA if shape.model_type == "llama" else _QWEN3
+    block_class, model_class, divide = _LLAMA if shape.like_llama else _QWEN3
     block = block_class.Config(
         attention_norm=_norm(shape, shape.dim),
         ffn_norm=_norm(shape, shape.dim),
@@ -115,7 +116,7 @@ def build(shape: PolicyShape, positions: int = 0) -> Decoder:
     divide(config)
     model = config.build()
     rope = first_rope(model)
-    rope.config = replace(rope.config, max_seq_len=positions or shape.max_positions)
+    rope.config = replace(rope.config, max_seq_len=positions or shape.longest)
     rope.cache = rope._precompute_cache()
     _share_rope(model)
     return model
@@ -142,40 +143,21 @@ def _residual(shape: PolicyShape, t: torch.Tensor) -> None:
 
 
 def _attention(shape: PolicyShape, positions: int) -> GQAttention.Config:
-    # In Llama, torchtitan rotates neighbors and Hugging Face's files halves; torchtitan's adapter permutes the weights.
-    if shape.model_type == "llama":
-        qk_norm, rope = None, llama_rope(shape.head_dim, positions, shape.rope_theta, shape.rope_scaling)
-    else:
-        qk_norm = _norm(shape, shape.head_dim)
-        rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=positions, theta=shape.rope_theta)
-    return make_gqa_config(
+    attention = make_gqa_config(
         dim=shape.dim,
         n_heads=shape.n_heads,
         n_kv_heads=shape.n_kv_heads,
         head_dim=shape.head_dim,
-        wqkv_param_init={"weight": _fan_in},
+        wqkv_param_init={"weight": _fan_in, **({"bias": nn.init.zeros_} if shape.qkv_bias else {})},
         wo_param_init={"weight": partial(_residual, shape)},
         fuse_qkv=True,
-        qk_norm=qk_norm,
+        qk_norm=_norm(shape, shape.head_dim) if shape.head_norms else None,
         inner_attention=CausalAttention.Config(),
-        rope=rope,
+        # In Llama, torchtitan rotates neighbors and Hugging Face's files halves; its adapter permutes the weights.
+        rope=rope_config(shape.like_llama, shape.head_dim, positions, shape.rope_theta, shape.rope_scaling),
     )
-
-
-def llama_rope(head_dim: int, positions: int, theta: float, scaling: RopeScaling | None) -> ComplexRoPE.Config:
-    """Return Llama 3's RoPE. The module it builds has a table of rotations, complex [positions, head_dim / 2]."""
-    scaled = (
-        {}
-        if scaling is None
-        else {
-            "scaling": "llama",
-            "scaling_factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    )
-    return ComplexRoPE.Config(dim=head_dim, max_seq_len=positions, theta=theta, **scaled)
+    attention.qkv_linear.wqkv.bias = shape.qkv_bias
+    return attention
 
 
 def _feed_forward(shape: PolicyShape) -> dict:
@@ -216,7 +198,13 @@ def _feed_forward(shape: PolicyShape) -> dict:
 
 def adapter(config: Decoder.Config) -> StateDictAdapter:
     """Return torchtitan's adapter between a policy's tensor names and layouts and those of Hugging Face files."""
-    return (Llama3StateDictAdapter if isinstance(config, Llama3Model.Config) else Qwen3StateDictAdapter)(config, None)
+    if isinstance(config, Llama3Model.Config):
+        return Llama3StateDictAdapter(config, None)
+    found = Qwen3StateDictAdapter(config, None)
+    for name in "qkv":  # Qwen2's, which torchtitan has no adapter for
+        theirs, ours = f"self_attn.{name}_proj.bias", f"attention.qkv_linear.w{name}.bias"
+        found.from_hf_map["model.layers.{}." + theirs] = "layers.{}." + ours
+    return found
 
 
 def hidden_states(model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.Tensor | None = None) -> torch.Tensor:

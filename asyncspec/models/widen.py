@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from asyncspec.files import write_json
 from asyncspec.models.hf_files import read_tensors, write_checkpoint
 
 
@@ -33,6 +34,15 @@ def widened(source: Path, target: Path, factor: int) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (source / name).is_file():
             shutil.copy(source / name, target / name)
+
+
+def like_llama(directory: Path) -> None:
+    """Name a Qwen2 a Llama with biases of queries, keys and values, in the way that vLLM reads. There its heads may
+    have any width.
+    """
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    named = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "qkv_bias": True}
+    write_json(directory / "config.json", config | named)
 
 
 def widened_tensors(tensors: Mapping[str, torch.Tensor], head_dim: int, factor: int) -> dict[str, torch.Tensor]:

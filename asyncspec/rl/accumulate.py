@@ -20,7 +20,7 @@ from asyncspec.wire import messages as m
 
 
 def decayed(model, weight_decay: float) -> list[dict]:
-    """Return an optimizer's groups of a policy's parameters: the matrices decay, the norms and the embedding do not.
+    """Return an optimizer's groups of a policy's parameters: the matrices decay; norms, biases and embedding do not.
 
     A tied head is the embedding.
     """
