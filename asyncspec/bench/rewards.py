@@ -1,9 +1,10 @@
 """bench rewards: slow rewards do not hold up generation.
 
 Groups of the default job are generated and rewarded as a generator does it: after each step of the engine, finished
-groups go to the reward's processes, and the groups whose rewards are known leave. One reward returns at once. The other
-sleeps for three seconds over each group. A pair has the same prompts and seeds. The window ends with the last token;
-rewards that are still missing then are not waited for.
+groups go to the reward's processes, and the groups whose rewards are known leave. One engine has a reward that returns
+at once. The other has one that sleeps for three seconds over each group. Both generate the same prompts with the same
+seeds, by turns, so that other load on the machine slows both alike. An engine's time is that of its own turns, until
+its last token; rewards that are missing then are not waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from asyncspec.bench.loads import Loads
 from asyncspec.engine.protocol import Request
 from asyncspec.tasks.rewarder import Rewarder
 
-SLOTS, GROUPS, IN_FLIGHT = 16, 96, 16
+SLOTS, GROUPS, IN_FLIGHT, TURNS = 16, 96, 16, 16
 SLEEP_S = 3.0
 START_S = 120.0
 
@@ -34,62 +35,37 @@ def after_3s(completions: list, **_) -> list[float]:
 class RewardsBenchmark(Benchmark):
     name = "rewards"
     repeats = 5
-    variants = ("at_once", "after_3s")
-    columns = ("tokens_per_s", "seconds", "left", "longest_poll_ms")
+    variants = ("after_3s over at_once",)
+    columns = ("over", "tokens_per_s", "tokens_per_s_at_once", "left", "longest_poll_ms")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.loads = Loads(overrides)
-        self.engine = self.loads.engine("eagle3", SLOTS, 3)
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        rewarder = Rewarder(f"asyncspec.bench.rewards:{variant}", 60, 0.0, START_S, workers=IN_FLIGHT)
+        names = ("after_3s", "at_once")
+        # One of two engines is a percent or two faster than the other, so they swap rewards.
+        pair = [
+            _Generation(self.loads, name, repetition, (repetition + instance) % 2)
+            for instance, name in enumerate(names)
+        ]
         try:
-            rewarder.load()
-            if variant == "after_3s":
-                self._start_all(rewarder)
-            return self._generate(rewarder, repetition)
+            for turn in range(1, TURNS + 1):
+                for generation in pair if (turn + repetition) % 2 else pair[::-1]:
+                    generation.run(1 - turn / TURNS)
         finally:
-            rewarder.close()
-
-    @staticmethod
-    def _start_all(rewarder: Rewarder) -> None:
-        """Have all processes started, which a run does once."""
-        for group in range(4 * IN_FLIGHT):
-            rewarder.submit(group, "", [""], "")
-        while rewarder.waiting:
-            rewarder.poll()
-            time.sleep(0.01)
-
-    def _generate(self, rewarder: Rewarder, repetition: int) -> dict[str, float]:
-        config, prompts, engine = self.loads.config, self.loads.prompts, self.engine
-        samples, tokens, longest = config.rl.group_size, 0, 0.0
-        started, open_groups = time.perf_counter(), dict.fromkeys(range(GROUPS), samples)
-        for group in open_groups:
-            seeds = [1_000_000 * repetition + 1_000 * group + sample for sample in range(samples)]
-            prompt = prompts[(repetition * GROUPS + group) % len(prompts)]
-            engine.submit(Request(group, prompt, seeds, config.sampling.max_response_tokens))
-        while engine.live or engine.waiting:
-            for completion in engine.poll():
-                tokens += len(completion.tokens)
-                open_groups[completion.request_id] -= 1
-                if not open_groups[completion.request_id]:
-                    rewarder.submit(completion.request_id, "", ["1=1,#1"] * samples, "1")
-            polled = time.perf_counter()
-            rewarder.poll()
-            longest = max(longest, time.perf_counter() - polled)
-        seconds = time.perf_counter() - started
+            for generation in pair:
+                generation.rewarder.close()
+        slow, fast = pair
         return {
-            "tokens_per_s": tokens / seconds,
-            "seconds": seconds,
-            "left": float(rewarder.waiting),
-            "longest_poll_ms": 1e3 * longest,
+            "over": slow.tokens_per_s / fast.tokens_per_s,
+            "tokens_per_s": slow.tokens_per_s,
+            "tokens_per_s_at_once": fast.tokens_per_s,
+            "left": float(slow.rewarder.waiting),
+            "longest_poll_ms": 1e3 * slow.longest_poll_s,
         }
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        ratios = [
-            slow["tokens_per_s"] / fast["tokens_per_s"] for fast, slow in zip(samples["at_once"], samples["after_3s"])
-        ]
-        low, middle, high = spread(ratios)
+        low, middle, high = spread([sample["over"] for sample in samples[self.variants[0]]])
         return {
             "throughput_ratio_3s": middle,
             "throughput_ratio_3s_first_quartile": low,
@@ -97,11 +73,53 @@ class RewardsBenchmark(Benchmark):
         }
 
     def plot(self, axes, samples: Samples) -> None:
-        for place, variant in enumerate(self.variants):
-            axes.plot([place] * len(samples[variant]), [s["tokens_per_s"] for s in samples[variant]], "o")
+        for place, key in enumerate(("tokens_per_s_at_once", "tokens_per_s")):
+            found = [sample[key] for sample in samples[self.variants[0]]]
+            axes.plot([place] * len(found), found, "o")
         axes.set_xticks(range(2), ["a reward that returns at once", "one that sleeps for 3 s"])
         axes.set_ylabel("sampled tokens a second")
         axes.set_ylim(bottom=0)
+
+
+class _Generation:
+    """An engine, the rewards of its groups, and what it has done in its turns."""
+
+    def __init__(self, loads: Loads, reward: str, repetition: int, instance: int) -> None:
+        self.engine = loads.engine("eagle3", SLOTS, 3, instance)
+        self.rewarder = Rewarder(f"asyncspec.bench.rewards:{reward}", 60, 0.0, START_S, workers=IN_FLIGHT)
+        self.tokens, self.seconds, self.longest_poll_s = 0, 0.0, 0.0
+        self.samples = loads.config.rl.group_size
+        self.open = dict.fromkeys(range(GROUPS), self.samples)
+        self.rewarder.load()
+        if reward == "after_3s":  # have all processes started, which a run does once
+            for group in range(4 * IN_FLIGHT):
+                self.rewarder.submit(group, "", [""], "")
+            while self.rewarder.waiting:
+                self.rewarder.poll()
+                time.sleep(0.01)
+        for group in self.open:
+            seeds = [1_000_000 * repetition + 1_000 * group + sample for sample in range(self.samples)]
+            prompt = loads.prompts[(repetition * GROUPS + group) % len(loads.prompts)]
+            self.engine.submit(Request(group, prompt, seeds, loads.config.sampling.max_response_tokens))
+        self.all = self.engine.live + self.engine.waiting
+
+    def run(self, rest: float) -> None:
+        """Generate until this share of the work is left."""
+        began = time.perf_counter()
+        while self.engine.live + self.engine.waiting > rest * self.all:
+            for completion in self.engine.poll():
+                self.tokens += len(completion.tokens)
+                self.open[completion.request_id] -= 1
+                if not self.open[completion.request_id]:
+                    self.rewarder.submit(completion.request_id, "", ["1=1,#1"] * self.samples, "1")
+            polled = time.perf_counter()
+            self.rewarder.poll()
+            self.longest_poll_s = max(self.longest_poll_s, time.perf_counter() - polled)
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
 
 
 def make(overrides: Sequence[str], out: Path) -> RewardsBenchmark:
