@@ -1,6 +1,6 @@
 """The configuration of a run: its fields, how it is composed and checked, and which node runs which actors."""
 
-from asyncspec.config.download import fetch_all, fetched, fetched_weights, hub_names, use_names
+from asyncspec.config.download import fetch_all, fetched_data, fetched_model, fetched_weights, hub_names, use_names
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
 from asyncspec.config.paths import (
     CONFIG_DIR,
@@ -38,7 +38,8 @@ __all__ = [
     "default_of",
     "default_run_dir",
     "fetch_all",
-    "fetched",
+    "fetched_data",
+    "fetched_model",
     "fetched_weights",
     "first_line",
     "from_yaml",

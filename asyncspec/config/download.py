@@ -8,12 +8,12 @@ safetensors that the model consists of, and the named data files are fetched: no
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,10 @@ MODEL_FILES = (
     "LICENSE.md",
     "NOTICE",
 )
+DATA = ("data.train_file", "data.eval_file")  # the fields that name data
 QUIET_S = 1.0  # a shorter download shows no bar
 LINE_EVERY_S = 5.0  # between two lines where there is no terminal for a bar
-STOP_S = 2.0  # for an interrupted download to stop
+THREADS = 8  # files that are fetched at once, as in huggingface_hub
 
 # Sizes of a repository's files by path; None: they are not known, because the cache has been filled by something else.
 Listing = Mapping[str, int] | None
@@ -55,9 +56,10 @@ def fetch(config: Any) -> None:
     Raises:
         ConfigError: there is no such repository, revision or file, or it cannot be fetched.
     """
-    for field in _used(config):
-        section, name = field.split(".")
-        setattr(getattr(config, section), name, fetched(field + "=", value_of(config, field)))
+    for field in _models(config):
+        _put(config, field, fetched_model(field + "=", value_of(config, field)))
+    for field in DATA:
+        _put(config, field, fetched_data(field + "=", value_of(config, field)))
 
 
 def fetch_weights(config: Any) -> None:
@@ -66,7 +68,7 @@ def fetch_weights(config: Any) -> None:
     Raises:
         ConfigError: they cannot be fetched, or there are none in safetensors.
     """
-    for field in _used(config):
+    for field in _models(config):
         if field != "model.reference_path" or config.rl.kl_coef > 0:
             fetched_weights(field + "=", value_of(config, field))
 
@@ -83,25 +85,28 @@ def fetch_all(config: Any) -> None:
 
 def hub_names(config: Any) -> dict[str, str]:
     """Return field -> name, for the fields that name something on a hub."""
-    return {field: value_of(config, field) for field in _used(config) if _on_hub(value_of(config, field))}
+    models = {field: value_of(config, field) for field in _models(config)}
+    data = {field: value_of(config, field) for field in DATA}
+    return {field: text for field, text in models.items() if _model(text)} | {
+        field: text for field, text in data.items() if text.startswith(SCHEME)
+    }
 
 
 def use_names(config: Any, names: Mapping[str, str]) -> None:
-    """Put another configuration's `hub_names` in the place of a configuration's own, and download what is missing.
+    """Put the `hub_names` of another process's configuration in the place of this one's, and download what is missing.
 
     Raises:
         ConfigError: see `fetch` and `fetch_weights`.
     """
-    if changed := {field: text for field, text in names.items() if _on_hub(value_of(config, field))}:
-        for field, text in changed.items():
-            section, name = field.split(".")
-            setattr(getattr(config, section), name, text)
+    for field, text in names.items():
+        _put(config, field, text)
+    if names:
         fetch_all(config)
 
 
-def fetched(field: str, text: str) -> str:
-    """Download what a text names on a hub, except weights. Return the name with its commit, or the text if it is a path
-    or nothing.
+def fetched_model(field: str, text: str) -> str:
+    """Download a model that a text names on a hub, except weights. Return the name with its commit, or the text if it
+    is a path or nothing.
 
     Args:
         field: what the user sets, for messages: "model.path=" or "--policy ".
@@ -109,44 +114,52 @@ def fetched(field: str, text: str) -> str:
     Raises:
         ConfigError: see `fetch`.
     """
-    name = _on_hub(text)
-    if name is None:
-        if text.startswith(SCHEME):
-            raise ConfigError(f"{field}{text!r}: expected {DATA_FORM}; a model is OWNER/NAME or OWNER/NAME@REVISION")
-        return text
-    if name.files and not name.files.lower().endswith(DATA_ENDINGS):
-        raise ConfigError(f"{field}{text!r}: expected a file that ends in {', '.join(DATA_ENDINGS)}")
-    return str(_Download(field, text, name).files())
+    name = _model(text)
+    return text if name is None else str(_Download(field, text, name).files())
 
 
 def fetched_weights(field: str, text: str) -> None:
-    """Download the weights of a model whose other files have been `fetched`. Do nothing for a path or a data file.
+    """Download the weights of a model whose other files have been `fetched`. Do nothing for a path.
 
     Raises:
         ConfigError: see `fetch_weights`.
     """
-    if (name := _on_hub(text)) is not None and not name.files:
+    if (name := _model(text)) is not None:
         _Download(field, text, name).weights()
 
 
-def _used(config: Any) -> list[str]:
-    drafts = ["speculation.draft_path"] if config.speculation.draft_path and config.draft_directory else []
-    return ["model.path", "model.reference_path", *drafts, "data.train_file", "data.eval_file"]
-
-
-def _on_hub(text: str) -> HubName | None:
-    """Parse a name on a hub; None if the text is anything else, or names something on this host."""
+def fetched_data(field: str, text: str) -> str:
+    """Download the data files that a text names on a hub. Args, return and errors are those of `fetched_model`."""
+    if not text.startswith(SCHEME):
+        return text
     name = HubName.parse(text)
-    if name is None or name.pinned or text.startswith(SCHEME):
-        return name
-    try:
-        return None if os.path.lexists(resolve_path(text)) else name
-    except (OSError, ValueError):
+    if name is None:
+        raise ConfigError(f"{field}{text!r}: expected {DATA_FORM}")
+    if not name.files.lower().endswith(DATA_ENDINGS):
+        raise ConfigError(f"{field}{text!r}: expected a file that ends in {', '.join(DATA_ENDINGS)}")
+    return str(_Download(field, text, name).files())
+
+
+def _models(config: Any) -> list[str]:
+    drafts = ["speculation.draft_path"] if config.speculation.draft_path and config.draft_directory else []
+    return ["model.path", "model.reference_path", *drafts]
+
+
+def _put(config: Any, field: str, text: str) -> None:
+    section, name = field.split(".")
+    setattr(getattr(config, section), name, text)
+
+
+def _model(text: str) -> HubName | None:
+    """Parse the name of a model on a hub; None if the text is anything else, or a path on this host."""
+    name = HubName.parse(text)
+    if name is None or name.files:
         return None
+    return name if name.pinned or not os.path.lexists(resolve_path(text)) else None
 
 
 class _Download:
-    """Fetches files of one name."""
+    """Fetches files of one name. Call `files` first."""
 
     def __init__(self, field: str, text: str, name: HubName) -> None:
         self._field, self._text, self._name = field, text, name
@@ -188,11 +201,11 @@ class _Download:
     def _list(self) -> Listing:
         """Find the commit, and what the repository has."""
         if not self._name.pinned:
-            self._name = self._name._replace(revision=Path(self._snapshot([])).name)
+            self._name = self._name._replace(revision=self._snapshot().name)
         found = self._listed()
         if found is None:
             try:
-                self._snapshot([])
+                self._snapshot()
             except ConfigError:
                 if not self._name.folder.is_dir():
                     raise
@@ -200,7 +213,7 @@ class _Download:
         return found
 
     def _listed(self) -> Listing:
-        """Return the list of files in the cache. Each download keeps it there, even one of no file."""
+        """Return the list of files that the cache has; None if it has none for this commit."""
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -212,64 +225,74 @@ class _Download:
         return {file.path: file.size for file in found}
 
     def _get(self, wanted: Collection[str], listing: Listing) -> None:
-        folder = self._name.folder
-        missing = [path for path in wanted if not (folder / path).is_file()]
-        if missing:
-            self._snapshot(missing, sum((listing or {}).get(path, 0) for path in missing))
+        """Download those of the files that the cache lacks, and show how far that is if it takes long."""
+        from huggingface_hub import hf_hub_download
 
-    def _snapshot(self, files: Collection[str], size: int = 0) -> str:
-        """Call huggingface_hub, and show how far it has come if that takes long. Returns the snapshot's folder."""
+        name, counter = self._name, _Counter()
+        missing = deque(path for path in wanted if not (name.folder / path).is_file())
+        size = sum((listing or {}).get(path, 0) for path in missing)
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                while missing:
+                    path = missing.popleft()
+                    hf_hub_download(
+                        name.repository, path, repo_type=name.kind, revision=name.revision, tqdm_class=counter.bar()
+                    )
+            except IndexError:  # another thread has taken the last one
+                pass
+            except BaseException as error:
+                failed.append(error)
+
+        # The threads of snapshot_download would keep an interrupted process from ending until the files are there.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(THREADS, len(missing)))]
+        for thread in threads:
+            thread.start()
+        try:
+            counter.show(lambda: any(thread.is_alive() for thread in threads) and not failed, str(name), size)
+        finally:
+            counter.stopped = True
+            missing.clear()
+        if failed:
+            raise self._refused(self._why(failed[0])) from None
+
+    def _snapshot(self) -> Path:
+        """Ask for the commit and the list of files, which the cache keeps. Returns the snapshot's folder."""
         from huggingface_hub import snapshot_download
 
-        counter = _Counter()
-        outcome: list[str | BaseException] = []
-
-        def call() -> None:
-            try:
-                outcome.append(
-                    snapshot_download(
-                        self._name.repository,
-                        repo_type=self._name.kind,
-                        revision=self._name.revision,
-                        allow_patterns=[glob.escape(path) for path in files],
-                        tqdm_class=counter.bar(),
-                    )
-                )
-            except BaseException as error:
-                outcome.append(error)
-
-        # In a thread: an interrupt of the main thread must not wait for the files that are under way.
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
+        name = self._name
         try:
-            counter.show(thread, f"{self._name.repository}@{self._name.revision[:7]}", size)
-        except BaseException:
-            counter.stopped = True
-            thread.join(STOP_S)
-            raise
-        if isinstance(outcome[0], BaseException):
-            raise self._refused(self._why(outcome[0])) from None
-        return outcome[0]
+            found = snapshot_download(
+                name.repository,
+                repo_type=name.kind,
+                revision=name.revision,
+                allow_patterns=[],
+                tqdm_class=_Counter().bar(),
+            )
+        except Exception as error:
+            raise self._refused(self._why(error)) from None
+        return Path(found)
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"{self._field}{self._text!r}: {why}")
 
     def _missing(self) -> str:
-        """Say that the cache does not hold the files, and nothing else can be asked."""
+        """Say that the cache does not hold the files, and that the hub cannot be asked."""
         from huggingface_hub import constants
 
-        if constants.HF_HUB_OFFLINE:
-            return (
-                f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not hold all of its files; "
-                "expected a network, or HF_HOME of a cache that holds them" + self._no_directory()
-            )
-        return (
-            f"{constants.ENDPOINT} cannot be reached, and the cache {constants.HF_HUB_CACHE} does not hold all of its "
-            "files; expected a network, HF_ENDPOINT of a mirror, or a local path" + self._no_directory()
-        )
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        why += f", while the cache {constants.HF_HUB_CACHE} lacks files of it"
+        return self._neither(why) or f"{why}; expected a network, or HF_HOME of a cache that has them"
 
-    def _no_directory(self) -> str:
-        return "" if self._name.files or self._name.pinned else f"; there is no directory {self._text} either"
+    def _neither(self, why: str) -> str:
+        """Say that a text is the name neither of a directory nor of a model; "" if it can be no directory."""
+        if self._name.files or self._name.pinned:
+            return ""
+        return (
+            "expected a Hugging Face directory, with config.json in it, or a model on a hub; there is no such "
+            f"directory, and {why}"
+        )
 
     def _why(self, error: BaseException) -> str:
         """Say in a line what has gone wrong, and what to do."""
@@ -281,13 +304,9 @@ class _Download:
             page = f"{hub}/{'datasets/' if name.files else ''}{name.repository}"
             return f"is gated; expected you to accept its conditions on {page}, and to set HF_TOKEN"
         if isinstance(error, errors.RepositoryNotFoundError):
-            what = "data set" if name.files else "model"
-            if name.files or name.pinned:
-                return f"{hub} has no {what} {name.repository}, or a private one; expected another name, or HF_TOKEN"
-            return (
-                "expected a Hugging Face directory, with config.json in it, or a model on a hub; there is no such "
-                f"directory, and {hub} has no such model, or a private one, which needs HF_TOKEN"
-            )
+            what = f"data set {name.repository}" if name.files else "such model"
+            why = f"{hub} has no {what}, or a private one, which needs HF_TOKEN"
+            return self._neither(why) or why
         if isinstance(error, errors.RevisionNotFoundError):
             return f"{name.repository} has no revision {name.revision!r}; expected a branch, a tag or a commit"
         if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | httpx.TransportError):
@@ -309,28 +328,36 @@ class _Counter:
         self.stopped, self._done = False, 0.0
 
     def bar(self) -> type:
-        """Return a class of progress bars that show nothing themselves."""
+        """Return a class of progress bars for huggingface_hub, which show nothing themselves."""
         from huggingface_hub.utils import tqdm
 
         counter = self
 
         class Bar(tqdm):
             def __init__(self, *args: Any, **options: Any) -> None:
-                self._counts = str(options.get("desc", "")).startswith("Reconstructing")  # bytes on the disk
                 super().__init__(*args, **options | {"disable": True})
+                counter._done += options.get("initial") or 0
 
             def update(self, n: float | None = 1) -> None:
                 if counter.stopped:
                     raise RuntimeError("interrupted")
-                if self._counts:
-                    counter._done += n or 0
+                counter._done += n or 0
+
+            # With these, what comes from the network is told apart from what is on the disk.
+            def update_transfer(self, n: float | None = 1) -> None:
+                pass
+
+            def set_transfer_postfix_str(self, *args: Any, **options: Any) -> None:
+                pass
 
         return Bar
 
-    def show(self, thread: threading.Thread, name: str, size: int) -> None:
-        """Wait for the thread. Show a bar, or without a terminal a line every few seconds."""
-        thread.join(QUIET_S)
-        if not thread.is_alive():
+    def show(self, working: Callable[[], bool], name: str, size: int) -> None:
+        """Wait for the end of the work. Show a bar, or without a terminal a line every few seconds."""
+        began = time.monotonic()
+        while working() and time.monotonic() < began + QUIET_S:
+            time.sleep(0.02)
+        if not working():
             return
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -338,8 +365,8 @@ class _Counter:
         columns = (TextColumn(f"downloading {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
             bar = bars.add_task("", total=size or None)
-            while thread.is_alive():
-                thread.join(0.2)
+            while working():
+                time.sleep(0.1)
                 bars.update(bar, completed=self._done)
                 if not console.is_terminal and time.monotonic() - told > LINE_EVERY_S:
                     told = time.monotonic()
