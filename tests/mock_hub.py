@@ -15,6 +15,7 @@ class MockHub:
         self.commits: dict[str, dict[str, dict[str, bytes]]] = {}  # repository -> commit -> path -> content
         self.refs: dict[tuple[str, str], str] = {}  # (repository, branch or tag) -> commit
         self.gated: set[str] = set()
+        self.down: set[str] = set()  # repositories whose requests fail
         self.asked: list[str] = []  # the paths of all requests
         self.slow_s = 0.0  # seconds before each file
         self.released = threading.Event()  # ends these waits
@@ -66,6 +67,8 @@ class MockHub:
         repository, rest = "/".join(words[:size]), words[size:]
         if repository not in self.commits:
             return _error(404, "RepoNotFound")
+        if repository in self.down:
+            return _error(503, "")
         what, revision, file = rest[0], rest[1], "/".join(rest[2:])
         if api and what == "revision":
             revision = "/".join(rest[1:]).replace("%2F", "/")

@@ -180,6 +180,7 @@ def test_each_mistake_is_one_line(hub, loaded):
     hub.commit("acme/gated", TINY)
     hub.gated.add("acme/gated")
     hub.commit("acme/pickled", {name: TINY[name] for name in TINY if "safe" not in name} | {"pytorch_model.bin": b"x"})
+    hub.commit("acme/quantized", {"q4.gguf": b"x"})
     hub.commit("datasets/acme/sums", {"train.jsonl": jsonl(ROWS), "test.csv": b""})
     unknown = f"{NEITHER}{hub.url} has no such model, or a private one, which needs HF_TOKEN"
     cases = {
@@ -191,6 +192,9 @@ def test_each_mistake_is_one_line(hub, loaded):
         "HF_TOKEN",
         "model.path=acme/pickled": "has no model.safetensors, only pytorch_model.bin; expected safetensors; "
         "transformers' save_pretrained writes them",
+        "model.path=acme/quantized": "has no config.json; expected a model in the layout of transformers",
+        f"model.path=acme/tiny@{'0' * 40}": f"acme/tiny has no revision '{'0' * 40}'; expected a branch, a tag or a "
+        "commit",
         "model.path=hf://datasets/acme/sums/train.jsonl": "expected a Hugging Face directory, with config.json in it, "
         "or a model on a hub, OWNER/NAME; create it, or name another; model.path=asset:tiny/policy is the shipped one",
         "model.path=a/b/c": "expected a Hugging Face directory, with config.json in it, or a model on a hub, "
@@ -218,9 +222,24 @@ def test_a_hub_out_of_reach_is_one_line(hub, loaded, tmp_path):
     ):
         [said] = loaded(["model.path=models/Qwen3-0.6"], **changed)
         assert said.startswith(f"model.path='models/Qwen3-0.6': {expected}") and "\n" not in said
+    hub.down.add("acme/down")
+    hub.commit("acme/down", TINY)
+    [said] = loaded(["model.path=acme/down"])
+    assert said == f"model.path='acme/down': {hub.url} answers with status 503; try again later"
+    commit = f"acme/tiny@{'0' * 40}"
+    [said] = loaded([f"model.path={commit}"], HF_ENDPOINT="http://127.0.0.1:9")
+    assert said.startswith(f"model.path={commit!r}: ") and "onnect" in said and "\n" not in said
     (tmp_path / "file").touch()
     [said] = loaded(["model.path=acme/tiny"], HF_HOME=str(tmp_path / "file"))
     assert f"the cache {tmp_path}/file/hub: Not a directory; expected" in said and "HF_HOME of another cache" in said
+
+
+def test_a_full_disk_is_one_line(hub, user):
+    """A limit on the size of files stands in for the disk."""
+    hub.commit("acme/tiny", TINY)
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n" + LOAD
+    said = json.loads(user("-c", limited, json.dumps([["model.path=acme/tiny"]])).stdout)
+    assert "hub: File too large; expected a directory to write to, or HF_HOME of another cache" in said
 
 
 def test_weights_are_downloaded_after_everything_is_checked(hub, loaded):

@@ -23,9 +23,9 @@ from asyncspec.config.paths import resolve_path
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError, first_line
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MODEL_FILES = (
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -177,8 +177,10 @@ class _Download:
                 raise self._refused(self._missing())
         else:
             wanted = [path for path in MODEL_FILES if path in (listing or ())]
-            if listing is None and not (name.folder / MODEL_FILES[0]).is_file():
+            if listing is None and not (name.folder / CONFIG).is_file():
                 raise self._refused(self._missing())
+            if listing is not None and CONFIG not in wanted:
+                raise self._refused(f"has no {CONFIG}; expected a model in the layout of transformers")
         self._get(wanted, listing)
         return name
 
@@ -250,7 +252,7 @@ class _Download:
         for thread in threads:
             thread.start()
         try:
-            counter.show(lambda: any(thread.is_alive() for thread in threads) and not failed, str(name), size)
+            counter.show(lambda: any(thread.is_alive() for thread in threads) and not failed, name.repository, size)
         finally:
             counter.stopped = True
             missing.clear()
@@ -296,10 +298,11 @@ class _Download:
 
     def _why(self, error: BaseException) -> str:
         """Say in a line what has gone wrong, and what to do."""
-        import httpx
         from huggingface_hub import constants, errors
 
-        name, hub = self._name, constants.ENDPOINT
+        name, hub, cause = self._name, constants.ENDPOINT, error.__cause__
+        if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(cause, errors.HfHubHTTPError):
+            return self._why(cause)
         if isinstance(error, errors.GatedRepoError):
             page = f"{hub}/{'datasets/' if name.files else ''}{name.repository}"
             return f"is gated; expected you to accept its conditions on {page}, and to set HF_TOKEN"
@@ -309,7 +312,7 @@ class _Download:
             return self._neither(why) or why
         if isinstance(error, errors.RevisionNotFoundError):
             return f"{name.repository} has no revision {name.revision!r}; expected a branch, a tag or a commit"
-        if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | httpx.TransportError):
+        if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
             return self._missing()
         if isinstance(error, errors.HfHubHTTPError):
             status = getattr(error.response, "status_code", None)
@@ -318,7 +321,7 @@ class _Download:
         if isinstance(error, OSError) and error.strerror:
             room = "room there" if error.errno == errno.ENOSPC else "a directory to write to"
             return f"the cache {constants.HF_HUB_CACHE}: {error.strerror}; expected {room}, or HF_HOME of another cache"
-        return f"{type(error).__name__}: {first_line(error)}; expected a repository that can be downloaded"
+        return f"{type(error).__name__}: {first_line(error)}; expected a download from {hub}; it goes on if tried again"
 
 
 class _Counter:
