@@ -23,7 +23,9 @@ class RunFile(NamedTuple):
 
 
 RUN_FILES = (
-    RunFile("config.yaml", "the whole configuration of the run; `--resume` reads it"),
+    RunFile(
+        "config.yaml", "the whole configuration of the run, with the commits of what is on a hub; `--resume` reads it"
+    ),
     RunFile("config-until-step-STEP.yaml", "the configuration that was used before the run was resumed at this step"),
     RunFile("inputs.json", "digests of the data and the tokenizer; `--resume` refuses others"),
     RunFile("metrics.jsonl", "one JSON object for each step; see [metrics](metrics.md)"),

@@ -31,6 +31,7 @@ HOST_LOST_S = 30.0  # for a node to answer; after that another host runs the nod
 # A node that its launcher has not asked anything for this long ends itself, because the launcher has died or cannot
 # reach it. This is shorter than HOST_LOST_S, so that no two hosts run one node.
 HOST_ALONE_S = 25.0
+DOWNLOAD_S = 7200.0  # for the other ranks or nodes to download a model, after which the run does not start
 ANSWER_S = 2.0  # for an idle Ray actor to answer
 PLACED_S = 30.0  # for a Ray actor that shares a GPU to be placed, before the next is requested
 EARLY_STOP_S = 0.5  # for actors to stop when the run ends before all of them are ready

@@ -1,6 +1,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub, except its own
 
 import pytest
 import torch

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "asyncspec"
 # What every launcher calls before it starts a process.
 ROOTS = (
     "config.load:load",
-    "config.check:check",
+    "config.check:check_values",
+    "config.check:check_files",
     "launch.preflight:check_inputs",
     "launch.machine:check_host",
     "launch.roles:devices",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from asyncspec.config import resolve_path
+from asyncspec.config import data_files, fetched_data, fetched_model, fetched_weights, resolve_path
 from asyncspec.config.fields import describe, knob, refusal
+from asyncspec.config.hub import DATA_FORM
 from asyncspec.errors import UserError
 
 
 @dataclass
 class Training:
     method: str = knob("eagle3", "kind of draft to train", choices=("eagle3", "mtp", "draft_model"))
-    policy: str = knob("asset:tiny/policy", "Hugging Face directory of the policy")
+    policy: str = knob("asset:tiny/policy", "Hugging Face directory of the policy, or its name on a hub")
     out: str = knob("draft", "directory to write the draft to")
     prompts: str = knob(
         "", "JSONL, Parquet or CSV with the column prompt; the policy samples the responses; empty: the built-in task"
@@ -63,15 +64,16 @@ def check(settings: Training) -> None:
         not (settings.draft_vocab and settings.init), "draft_vocab", "0 with --init: that draft has its own vocabulary"
     )
     need(not (settings.prompts and settings.rollouts), "rollouts", "--prompts or --rollouts, but not both")
-    for name in ("policy", "init"):
-        value = getattr(settings, name)
-        held = not value or os.path.isfile(resolve_path(value) / "config.json")
-        need(held, name, "a directory with config.json in it")
-    for name in ("prompts", "rollouts"):
-        value = getattr(settings, name)
-        need(not value or os.path.isfile(resolve_path(value)), name, "a data file that exists")
     out = resolve_path(settings.out)
     need(not os.path.exists(out) or os.path.isdir(out), "out", "a directory to write to")
     again = bool(settings.init) and out.resolve() == resolve_path(settings.init).resolve()
     held = os.path.exists(out / "config.json") and not again
     need(not held, "out", "a directory without a model in it, or that of --init, whose draft is then trained further")
+    for name in ("policy", "init"):
+        setattr(settings, name, value := fetched_model(f"draft train: --{name} ", getattr(settings, name)))
+        held = not value or os.path.isfile(resolve_path(value) / "config.json")
+        need(held, name, "a directory with config.json in it, or a model on a hub, OWNER/NAME")
+        fetched_weights(f"draft train: --{name} ", value)
+    for name in ("prompts", "rollouts"):
+        setattr(settings, name, value := fetched_data(f"draft train: --{name} ", getattr(settings, name)))
+        need(not value or all(map(os.path.isfile, data_files(value))), name, f"a data file that exists, or {DATA_FORM}")

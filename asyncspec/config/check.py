@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncspec.config.fields import describe, refusal, value_of
-from asyncspec.config.paths import resolve_path
+from asyncspec.config.hub import DATA_FORM
+from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config, default_of
 from asyncspec.config.sections import REWARDS
 from asyncspec.errors import ConfigError, first_line
@@ -36,8 +37,8 @@ _DRAFTS = {
 CXX = "a C++ compiler on the PATH (g++, or the one CXX names)"
 
 
-def check(config: Config) -> None:
-    """Refuse values and combinations that cannot run.
+def check_values(config: Config) -> None:
+    """Refuse values and combinations that cannot run, whatever the files are.
 
     Raises:
         ConfigError: one line that names the field, its value, what was expected and a valid choice.
@@ -45,15 +46,17 @@ def check(config: Config) -> None:
     for name, default, metadata in describe(Config):
         if refused := refusal(value_of(config, name), default, metadata, name.endswith("_s")):
             _need(config, False, name, *refused)
-    for part in (
-        _check_notations,
-        _check_ranks,
-        _check_engine,
-        _check_rewards,
-        _check_files,
-        _check_models,
-        _check_lengths,
-    ):
+    for part in (_check_notations, _check_ranks, _check_engine, _check_rewards):
+        part(config)
+
+
+def check_files(config: Config) -> None:
+    """Refuse models and data that do not exist, or do not fit the configuration.
+
+    Raises:
+        ConfigError: as for `check_values`.
+    """
+    for part in (_check_names, _check_models, _check_lengths):
         part(config)
 
 
@@ -154,7 +157,7 @@ def _check_rewards(config: Config) -> None:
     _need(config, held, "data.reward_weights", expected, ",".join(["1"] * count))
 
 
-def _check_files(config: Config) -> None:
+def _check_names(config: Config) -> None:
     """Refuse names of directories and files that do not exist."""
     for name, path in (
         ("model.path", config.model.path),
@@ -164,14 +167,14 @@ def _check_files(config: Config) -> None:
         if path and not os.path.isfile(resolve_path(path) / "config.json"):
             shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
             raise ConfigError(
-                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it; create it, or name "
-                f"another{shipped}"
+                f"{name}={path!r}: expected a Hugging Face directory, with config.json in it, or a model on a hub, "
+                f"OWNER/NAME; create it, or name another{shipped}"
             )
     expected = f"data.train_file as well: the built-in task {config.data.task} holds out its own prompts"
     _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        if path and not os.path.isfile(resolve_path(path)):
-            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL, Parquet or CSV")
+        if path and not all(map(os.path.isfile, data_files(path))):
+            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL, Parquet or CSV, or {DATA_FORM}")
 
 
 def _check_sglang(config: Config) -> None:

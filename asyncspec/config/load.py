@@ -20,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncspec.config import topology
-from asyncspec.config.check import check
+from asyncspec.config.check import check_files, check_values
+from asyncspec.config.download import fetch, fetch_weights
 from asyncspec.config.fields import hint, leaves, type_of, value_of
 from asyncspec.config.paths import CONFIG_DIR, resolve_path
 from asyncspec.config.schema import Config, default_of
@@ -28,7 +29,7 @@ from asyncspec.errors import ConfigError, first_line
 
 
 def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
-    """Compose and check a configuration.
+    """Compose and check a configuration. What it names on a hub is downloaded, and the names get their commits.
 
     Args:
         config: path of a YAML file, or the name of one in the package's configs folder ("tiny").
@@ -68,7 +69,10 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{key}: {first_line(error)}; expected {_expected(key)}") from None
-    check(result)
+    check_values(result)
+    fetch(result)
+    check_files(result)  # before gigabytes are downloaded
+    fetch_weights(result)
     return result
 
 

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from asyncspec.config import hub
+
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 CONFIG_DIR = PACKAGE_DIR / "configs"
 # The fields that name files or directories which exist before the run.
@@ -23,19 +25,30 @@ PATHS = (
 def resolve_path(path: str) -> Path:
     """Return the path that a text of the user names, in the configuration or on the command line.
 
-    "asset:NAME" is a file or folder that ships in the package; "~" is the user's home directory.
+    "asset:NAME" is a file or folder that ships in the package; "~" is the user's home directory. A name on a hub, with
+    a commit, is the folder or file in huggingface_hub's cache; this does not use the network.
     """
     if path.startswith("asset:"):
         return PACKAGE_DIR / "assets" / path.removeprefix("asset:")
+    if (name := hub.pinned(path)) is not None:
+        return name.folder / name.files
     return Path(os.path.expanduser(path))
 
 
+def data_files(path: str) -> list[Path]:
+    """Return the data files that a text of the user names: one, or those of a name on a hub that has wildcards."""
+    name = hub.pinned(path)
+    return [resolve_path(path)] if name is None else name.held()
+
+
 def make_paths_absolute(config: Any) -> None:
-    """Make the paths that a configuration names absolute, in place. An empty path and "asset:NAME" stay as they are."""
+    """Make the paths that a configuration names absolute, in place. An empty path, "asset:NAME" and a name on a
+    hub stay as they are.
+    """
     for name in PATHS:
         section, field = name.split(".")
         path = getattr(getattr(config, section), field)
-        if path and not path.startswith("asset:"):
+        if path and not path.startswith(("asset:", hub.SCHEME)) and hub.pinned(path) is None:
             setattr(getattr(config, section), field, str(resolve_path(path).absolute()))  # ".." may follow a link
 
 

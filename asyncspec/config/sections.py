@@ -9,8 +9,14 @@ from asyncspec.config.fields import knob
 
 @dataclass
 class ModelConfig:
-    path: str = knob("asset:tiny/policy", "Hugging Face directory of the policy; asset:NAME ships with asyncspec")
-    reference_path: str = knob("", "directory of the reference policy for the KL term; empty: model.path")
+    path: str = knob(
+        "asset:tiny/policy",
+        "the policy: a Hugging Face directory, or a model on a hub, OWNER/NAME or OWNER/NAME@REVISION, which is "
+        "downloaded; asset:NAME ships with asyncspec",
+    )
+    reference_path: str = knob(
+        "", "the reference policy for the KL term: a directory or a model on a hub; empty: model.path"
+    )
     dtype: str = knob(
         "float32",
         "dtype in which policy and draft compute; the trainer keeps weights, sums and optimizer state in float32",
@@ -25,9 +31,13 @@ REWARDS = ("exact", "numeric", "math_verify", "format", "code", "reasoning_gym")
 class DataConfig:
     task: str = knob("sums", "built-in task; used only when data.train_file is empty", choices=("sums",))
     train_file: str = knob(
-        "", "JSONL, Parquet or CSV; a prompt is text or a list of messages; empty: the built-in data.task"
+        "",
+        "JSONL, Parquet or CSV; a prompt is text or a list of messages; hf://datasets/OWNER/NAME@REVISION/FILE is on a "
+        "hub, and FILE may have wildcards; empty: the built-in data.task",
     )
-    eval_file: str = knob("", "file of held-out prompts, for runs with data.train_file; empty: no evaluation there")
+    eval_file: str = knob(
+        "", "held-out prompts, a file as in data.train_file, which must be set; empty: no evaluation there"
+    )
     prompt_column: str = knob("prompt", "column of the prompt in data files")
     answer_column: str = knob(
         "answer", "column of the right answer in data files; verl's reward_model.ground_truth counts too; empty: none"
@@ -123,7 +133,9 @@ class SpeculationConfig:
         "auto", "k, tokens proposed per verification: 1 to 16, or auto, which chooses k (also 0) at each engine step"
     )
     draft_path: str = knob(
-        "", "directory of the draft; empty: the draft shipped for the default policy; ngram and suffix need none"
+        "",
+        "the draft: a directory or a model on a hub; empty: the one shipped for the default policy; ngram and suffix "
+        "need none",
     )
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, data_files, resolve_path
 from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError
 from asyncspec.files import write_json
@@ -73,11 +73,9 @@ def digests(config: Config) -> dict[str, str]:
     """
     policy = resolve_path(config.model.path)
     files = {f"model.path/{name}": policy / name for name in ("config.json", "tokenizer.json")}
-    files |= {
-        name: resolve_path(path)
-        for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file))
-        if path
-    }
+    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+        found = data_files(path) if path else []
+        files |= {name if len(found) == 1 else f"{name}/{file.name}": file for file in found}
     for number, name in enumerate(config.data.reward.split(",")):
         if (source := _source(name.strip())) is not None:
             files[f"data.reward/{name.strip()}" if number else "data.reward"] = source
@@ -85,15 +83,15 @@ def digests(config: Config) -> dict[str, str]:
         if config.data.train_file and (policy / name).is_file():
             files[f"model.path/{name}"] = policy / name
     try:
-        found = {name: _digest(file) for name, file in files.items()}
+        digested = {name: _digest(file) for name, file in files.items()}
         if config.rl.kl_coef > 0:
             name = "model.reference_path" if config.model.reference_path else "model.path"
             directory = resolve_path(config.model.reference_path or config.model.path)
             weights = [_digest(directory / file, sampled=True) for file in tensor_files(directory)]
-            found[name] = hashlib.sha256("".join(weights).encode()).hexdigest()
+            digested[name] = hashlib.sha256("".join(weights).encode()).hexdigest()
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; expected a file that can be read") from None
-    return found
+    return digested
 
 
 def _source(reward: str) -> Path | None:

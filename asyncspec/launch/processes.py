@@ -10,6 +10,7 @@ A child dies with its parent, even if the parent is killed, see forkserver.py.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -23,8 +24,8 @@ import msgspec
 
 from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
 from asyncspec.actors.crew import actor_names
-from asyncspec.config import Config, topology, work
-from asyncspec.deadlines import LATE_WORD_S
+from asyncspec.config import Config, hub_names, topology, use_names, work
+from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S
 from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import roles
 from asyncspec.launch.forkserver import ForkServer
@@ -72,16 +73,20 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
             "expected the store of the torchrun that starts this process; without torchrun, unset WORLD_SIZE"
         ) from None
     key = f"asyncspec/{restart}/".__add__  # each restart has its own keys in the store
+    _await_downloads(config, store, key, rank, world_size)
     if rank == 0:
         version = -1
-        if restart:
+        if restart:  # a branch on a hub may have moved since the start
             config.run_dir = store.get("asyncspec/0/run_dir").decode()
+            use_names(config, json.loads(store.get("asyncspec/0/names")))
         lock = roles.hold(config.run_dir) if restart or resume else roles.prepare_run_dir(config)
         if restart or resume:
             version = roles.prepare_resume(config)
         store.set(key("version"), str(version))
+        store.set(key("names"), json.dumps(hub_names(config)))
         store.set(key("run_dir"), config.run_dir)
     config.run_dir, version = store.get(key("run_dir")).decode(), int(store.get(key("version")))
+    use_names(config, json.loads(store.get(key("names"))))
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)
     interrupt = InterruptFlag()  # until here a signal simply ends this process
     host = (
@@ -114,6 +119,13 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         forks.close()
         if rank == 0:
             os.close(lock)
+
+
+def _await_downloads(config: Config, store, key: Callable[[str], str], rank: int, world_size: int) -> None:
+    """Wait until all ranks have downloaded what is on a hub, before the time counts in which the actors must start."""
+    store.set(key(f"downloaded/{rank}"), "")
+    if hub_names(config):
+        store.wait([key(f"downloaded/{other}") for other in range(world_size)], timedelta(seconds=DOWNLOAD_S))
 
 
 def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> subprocess.Popen:

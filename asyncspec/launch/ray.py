@@ -21,7 +21,7 @@ import msgspec
 
 from asyncspec.actors.base import ActorSpec, first_name, redirect_output
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.config import Config, topology
+from asyncspec.config import Config, fetch_all, from_yaml, topology
 from asyncspec.deadlines import ANSWER_S, PLACED_S
 from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import attempts, ending, roles
@@ -34,13 +34,14 @@ os.environ.setdefault("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", str(100 << 20
 try:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
-    from ray.util.placement_group import placement_group, placement_group_table
+    from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
     raise UserError('--launcher ray: ray is not installed; expected pip install -e ".[ray]"') from None
 
+from asyncspec.launch import ray_group
 
 SHARES = 10_000  # Ray divides a GPU no more finely than this
 MOST_HALVED = 8  # actors per GPU; if there are more, each asks for the same share
@@ -64,6 +65,7 @@ class _Host:
             directory: the directory that paths in the configuration are relative to.
         """
         os.chdir(directory)
+        fetch_all(from_yaml(spec["config_yaml"]))  # this host may have come later
         if spec["role"] == "controller":
             redirect_output(ActorSpec(**spec | {"name": CONSOLE}))
         self.actor = roles.make(roles.at_host(ActorSpec(**spec), ray.util.get_node_ip_address()))
@@ -118,7 +120,8 @@ class _Pool(attempts.Pool):
             for here, gpus in zip(on_devices, self._gpus)
             for name, share in zip(here, _shares([names[name] for name in here], gpus))
         }
-        self._group = _reserve(config, bundles, interrupt)
+        self._group = ray_group.reserve(config, bundles, interrupt)
+        ray_group.download(config, self._group, len(bundles), interrupt)
         self._here = ray.get_runtime_context().get_node_id()
         alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
         self._host = "127.0.0.1" if alone else "auto"  # "auto": each process puts in its node's address
@@ -296,7 +299,7 @@ def _bundles(device: str, counts: list[int]) -> list[dict[str, int]]:
     }
     if device == "cuda" and not most["GPU"]:
         raise ConfigError(
-            f"deployment.device='cuda': expected GPUs, {_has()}; nearest valid choice: deployment.device=cpu"
+            f"deployment.device='cuda': expected GPUs, {ray_group.has()}; nearest valid choice: deployment.device=cpu"
         )
     gpus = 0 if device == "cpu" else most["GPU"]
     return [
@@ -362,39 +365,3 @@ def _await(asked: list, stop: Callable[[], bool]) -> None:
     while asked and not stop() and time.monotonic() < deadline:
         _, asked[:] = ray.wait(asked, num_returns=len(asked), timeout=0.2)
     asked.clear()
-
-
-def _reserve(config: Config, bundles: list[dict[str, int]], interrupt: InterruptFlag):
-    """Reserve a placement group of these bundles.
-
-    Raises:
-        UserError: Ray had no room for it in time.
-        KeyboardInterrupt: the user interrupted the wait.
-    """
-    group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
-    deadline = time.monotonic() + config.deployment.start_timeout_s
-    while not group.wait(0.5):
-        if interrupt.count:
-            raise KeyboardInterrupt
-        if time.monotonic() > deadline:
-            asked = ", ".join(
-                f"{bundles.count(bundle)} with {_resources(bundle)}"
-                for bundle in {str(each): each for each in bundles}.values()
-            )
-            raise ConfigError(
-                f"deployment.nodes={config.deployment.nodes!r}: Ray found no room within "
-                f"{config.deployment.start_timeout_s:.0f} s (deployment.start_timeout_s); asked for {len(bundles)} "
-                f"nodes, {asked}; {_has()}"
-            )
-    return group
-
-
-def _has() -> str:
-    """Describe what the cluster has, for an error message."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    has = ", ".join(f"{node['NodeManagerAddress']} with {_resources(node['Resources'])}" for node in alive)
-    return f"the cluster has {len(alive)}: {has}; free: {_resources(ray.available_resources())}"
-
-
-def _resources(amounts: dict[str, float]) -> str:
-    return " and ".join(f"{amounts.get(what, 0):g} {what}" for what in ("CPU", "GPU") if what in amounts) or "0 CPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +105,7 @@ class Run:
         """What ran, in a line."""
         c = self.config
         task = Path(c.data.train_file).name if c.data.train_file else c.data.task
-        model = c.model.path.removeprefix("asset:")
+        model = re.sub(r"@([0-9a-f]{7})[0-9a-f]{33}$", r"@\1", c.model.path.removeprefix("asset:"))  # a commit
         return f"{self.name}: {model} on {task}, {len(self.rows)} steps, policy lag {c.policy_lag}, {self.drafting}"
 
     def summary(self) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from asyncspec.config import Config, DataConfig, resolve_path
+from asyncspec.config import Config, DataConfig, data_files, resolve_path
 from asyncspec.models.chat import ChatTemplate, parse_variables
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.sums import sums
@@ -174,7 +174,13 @@ def _objects(name: str, path: str) -> Iterator[tuple[str, Any, str]]:
     Raises:
         ValueError: the file cannot be read, or a line of it.
     """
-    file, kind = resolve_path(path), path.rpartition(".")[2].lower()
+    files = data_files(path)
+    for file in files:
+        yield from _objects_of(name if len(files) == 1 else f"{name}: {file.name}", file)
+
+
+def _objects_of(name: str, file: Path) -> Iterator[tuple[str, Any, str]]:
+    kind = file.name.rpartition(".")[2].lower()
     try:
         if kind == "parquet":
             yield from _parquet(name, file)
