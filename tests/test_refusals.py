@@ -107,6 +107,7 @@ RUNNING_TYPES = {
     "FloatingPointError": "a gradient is not finite",
     "ServerError": "an SGLang server does not answer, or refuses what it accepted at the start",
     "RunFailed": "the controller ends the run, for a reason that is raised elsewhere",
+    "NoAnswer": "a call of the user's function hangs or ended its process",
     "RewardError": "too many calls of the user's function failed",
     "NotStarted": "a process did not start",
 }
