@@ -28,7 +28,7 @@ PHASES = history(
     ("weights", 1, 4),
     ("queued", 4, 5),
     ("generate", 5, 7),
-    ("reward", 7, 9),  # of OTHER
+    ("swap", 7, 9),
     ("generate", 9, 10),
     ("reward", 10, 12),
     # on its way from 12 to 15
@@ -67,7 +67,6 @@ def followed(place, actor, start, end, done=None, work=WORK, **about):
         ("generate", "generator0", 5.5, 6.5, {}),
         ("generate", "generator0", 4.25, 4.75, {}),  # the awaited group waits for a slot
         ("reward", "generator0", 10, 12, {"ticket": AWAITED}),
-        ("reward", "generator0", 7, 9, {"ticket": OTHER}),
         ("queue", "generator0", 12, 14.5, {"ticket": AWAITED}),
         ("logprob", "logprob", 17, 18, {"ticket": AWAITED}),
         ("logprob", "logprob", 15, 16, {"ticket": OTHER}),
@@ -86,8 +85,7 @@ def test_a_delay_that_held_up_the_trainer_is_counted_whole(place, actor, start, 
     [
         ("generate", "generator0", 12.5, 14, {}),  # the awaited group has left
         ("generate", "generator1", 5.5, 6.5, {}),  # it is in another generator
-        ("reward", "generator0", 17, 19, {"ticket": OTHER}),
-        ("reward", "generator1", 7, 9, {"ticket": OTHER}),
+        ("reward", "generator0", 10, 12, {"ticket": OTHER}),  # holds up its own group only
         ("queue", "generator0", 9, 14, {"ticket": OTHER}),  # holds up its own group only
         ("logprob", "logprob", 6, 8, {"ticket": OTHER}),  # the awaited group is not there yet
         ("logprob", "logprob1", 16, 18, {"ticket": OTHER}),
@@ -102,8 +100,8 @@ def test_a_hidden_delay_is_not_counted(place, actor, start, end, about):
 
 
 def test_only_the_exposed_piece_of_a_delay_is_counted():
-    assert followed("generate", "generator0", 9, 15) == {"exposed_generation": 1.0, "exposed_reward": 2.0}
-    assert followed("reward", "generator0", 11, 13, ticket=OTHER) == {"exposed_reward": 1.0}
+    assert followed("generate", "generator0", 9, 15) == {"exposed_generation": 1.0}
+    assert followed("reward", "generator0", 9, 11, ticket=AWAITED) == {"exposed_generation": 1.0, "exposed_reward": 1.0}
     assert followed("broadcast", "trainer", 19, 25, version=STEP) == {"transport": 1.0, "prepare": 1.0}
     assert followed("train", "trainer", 19, 20.5, ticket=AWAITED) == {"transport": 1.0, "train": 0.5}
 
@@ -117,7 +115,7 @@ def faulty(index, name):
     "place, actor, start, end, about, fault, charged",
     [
         ("generate", "generator0", 5, 6, {}, {"done": faulty(3, "swap")}, "prepare"),
-        ("reward", "generator0", 7, 8, {"ticket": OTHER}, {"done": faulty(4, "generate")}, "exposed_generation"),
+        ("reward", "generator0", 10, 11, {"ticket": AWAITED}, {"done": faulty(6, "generate")}, "exposed_generation"),
         ("queue", "generator0", 15, 16, {"ticket": AWAITED}, {}, "exposed_logprob"),  # arrival noted too early
         ("logprob", "logprob", 15, 16, {"ticket": OTHER}, {"done": faulty(8, "logprob_weights")}, "prepare"),
         ("broadcast", "trainer", 2, 3, {"version": STEP}, {"done": faulty(1, "queued")}, "exposed_generation"),

@@ -13,7 +13,7 @@ from test_tokenizer import BEGIN, END, LETTERS, letters
 
 from asyncspec.actors.base import ActorSpec
 from asyncspec.actors.controller import Controller
-from asyncspec.actors.generator import Generator
+from asyncspec.actors.generator import Generator, _OpenGroup
 from asyncspec.actors.tickets import TicketMaker
 from asyncspec.cli import main
 from asyncspec.commands.draft_settings import Training
@@ -213,17 +213,15 @@ def test_the_reward_gets_special_tokens_if_asked_but_never_the_one_that_ends(kee
         return Completion(0, 0, numbers, numbers.float(), numbers, not ends, 1, 0, 0, 0.0)
 
     class Recorder:
-        failed = 0
-
-        def group(self, prompt, responses, answer, row):
+        def submit(self, key, prompt, responses, answer, row):
             self.responses = responses
-            return [0.0] * len(responses)
 
     generator.rewarder = Recorder()
     # "h" ends this response, as a token that is not special may; the other one was truncated.
     done = [completion("a<s> b", LETTERS["h"]), completion("a<s> c")]
     ticket = msgspec.structs.replace(ticket_of(), evaluation=evaluation)
-    assert generator._rewarded(ticket, done) == [0.0, 0.0] and generator.rewarder.responses == expected
+    generator._reward(_OpenGroup(ticket, 0.0, 0.0, done))
+    assert generator.rewarder.responses == expected
 
 
 def test_doctor_reads_the_inputs_that_a_run_would_read(tmp_path, capsys):
