@@ -62,7 +62,7 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), l
         at = max(issued, generator_free)
         ready: dict[int, float] = {}
         for group in order:
-            left = at + (_end(group, "generate") - begun) / faster + _seconds(group, "reward")
+            left = at + (_end(group, "generate") - begun) / faster + _length(group, "reward")
             travel = _gap(group, "reward", "logprob_weights")
             actor = group.ticket_id % logprobs
             logprob_free[actor] = max(logprob_free[actor], left + travel) + _length(group, "logprob") / change.logprob
@@ -87,10 +87,6 @@ def predicted(steps: Sequence[StepDone], lag: int, change: Change, logprobs: int
         return statistics.fmean(step_times(steps, lag, change, logprobs)[SKIP:])
 
     return statistics.fmean([s.end - s.start for s in steps][SKIP:]) * mean(change) / mean(Change())
-
-
-def _seconds(group: GroupRecord, name: str) -> float:
-    return next(p.end - p.start for p in group.phases if p.name == name)
 
 
 def _start(group: GroupRecord, name: str) -> float:
