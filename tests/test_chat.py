@@ -100,5 +100,8 @@ def test_data_show_prints_what_policy_and_reward_get(tmp_path, capsys):
     assert main([*arguments, "--count", "1"]) == 0
     shown = capsys.readouterr().out
     assert "\n1+1=#\n" in shown and "'1'" in shown and "answer: '2'" in shown and '"level": 7' in shown
+    shape = json.loads((model / "config.json").read_text()) | {"vocab_size": 80}  # no draft has been made for this one
+    (model / "config.json").write_text(json.dumps(shape))
+    assert main(arguments) == 0 and "\n1+1=#\n" in capsys.readouterr().out
     assert main([*arguments, "data.prompt_column=question"]) == 2
     assert "the columns are prompt, answer, level; data.prompt_column names" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from mock_hub import MockHub, files_of
 
 from asyncspec.config import from_yaml, resolve_path
 from asyncspec.config.hub import HubName
+from asyncspec.config.transfer import interruptible
 
 ROOT = str(Path(__file__).resolve().parents[1])
 TINY = files_of(resolve_path("asset:tiny/policy"))
@@ -301,6 +302,21 @@ def test_an_interrupt_ends_a_download_at_once(hub, environment):
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == 130 and child.stderr.read() == "asyncspec data: interrupted\n"
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_loses_is_not_lost():
+    class Destroyed:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    with interruptible() as check:
+        check()
+        one = Destroyed()
+        del one  # nobody sees what a destructor raises
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_commands_take_names_on_a_hub(hub, user):

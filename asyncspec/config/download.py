@@ -11,16 +11,15 @@ import errno
 import json
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncspec.config.fields import value_of
 from asyncspec.config.hub import DATA_ENDINGS, DATA_FORM, SCHEME, HubName
 from asyncspec.config.paths import resolve_path
-from asyncspec.console import terminal
+from asyncspec.config.transfer import Counter, interruptible
 from asyncspec.errors import ConfigError, first_line
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -42,8 +41,6 @@ MODEL_FILES = (
     "NOTICE",
 )
 DATA = ("data.train_file", "data.eval_file")  # the fields that name data
-QUIET_S = 1.0  # a shorter download shows no bar
-LINE_EVERY_S = 5.0  # between two lines where there is no terminal for a bar
 THREADS = 8  # files that are fetched at once, as in huggingface_hub
 
 # Sizes of a repository's files by path; None: they are not known, because the cache has been filled by something else.
@@ -230,7 +227,7 @@ class _Download:
         """Download those of the files that the cache lacks, and show how far that is if it takes long."""
         from huggingface_hub import hf_hub_download
 
-        name, counter = self._name, _Counter()
+        name, counter = self._name, Counter()
         missing = deque(path for path in wanted if not (name.folder / path).is_file())
         size = sum((listing or {}).get(path, 0) for path in missing)
         failed: list[BaseException] = []
@@ -249,10 +246,16 @@ class _Download:
 
         # The threads of snapshot_download would keep an interrupted process from ending until the files are there.
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(THREADS, len(missing)))]
-        for thread in threads:
-            thread.start()
         try:
-            counter.show(lambda: any(thread.is_alive() for thread in threads) and not failed, name.repository, size)
+            with interruptible() as check:
+                for thread in threads:
+                    thread.start()
+
+                def working() -> bool:
+                    check()
+                    return any(thread.is_alive() for thread in threads) and not failed
+
+                counter.show(working, name.repository, size)
         finally:
             counter.stopped = True
             missing.clear()
@@ -270,7 +273,7 @@ class _Download:
                 repo_type=name.kind,
                 revision=name.revision,
                 allow_patterns=[],
-                tqdm_class=_Counter().bar(),
+                tqdm_class=Counter().bar(),
             )
         except Exception as error:
             raise self._refused(self._why(error)) from None
@@ -322,60 +325,6 @@ class _Download:
             room = "room there" if error.errno == errno.ENOSPC else "a directory to write to"
             return f"the cache {constants.HF_HUB_CACHE}: {error.strerror}; expected {room}, or HF_HOME of another cache"
         return f"{type(error).__name__}: {first_line(error)}; expected a download from {hub}; it goes on if tried again"
-
-
-class _Counter:
-    """Counts the bytes that huggingface_hub has written, and shows them."""
-
-    def __init__(self) -> None:
-        self.stopped, self._done = False, 0.0
-
-    def bar(self) -> type:
-        """Return a class of progress bars for huggingface_hub, which show nothing themselves."""
-        from huggingface_hub.utils import tqdm
-
-        counter = self
-
-        class Bar(tqdm):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options | {"disable": True})
-                counter._done += options.get("initial") or 0
-
-            def update(self, n: float | None = 1) -> None:
-                if counter.stopped:
-                    raise RuntimeError("interrupted")
-                counter._done += n or 0
-
-            # With these, what comes from the network is told apart from what is on the disk.
-            def update_transfer(self, n: float | None = 1) -> None:
-                pass
-
-            def set_transfer_postfix_str(self, *args: Any, **options: Any) -> None:
-                pass
-
-        return Bar
-
-    def show(self, working: Callable[[], bool], name: str, size: int) -> None:
-        """Wait for the end of the work. Show a bar, or without a terminal a line every few seconds."""
-        began = time.monotonic()
-        while working() and time.monotonic() < began + QUIET_S:
-            time.sleep(0.02)
-        if not working():
-            return
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console, told = terminal(stderr=True), time.monotonic()
-        columns = (TextColumn(f"downloading {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-            bar = bars.add_task("", total=size or None)
-            while working():
-                time.sleep(0.1)
-                bars.update(bar, completed=self._done)
-                if not console.is_terminal and time.monotonic() - told > LINE_EVERY_S:
-                    told = time.monotonic()
-                    console.print(
-                        f"downloading {name}: {self._done / 1e6:,.0f} of {size / 1e6:,.0f} MB", soft_wrap=True
-                    )
 
 
 def _shards(index: Path) -> set[str]:
