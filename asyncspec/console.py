@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+QUIET_S = 1.0  # shorter work shows no bar
+LINE_EVERY_S = 5.0  # between two lines about progress, where there is no terminal for a bar
 PATIENCE_S = 1.0  # how long a write waits for a reader that does not read, until the reader reads again
 
 

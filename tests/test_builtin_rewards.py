@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from test_rewards import rewards_of
+from rewarders import rewards_of
 
 from asyncspec.config import ConfigError, load
 from asyncspec.config.sections import REWARDS

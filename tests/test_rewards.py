@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rewarders import done, rewards_of
 from runs import descendants, outliving
 
 from asyncspec.config import ConfigError, load
@@ -103,22 +104,6 @@ def length(prompt, response, answer):
     return len(response)
 """
 START_S = 120  # for a busy machine
-
-
-def rewards_of(rewarder, *group):
-    """Return the rewards of one group."""
-    rewarder.submit("it", *group)
-    return done(rewarder)["it"]
-
-
-def done(rewarder, patience_s=60):
-    """Return the rewards of all groups that are submitted."""
-    found, deadline = {}, time.monotonic() + patience_s
-    while rewarder.waiting:
-        assert time.monotonic() < deadline
-        found |= rewarder.poll()
-        time.sleep(0.001)
-    return found
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ IDLE_WAIT_S = 0.005  # arriving weights wake nobody, so an idle generator checks
 
 @dataclass
 class _OpenGroup:
-    """A group that is being generated; times are seconds of the run's clock."""
+    """A group that is being generated or rewarded; times are seconds of the run's clock."""
 
     ticket: m.Ticket
     received: float
@@ -44,7 +44,8 @@ class _OpenGroup:
     done: float = 0.0  # when its last sample was generated
     phases: list[m.Phase] = field(default_factory=list)  # until then, since it was admitted
     rewards: list[float] = field(default_factory=list)
-    due: float = 0.0  # when it may leave; later than its rewards only if they are delayed for a test
+    rewarded: float = 0.0  # when its rewards were known
+    due: float = 0.0  # when it may leave; later only if deployment.delays says so
 
 
 class Generator(Actor):
@@ -189,8 +190,8 @@ class Generator(Actor):
         """Send on the groups whose rewards are known."""
         for ticket_id, rewards in self.rewarder.poll():
             group = self.rewarding[ticket_id]
-            group.rewards, delay = rewards, self.delay.seconds.get("reward", 0.0) * len(rewards)
-            group.due = now() + delay
+            group.rewards, group.rewarded = rewards, now()
+            group.due = group.rewarded + len(rewards) * self.delay.seconds.get("reward", 0.0)
         if self.rewarder.failed:
             if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
                 self.control.send(m.Notice(self.name, f"data.reward failed: {self.rewarder.first_failure}"))
@@ -200,9 +201,8 @@ class Generator(Actor):
 
     def _send(self, group: _OpenGroup) -> None:
         ticket, completions, rewards, rewarded = group.ticket, group.completions, group.rewards, now()
-        if "reward" in self.delay.seconds:
-            delay = self.delay.seconds["reward"] * len(rewards)
-            self.delay.record("reward", rewarded - delay, rewarded, ticket.ticket_id)
+        if group.due > group.rewarded:
+            self.delay.record("reward", group.rewarded, group.due, ticket.ticket_id)
         versions = np.concatenate([c.versions.numpy() for c in completions])
         if ticket.evaluation:
             self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))

@@ -194,7 +194,8 @@ class Evaluations:
         rollouts; None before.
         """
         evaluation = self._open[version]
-        (all_rewards := evaluation["rewards"]).extend(rewards)
+        known = evaluation["rewards"]
+        known += rewards
         evaluation["left"] -= 1
         evaluation["newest"] = max(evaluation["newest"], version_max)
         if evaluation["left"]:
@@ -202,8 +203,8 @@ class Evaluations:
         del self._open[version]
         # Training continues meanwhile, so later samples may come from newer versions, except after the last version.
         return {
-            "eval/score": float(np.mean(all_rewards)),
-            "eval/solved": float(np.mean([reward >= 1 for reward in all_rewards])),
+            "eval/score": float(np.mean(known)),
+            "eval/solved": float(np.mean([reward >= 1 for reward in known])),
             "eval/policy_version": version,
             "eval/policy_version_max": evaluation["newest"],
-        }, len(all_rewards)
+        }, len(known)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from asyncspec.bench.harness import Benchmark, Samples, spread
 from asyncspec.bench.loads import Loads
-from asyncspec.engine.protocol import Request
 from asyncspec.tasks.rewarder import Rewarder
 
 SLOTS, GROUPS, IN_FLIGHT, TURNS = 16, 96, 16, 16
@@ -89,7 +88,9 @@ class _Generation:
         self.rewarder = Rewarder(f"asyncspec.bench.rewards:{reward}", 60, 0.0, START_S, workers=IN_FLIGHT)
         self.tokens, self.seconds, self.longest_poll_s = 0, 0.0, 0.0
         self.samples = loads.config.rl.group_size
-        self.open = dict.fromkeys(range(GROUPS), self.samples)
+        self.open = dict.fromkeys(
+            range(repetition * GROUPS, (repetition + 1) * GROUPS), self.samples
+        )  # rollouts that are left
         self.rewarder.load()
         if reward == "after_3s":  # have all processes started, which a run does once
             for group in range(4 * IN_FLIGHT):
@@ -98,9 +99,7 @@ class _Generation:
                 self.rewarder.poll()
                 time.sleep(0.01)
         for group in self.open:
-            seeds = [1_000_000 * repetition + 1_000 * group + sample for sample in range(self.samples)]
-            prompt = loads.prompts[(repetition * GROUPS + group) % len(loads.prompts)]
-            self.engine.submit(Request(group, prompt, seeds, loads.config.sampling.max_response_tokens))
+            loads.submit(self.engine, group, self.samples, repetition)
         self.all = self.engine.live + self.engine.waiting
 
     def run(self, rest: float) -> None:

@@ -38,7 +38,7 @@ class HubName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Parse a name; None if the text has not the form of one. Does not look whether it exists."""
+        """Parse a name; None if the text does not have the form of one. Whether it exists is not looked up."""
         found = _DATA.fullmatch(text) or _MODEL.fullmatch(text)
         if found is None:
             return None

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from asyncspec.console import terminal
-
-QUIET_S = 1.0  # a shorter download shows no bar
-LINE_EVERY_S = 5.0  # between two lines where there is no terminal for a bar
+from asyncspec.console import LINE_EVERY_S, QUIET_S, terminal
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Give a function that raises KeyboardInterrupt once SIGINT has come. Python loses the one that it raises itself if
-    it is in a destructor or a weak reference's callback then, as it often is while it imports.
+    """Yield a function that raises KeyboardInterrupt if SIGINT has come. Call it often.
+
+    Python raises KeyboardInterrupt itself, but drops it if a destructor or the callback of a weak reference is running.
+    Such callbacks often run during imports.
     """
     came = threading.Event()
 

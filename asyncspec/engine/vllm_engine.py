@@ -26,7 +26,7 @@ from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_lea
 from asyncspec.errors import ConfigError
 from asyncspec.models import policy
 from asyncspec.models.policy import PolicyShape
-from asyncspec.models.widen import like_llama, widened, widened_tensors
+from asyncspec.models.widen import as_llama, widened, widened_tensors
 
 vllm_process.prepare(torch.get_num_threads())
 
@@ -149,7 +149,7 @@ class VllmEngine(QueueingEngine):
                     widened(paths[kind], Path(folder) / kind, factor)
                     paths[kind] = Path(folder) / kind
                 if other:
-                    like_llama(paths[kind])
+                    as_llama(paths[kind])
             vllm_config = self._arguments(config, paths).create_engine_config()
             vllm_config.device_config.device = torch.device(device)
             self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)

