@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 
 from asyncspec import __version__
@@ -231,10 +232,13 @@ def _add_data(commands) -> None:
         "show",
         help="show prompts as the policy gets them",
         description="Show the first prompts of a run: as text, rendered with the policy's chat template if they are\n"
-        "messages, and as tokens; and what the reward gets.",
+        "messages, and as tokens; and what the reward gets. With --samples the policy answers each, and\n"
+        "the reward scores the answers.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--count", metavar="N", type=int, default=3, help="prompts to show (default: 3)")
+    show.add_argument("--samples", metavar="N", type=int, default=0, help="responses to each (default: 0)")
+    show.add_argument("--held-out", action="store_true", help="show held-out prompts, not those for training")
     _add_configuration(show)
     show.set_defaults(run=_data_show, parser=show)
 
@@ -243,7 +247,11 @@ def _data_show(args) -> int:
     from asyncspec.commands.data_show import show
 
     no_draft = "speculation.method=none"  # the shipped one need not fit this policy, and is not used
-    return show(configuration.load(args.config, [*args.overrides, no_draft]), args.count)
+    for name in ("count", "samples"):
+        if (number := getattr(args, name)) < 0:
+            args.parser.error(f"--{name} {number}: expected 0 or more")
+    config = configuration.load(args.config, [*args.overrides, no_draft])
+    return show(config, args.count, args.samples, args.held_out)
 
 
 def _add_draft(commands) -> None:
@@ -271,6 +279,7 @@ def _add_draft(commands) -> None:
 
 
 def _draft_train(args) -> int:
+    began = time.monotonic()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from asyncspec.commands.draft_settings import Training, check
 
@@ -287,7 +296,7 @@ def _draft_train(args) -> int:
             signal.signal(number, signal.default_int_handler)
     from asyncspec.commands import draft_train as offline
 
-    return offline.run(settings)
+    return offline.run(settings, began)
 
 
 def _add_report(commands) -> None:

@@ -28,7 +28,9 @@ import torch.nn.functional as F
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models
 
-from asyncspec.commands.draft_train import Sampler, Training, acceptance_length, sampled, train_draft
+from asyncspec.commands.draft_samples import Sampler, acceptance_length, drafting, sampled
+from asyncspec.commands.draft_settings import Training
+from asyncspec.commands.draft_train import train_draft
 from asyncspec.drafts import draft as drafts
 from asyncspec.models import policy
 from asyncspec.tasks.sums import exact_match, sum_terms, sums
@@ -224,7 +226,7 @@ def main():
 
             train_draft(draft, model, sampled(model, SHAPE, encoded(sums(1000, 1 << 16)), settings), settings, shown)
         draft.save(args.out / method, args.out / "policy")
-        done = Sampler(model, SHAPE, settings, draft, 3)(encoded(problems), 5)
+        done = Sampler(model, SHAPE, settings, drafting(draft), 3)(encoded(problems), 5)
         print(
             f"{method}: acceptance length {acceptance_length(done):.3f} at k=3 on held-out prompts; "
             f"accuracy with speculation {accuracy(tokenizer, problems, done):.3f}; {time.monotonic() - started:.0f} "

@@ -1,6 +1,7 @@
 """Messages become the text that transformers makes of them, and one BOS at most."""
 
 import json
+import re
 
 import pytest
 from directories import TINY, chat_model
@@ -103,5 +104,21 @@ def test_data_show_prints_what_policy_and_reward_get(tmp_path, capsys):
     shape = json.loads((model / "config.json").read_text()) | {"vocab_size": 80}  # no draft has been made for this one
     (model / "config.json").write_text(json.dumps(shape))
     assert main(arguments) == 0 and "\n1+1=#\n" in capsys.readouterr().out
+    assert main([*arguments, "--count", "-1"]) == 2
+    assert "--count -1: expected 0 or more" in capsys.readouterr().err
     assert main([*arguments, "data.prompt_column=question"]) == 2
     assert "the columns are prompt, answer, level; data.prompt_column names" in capsys.readouterr().err
+
+
+def test_data_show_lets_the_policy_answer_and_the_reward_score(tmp_path, capsys):
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text(json.dumps({"prompt": "3+4=", "answer": "7"}) + "\n")
+    arguments = ["data", "show", f"data.train_file={held_out}", f"data.eval_file={held_out}", "--held-out"]
+    assert main([*arguments, "--samples", "16", "deployment.device=cpu"]) == 0
+    shown = capsys.readouterr().out
+    found = re.findall(r"^response of \d+ tokens, reward ([01]): '(.*)'$", shown, flags=re.M)
+    assert len(found) == 16 and len({response for _, response in found}) > 1
+    assert all((reward == "1") == response.endswith("#7") for reward, response in found)
+    assert any(reward == "1" for reward, _ in found)
+    assert main([*arguments, "--samples", "1", "engine.max_prompt_tokens=2", "deployment.device=cpu"]) == 2
+    assert "prompt of 4 tokens: expected 1 to 2" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_what_exists_here_is_no_name_on_a_hub(hub, loaded, tmp_path):
     (tmp_path / "acme" / "tiny").mkdir(parents=True)
     for name, content in TINY.items():
         (tmp_path / "acme" / "tiny" / name).write_bytes(content)
-    assert loaded(["model.path=acme/tiny"]) == [["acme/tiny", "acme/tiny", "", ["."]]]
+    assert loaded(["model.path=acme/tiny"]) == [["acme/tiny", "acme/tiny", "", []]]
     assert hub.asked == []
 
 

@@ -16,8 +16,8 @@ from asyncspec.actors.controller import Controller
 from asyncspec.actors.generator import Generator, _OpenGroup
 from asyncspec.actors.tickets import TicketMaker
 from asyncspec.cli import main
+from asyncspec.commands import draft_data
 from asyncspec.commands.draft_settings import Training
-from asyncspec.commands.draft_train import _data
 from asyncspec.config import ConfigError, load, resolve_path, to_yaml
 from asyncspec.console import terminal
 from asyncspec.engine.protocol import Completion
@@ -59,8 +59,8 @@ def model(tmp_path):
 def test_a_longer_run_begins_like_a_shorter_one_and_uses_each_prompt_equally_often(tmp_path):
     path = jsonl(tmp_path / "train.jsonl", *map(str, range(10)))
     overrides = [f"data.train_file={path}", "rl.groups_per_step=4", "seed=3"]
-    short, _ = load_problems(load("tiny", [*overrides, "steps=4"]))
-    long, held_out = load_problems(load("tiny", [*overrides, "steps=10"]))
+    short, *_ = load_problems(load("tiny", [*overrides, "steps=4"]))
+    long, held_out, _ = load_problems(load("tiny", [*overrides, "steps=10"]))
     assert len(short) == 16 and long[:16] == short and held_out == []
     assert sorted(p.prompt for p in long) == sorted(4 * [str(i) for i in range(10)])
     assert load_problems(load("tiny", [*overrides, "seed=4", "steps=4"]))[0] != short
@@ -84,7 +84,7 @@ def test_only_prompts_that_the_run_uses_are_encoded_before_it_starts(tmp_path, m
 def test_a_ticket_gets_its_tokens_when_it_is_sent(tmp_path):
     path = jsonl(tmp_path / "train.jsonl", f"{BEGIN}abc", "abc")
     config = load("tiny", [f"data.train_file={path}", "steps=1", "rl.groups_per_step=2"])
-    maker = TicketMaker(config, letters("<s> $A"), *load_problems(config))
+    maker = TicketMaker(config, letters("<s> $A"), *load_problems(config)[:2])
     tickets = maker.of_step(0, 0)
     assert all(ticket.prompt_tokens == [] for ticket in tickets)
     tokens = [LETTERS[token] for token in (BEGIN, *"abc")]
@@ -244,7 +244,7 @@ def test_a_draft_learns_on_the_tokens_that_a_run_would_have(tmp_path, small_shap
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shape = replace(small_shape, vocab_size=64, eos_token_id=LETTERS[END])
     settings = Training(rollouts=f"{tmp_path}/rollouts.jsonl", max_prompt_tokens=10, max_response_tokens=20, seed=1)
-    prompts, held_out, rollouts = _data(settings, letters("<s> $A </s>"), shape, terminal(width=200))
+    prompts, held_out, rollouts = draft_data.read(settings, letters("<s> $A </s>"), shape, terminal(width=200))
 
     def tokens(text):
         return tuple(LETTERS[token] for token in (BEGIN, *text, END))

@@ -229,8 +229,8 @@ def test_draft_loss_unrolls_as_the_engine_drafts(small_shape, small_policy, cont
     hidden, trained = draft.fuse(features[:, :T]), []
     with torch.no_grad():
         for _ in range(unroll):
-            out, step_logits = draft(hidden, embeds[:, 1 : T + 1], rope, attend)
-            trained.append(step_logits)
+            out = draft(hidden, embeds[:, 1 : T + 1], rope, attend)
+            trained.append(draft.logits(out))
             hidden = torch.nn.functional.pad(out[:, :-1], (0, 0, 1, 0))
         slots = Slots(1, 32, "cpu")
         target = Target(small_policy, slots, AS_IS, backend_for("cpu", torch.float32))
@@ -300,7 +300,8 @@ def test_wider_heads_change_no_logit_of_a_draft(tmp_path):
     for directory in (TINY.parent / "eagle3", tmp_path):
         draft = eagle3.load(directory, shape)
         with torch.no_grad():
-            logits.append(draft(hidden_BLD, embeds_BLD, draft.rope(torch.arange(30).expand(2, -1)), attend)[1])
+            rope = draft.rope(torch.arange(30).expand(2, -1))
+            logits.append(draft.logits(draft(hidden_BLD, embeds_BLD, rope, attend)))
     torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
 
 

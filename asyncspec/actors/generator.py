@@ -175,6 +175,8 @@ class Generator(Actor):
 
     def _reward(self, group: _OpenGroup) -> None:
         """Have the rewards of a generated group computed."""
+        from asyncspec.models.tokenizer import response_text
+
         group.done, ticket = now(), group.ticket
         completions = group.completions = sorted(group.completions, key=lambda c: c.sample)
         started = min(c.started_at for c in completions)
@@ -183,7 +185,8 @@ class Generator(Actor):
             *self._cut("generate", started, group.done),
         ]
         self.rewarding[ticket.ticket_id] = group
-        texts = [self._text(c) for c in completions]
+        special = self.config.data.reward_special_tokens
+        texts = [response_text(self.tokenizer, c.tokens.tolist(), c.truncated, special) for c in completions]
         self.rewarder.submit(ticket.ticket_id, ticket.prompt, texts, ticket.answer, ticket.row)
 
     def _send_rewarded(self) -> None:
@@ -255,14 +258,6 @@ class Generator(Actor):
                 phases.append(m.Phase(other.name, max(at, other.start), min(end, other.end)))
                 at = min(end, other.end)
         return [*phases, m.Phase(name, at, end)]
-
-    def _text(self, completion: Completion) -> str:
-        """Return the response that the reward gets: without the token that ended it, which need not be special."""
-        tokens = completion.tokens.tolist()
-        return self.tokenizer.decode(
-            tokens if completion.truncated else tokens[:-1],
-            skip_special_tokens=not self.config.data.reward_special_tokens,
-        )
 
     def _leave(self) -> None:
         if self.rewarder is not None:

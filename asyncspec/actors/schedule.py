@@ -39,7 +39,8 @@ class Schedule:
         """
         try:
             tokens = tokenizer.load(resolve_path(self.config.model.path))
-            self.maker = TicketMaker(self.config, tokens, *load_problems(self.config))
+            problems = load_problems(self.config)
+            self.maker = TicketMaker(self.config, tokens, problems.training, problems.held_out)
         except ValueError as error:
             raise RunFailed(str(error)) from None
 

@@ -23,7 +23,8 @@ from rich.table import Table
 from asyncspec.bench.harness import Benchmark, Samples, median, spread
 from asyncspec.bench.jobs import run_job, train_draft
 from asyncspec.bench.loads import Loads
-from asyncspec.commands.draft_train import Rollout, Sampler, Training, batches
+from asyncspec.commands.draft_samples import Rollout, Sampler, batches
+from asyncspec.commands.draft_settings import Training
 from asyncspec.config import resolve_path
 from asyncspec.models import policy, tokenizer
 from asyncspec.models.policy import hidden_states
@@ -31,7 +32,7 @@ from asyncspec.tasks.sums import sums
 
 FORMS, INITS, MODES, LENGTHS = ("zero", "think"), ("general", "in-domain"), ("frozen", "online"), (3, 5, 7)
 OTHERS = ("mtp", "draft_model", "ngram", "suffix")
-DRAFT_MINUTES, THINK_STEPS, RUN_STEPS = 2, 60, 120
+DRAFT_MINUTES, THINK_STEPS, RUN_STEPS = 2.7, 60, 120  # of the minutes three quarters are training
 GENERAL_PROMPTS = 8192
 ROLLOUTS, SAMPLES, SLOTS = 64, 8, 16
 # arXiv 2604.26779, k = 3: acceptance length and generation speedup.

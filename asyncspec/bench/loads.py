@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncspec import config as configuration
-from asyncspec.commands.draft_train import acceptance_length
+from asyncspec.commands.draft_samples import acceptance_length
 from asyncspec.config import SpeculationConfig
 from asyncspec.drafters.lookup import SuffixDrafter
 from asyncspec.drafters.make import drafter_for, drafter_maker

@@ -1,29 +1,41 @@
-"""`asyncspec data show`: what the policy and the reward get of a run's data, as text and as tokens."""
+"""`asyncspec data show`: what the policy and the reward get of a run's data, and what they make of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 from asyncspec.config import Config, ConfigError, resolve_path
 from asyncspec.models import tokenizer as tokenizers
-from asyncspec.tasks.data import load_problems
+from asyncspec.tasks.data import load_problems, told_left_out
+from asyncspec.tasks.problem import Problem
 
 
-def show(config: Config, count: int, tell: Callable[[str], None] = print) -> int:
-    """Print the first training problems of a run, in its order. Return the exit code.
+def show(config: Config, count: int, samples: int, held_out: bool, tell: Callable[[str], None] = print) -> int:
+    """Print the first problems of a run, in its order. Return the exit code.
+
+    Args:
+        count: how many.
+        samples: responses that the policy gives to each, with their rewards.
+        held_out: print those that are held out, not those for training.
 
     Raises:
-        ConfigError: the data cannot be read, or a prompt cannot be rendered.
+        ConfigError: the data cannot be read, a prompt cannot be rendered or is too long, or the reward fails.
     """
     try:
-        problems, held_out = load_problems(config)
+        found = load_problems(config)
         tokenizer = tokenizers.load(resolve_path(config.model.path))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     source = config.data.train_file or f"the built-in task {config.data.task}"
-    tell(f"{source}: {len(problems)} prompts in {config.steps} steps, {len(held_out)} held out")
-    for number, problem in enumerate(problems[:count], 1):
-        tokens = tokenizers.encode_prompt(tokenizer, problem.prompt)
+    tell(f"{source}: {len(found.training)} prompts in {config.steps} steps, {len(found.held_out)} held out")
+    if found.left_out:
+        tell(told_left_out(config, found.left_out))
+    problems = (found.held_out if held_out else found.training)[:count]
+    prompts = [tokenizers.encode_prompt(tokenizer, problem.prompt) for problem in problems]
+    answered = _answered(config, tokenizer, problems, prompts, samples) if samples and problems else None
+    for number, (problem, tokens) in enumerate(zip(problems, prompts), 1):
         tell(f"\nprompt {number}, {len(tokens)} of at most {config.engine.max_prompt_tokens} tokens")
         tell(problem.prompt)
         tell(
@@ -33,4 +45,57 @@ def show(config: Config, count: int, tell: Callable[[str], None] = print) -> int
         tell(f"answer: {problem.answer!r}")
         if problem.row:
             tell(f"the reward also gets: {problem.row}")
+        for response, tokens, reward in next(answered) if answered else ():
+            tell(f"response of {tokens} tokens, reward {reward:g}: {response!r}")
     return 0
+
+
+def _answered(
+    config: Config, tokenizer, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], samples: int
+) -> Iterator[list[tuple[str, int, float]]]:
+    """Yield (response, its number of tokens, its reward) of all samples of each problem.
+
+    Raises:
+        ConfigError: see `show`.
+    """
+    from asyncspec.actors.engines import make_engine
+    from asyncspec.engine.protocol import Request
+    from asyncspec.launch.roles import devices
+    from asyncspec.loading import use_threads
+    from asyncspec.tasks.rewarder import Rewarder, RewardError
+
+    data = config.data
+    rewarder = Rewarder(
+        data.reward,
+        data.reward_timeout_s,
+        1.0,
+        config.deployment.start_timeout_s,
+        data.reward_workers,
+        data.weights,
+        data.reward_pattern,
+    )
+    use_threads(config.engine.threads)
+    with closing(rewarder):
+        engine = make_engine(config, devices(config.deployment.device, ["generator"])[0])
+        try:
+            rewarder.load()
+            for i, prompt in enumerate(prompts):
+                seeds = range(samples * i, samples * (i + 1))
+                engine.submit(Request(i, prompt, seeds, config.sampling.max_response_tokens))
+        except (RewardError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+        completions = [[] for _ in problems]
+        while engine.live or engine.waiting:
+            for completion in engine.poll():
+                completions[completion.request_id].append(completion)
+        for problem, done in zip(problems, completions):
+            done.sort(key=lambda completion: completion.sample)
+            tokens = [completion.tokens.tolist() for completion in done]
+            texts = [
+                tokenizers.response_text(tokenizer, own, completion.truncated, data.reward_special_tokens)
+                for own, completion in zip(tokens, done)
+            ]
+            rewarder.submit(0, problem.prompt, texts, problem.answer, problem.row)
+            while not (rewarded := rewarder.poll()):
+                time.sleep(0.01)
+            yield list(zip(texts, map(len, tokens), rewarded[0][1]))

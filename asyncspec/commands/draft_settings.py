@@ -21,8 +21,10 @@ class Training:
     )
     rollouts: str = knob("", "data file with the columns prompt and response; the policy then samples nothing")
     init: str = knob("", "directory of a draft to start from; empty: start a new draft")
-    minutes: float = knob(4.0, "minutes to train; 0: until --steps are done", least=0)
-    steps: int = knob(0, "optimizer steps; 0: until --minutes have passed", least=0)
+    minutes: float = knob(
+        4.0, "minutes that the command takes: to sample, train and measure; 0: until --steps are done", least=0
+    )
+    steps: int = knob(0, "optimizer steps; 0: as many as --minutes allow", least=0)
     batch: int = knob(16, "rollouts per optimizer step", least=1)
     unroll: int = knob(3, "positions over which eagle3 and mtp are unrolled in training", least=1)
     lr: float = knob(
@@ -32,7 +34,7 @@ class Training:
     max_prompt_tokens: int = knob(96, "leave out prompts with more tokens than this", least=1)
     max_response_tokens: int = knob(320, "cut off a rollout after this many tokens", least=1)
     draft_vocab: int = knob(
-        0, "let eagle3 propose only this many tokens, the most frequent ones: its head is smaller; 0: all", least=0
+        8192, "let eagle3 propose only this many tokens, the most frequent ones: its head is smaller; 0: all", least=0
     )
     draft_length: int = knob(3, "draft length k at which the result is measured", least=1, most=16)
     held_out: int = knob(256, "prompts held out to measure the result, at most a tenth of all", least=1)
@@ -55,14 +57,13 @@ def check(settings: Training) -> None:
         if refused := refusal(getattr(settings, name), default, metadata, seconds=False):
             need(False, name, refused[0])
     need(settings.minutes > 0 or settings.steps > 0, "minutes", "more than 0, or --steps")
+    whole = settings.draft_vocab in (0, Training.draft_vocab)
     need(
-        not settings.draft_vocab or settings.method == "eagle3",
+        whole or settings.method == "eagle3",
         "draft_vocab",
-        "0 with --method mtp or draft_model: they use the policy's vocabulary",
+        "no value with --method mtp or draft_model: they use the policy's vocabulary",
     )
-    need(
-        not (settings.draft_vocab and settings.init), "draft_vocab", "0 with --init: that draft has its own vocabulary"
-    )
+    need(whole or not settings.init, "draft_vocab", "no value with --init: that draft has its own vocabulary")
     need(not (settings.prompts and settings.rollouts), "rollouts", "--prompts or --rollouts, but not both")
     out = resolve_path(settings.out)
     need(not os.path.exists(out) or os.path.isdir(out), "out", "a directory to write to")

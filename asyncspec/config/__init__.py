@@ -9,10 +9,12 @@ from asyncspec.config.paths import (
     default_run_dir,
     make_paths_absolute,
     resolve_path,
+    sources,
 )
 from asyncspec.config.schema import LONGEST_DRAFT, Config, default_of
 from asyncspec.config.sections import (
     DataConfig,
+    DraftConfig,
     MockConfig,
     OptimizerConfig,
     RLConfig,
@@ -28,6 +30,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DraftConfig",
     "MockConfig",
     "OptimizerConfig",
     "RLConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "make_paths_absolute",
     "nearest_field",
     "resolve_path",
+    "sources",
     "to_yaml",
     "use_names",
 ]

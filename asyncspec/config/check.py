@@ -11,12 +11,13 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
-from asyncspec.config.paths import data_files, resolve_path
+from asyncspec.config.paths import data_files, resolve_path, sources
 from asyncspec.config.schema import Config, default_of
 from asyncspec.config.sections import REWARDS
 from asyncspec.errors import ConfigError, first_line
@@ -148,13 +149,28 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(f"data.reward_pattern={pattern!r}: {error}; expected a regular expression") from None
     expected = "a regular expression, for data.reward=format"
     _need(config, "format" not in names or bool(pattern), "data.reward_pattern", expected, "'<think>.*</think>.*'")
-    try:
-        weights = config.data.weights
-    except ValueError:
-        weights = [math.nan]
+    weights = _numbers(lambda: config.data.weights)
     held = not weights or (len(weights) == count and all(map(math.isfinite, weights)))
     expected = f"{count} finite number{'s' * (count > 1)}, one for each reward, or nothing"
     _need(config, held, "data.reward_weights", expected, ",".join(["1"] * count))
+
+
+def _numbers(read: Callable[[], list[float]]) -> list[float]:
+    try:
+        return read()
+    except ValueError:
+        return [math.nan]
+
+
+def _check_sources(config: Config) -> None:
+    for name, text in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+        for part in sources(text):
+            if not part or not all(map(os.path.isfile, data_files(part))):
+                raise ConfigError(f"{name}={part!r}: no such file; expected JSONL, Parquet or CSV, or {DATA_FORM}")
+    weights, count = _numbers(lambda: config.data.source_weights), len(sources(config.data.train_file))
+    held = not weights or (len(weights) == count and all(0 < weight < math.inf for weight in weights))
+    expected = f"{count} number{'s' * (count != 1)} above 0, one for each source of data.train_file, or nothing"
+    _need(config, held, "data.train_weights", expected, ",".join(["1"] * count))
 
 
 def _check_names(config: Config) -> None:
@@ -172,9 +188,7 @@ def _check_names(config: Config) -> None:
             )
     expected = f"data.train_file as well: the built-in task {config.data.task} holds out its own prompts"
     _need(config, not config.data.eval_file or bool(config.data.train_file), "data.eval_file", expected, "")
-    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        if path and not all(map(os.path.isfile, data_files(path))):
-            raise ConfigError(f"{name}={path!r}: no such file; expected JSONL, Parquet or CSV, or {DATA_FORM}")
+    _check_sources(config)
 
 
 def _check_sglang(config: Config) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncspec.config.fields import value_of
 from asyncspec.config.hub import DATA_ENDINGS, DATA_FORM, SCHEME, HubName
-from asyncspec.config.paths import resolve_path
+from asyncspec.config.paths import resolve_path, sources
 from asyncspec.config.transfer import Counter, interruptible
 from asyncspec.errors import ConfigError, first_line
 
@@ -127,6 +127,10 @@ def fetched_weights(field: str, text: str) -> None:
 
 def fetched_data(field: str, text: str) -> str:
     """Download the data files that a text names on a hub. Args, return and errors are those of `fetched_model`."""
+    return ",".join(_fetched(field, part) for part in sources(text))
+
+
+def _fetched(field: str, text: str) -> str:
     if not text.startswith(SCHEME):
         return text
     name = HubName.parse(text)

@@ -35,10 +35,15 @@ def resolve_path(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def data_files(path: str) -> list[Path]:
-    """Return the data files that a text of the user names: one, or those of a name on a hub that has wildcards."""
-    name = hub.pinned(path)
-    return [resolve_path(path)] if name is None else name.held()
+def sources(text: str) -> list[str]:
+    """Return the paths and names of data files in a text of the user, where commas separate them."""
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def data_files(text: str) -> list[Path]:
+    """Return the data files that a text of the user names. A name on a hub with wildcards stands for several."""
+    named = ((part, hub.pinned(part)) for part in sources(text))
+    return [file for part, name in named for file in ([resolve_path(part)] if name is None else name.held())]
 
 
 def make_paths_absolute(config: Any) -> None:
@@ -47,9 +52,15 @@ def make_paths_absolute(config: Any) -> None:
     """
     for name in PATHS:
         section, field = name.split(".")
-        path = getattr(getattr(config, section), field)
-        if path and not path.startswith(("asset:", hub.SCHEME)) and hub.pinned(path) is None:
-            setattr(getattr(config, section), field, str(resolve_path(path).absolute()))  # ".." may follow a link
+        text = getattr(getattr(config, section), field)
+        parts = sources(text) if section == "data" else [text] if text else []
+        setattr(getattr(config, section), field, ",".join(map(_absolute, parts)))
+
+
+def _absolute(path: str) -> str:
+    if path.startswith(("asset:", hub.SCHEME)) or hub.pinned(path) is not None:
+        return path
+    return str(resolve_path(path).absolute())  # ".." may follow a link
 
 
 def default_run_dir() -> str:

@@ -33,7 +33,15 @@ class DataConfig:
     train_file: str = knob(
         "",
         "JSONL, Parquet or CSV; a prompt is text or a list of messages; hf://datasets/OWNER/NAME@REVISION/FILE is on a "
-        "hub, and FILE may have wildcards; empty: the built-in data.task",
+        "hub, and FILE may have wildcards; commas separate several; empty: the built-in data.task",
+    )
+    train_weights: str = knob(
+        "",
+        "weight of each source of data.train_file, separated by commas: its share of the prompts in each step; empty: "
+        "all rows count alike",
+    )
+    filter_overlong_prompts: bool = knob(
+        False, "leave out prompts of more than engine.max_prompt_tokens tokens, instead of refusing them"
     )
     eval_file: str = knob(
         "", "held-out prompts, a file as in data.train_file, which must be set; empty: no evaluation there"
@@ -74,6 +82,11 @@ class DataConfig:
     def weights(self) -> list[float]:
         """The weight of each reward, empty if all are 1."""
         return [float(weight) for weight in self.reward_weights.split(",")] if self.reward_weights else []
+
+    @property
+    def source_weights(self) -> list[float]:
+        """The weight of each source of `train_file`, empty if their rows count alike."""
+        return [float(weight) for weight in self.train_weights.split(",")] if self.train_weights else []
 
 
 @dataclass

@@ -16,7 +16,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-from asyncspec.config.paths import resolve_path
+from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
 from asyncspec.models import headers
 
@@ -108,7 +108,7 @@ def turn_s(config: Config) -> float:
 
 def data_bytes(config: Config) -> int:
     """Bytes of the data files."""
-    files = [resolve_path(path) for path in (config.data.train_file, config.data.eval_file) if path]
+    files = [*data_files(config.data.train_file), *data_files(config.data.eval_file)]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

@@ -3,8 +3,9 @@
 No gradient can reach the policy: all tensors are detached where they are made. `pack` turns supervision into the arrays
 that travel to the draft adapter, `unpack` turns them back, and `size` returns their size in bytes.
 
-Shape suffixes: B rows, L positions, E auxiliary features, D model dimension, V vocabulary, M tokens kept of a
-distribution, N positions of all rows, T positions of all rows that predict a response token, U distinct tokens.
+Shape suffixes: B rows, L positions, R positions of all rows that a mask holds, E auxiliary features, D model dimension,
+V vocabulary, M tokens kept of a distribution, N positions of all rows, T positions of all rows that predict a response
+token, U distinct tokens.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+from asyncspec.models import head
 from asyncspec.models.packed import Row, Scores
-from asyncspec.models.policy import forward
+from asyncspec.models.policy import features, hidden_states, inputs_of
 from asyncspec.wire.messages import Arrays
 
 LEAST_REST = 1e-6  # least mass that a draft is taken to give the tokens not kept, so that its logarithm is finite
@@ -35,6 +38,10 @@ class Target(NamedTuple):
 
     def between(self, start: int, end: int) -> Target:
         return Target(*(None if t is None else t[:, start:end] for t in self))
+
+    def at(self, mask_BL: torch.Tensor) -> Target:
+        """Return the R distributions at the positions of a mask: R takes the place of B and L in all shapes."""
+        return Target(*(None if t is None else t[mask_BL] for t in self))
 
     def within(self, t2d_V: torch.Tensor | None, d2t_U: torch.Tensor | None) -> Target:
         """Translate to a draft's smaller vocabulary. Tokens that it lacks lose their mass.
@@ -89,17 +96,31 @@ class Supervision(NamedTuple):
 
 
 @torch.no_grad()
-def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float) -> Supervision:
+def supervise(model, aux_layers, tokens_BL, mask_BL, temperature: float, keep: int = 0) -> Supervision:
     """Make supervision by one pass of the policy over rollouts.
 
     Args:
-        model: the policy.
+        model: the policy, whole.
         aux_layers: the policy's layers whose inputs the draft takes; () for a draft that takes tokens only.
         temperature: temperature of the sampling; the draft learns the distribution that is sampled from.
+        keep: how many of the most probable tokens to keep of each distribution; 0: the whole vocabulary.
     """
-    logits_BLV, features_BLE, embeds_BLD = forward(model, tokens_BL, aux_layers)
-    target = Target((logits_BLV / temperature).log_softmax(-1))
-    return Supervision(tokens_BL, mask_BL, target, _float(features_BLE), _float(embeds_BLD))
+    with inputs_of(model, {0, *aux_layers} if aux_layers else ()) as inputs:
+        hidden_BLD = inputs[len(model.layers)] = hidden_states(model, tokens_BL)
+    predicts_BL = F.pad(mask_BL[:, 1:], (0, 1))
+    token_T = tokens_BL[:, 1:][mask_BL[:, 1:]]
+    chosen = head.chosen(hidden_BLD[predicts_BL], model.lm_head.weight, token_T, temperature, keep)
+    token_BLM = None if chosen.token_TM is None else _spread(chosen.token_TM, predicts_BL)
+    target = Target(_spread(chosen.kept_TM, predicts_BL), token_BLM)
+    found = features(inputs, aux_layers)
+    return Supervision(tokens_BL, mask_BL, target, *map(_float, found))
+
+
+def _spread(values_T: torch.Tensor, where_BL: torch.Tensor) -> torch.Tensor:
+    """Return values [T, ...] at the places of the mask, in their order, and zeros elsewhere: [B, L, ...]."""
+    out = values_T.new_zeros(*where_BL.shape, *values_T.shape[1:])
+    out[where_BL] = values_T
+    return out
 
 
 @torch.no_grad()
@@ -113,7 +134,7 @@ def from_pass(row: Row, scores: Scores, index: int = 0) -> Supervision:
     """
     segment, device = row.packing.segments[index], row.tokens_1L.device
     lengths = np.array(segment.lengths)
-    B, P, L = len(lengths), segment.prompt, segment.prompt + 1 + max(segment.lengths)
+    P, L = segment.prompt, segment.prompt + 1 + max(segment.lengths)
     index_L = np.arange(L)
     mask = (index_L >= P) & (index_L <= P + lengths[:, None])
     # Index in the packed row; a response's last token is not there.
@@ -123,20 +144,15 @@ def from_pass(row: Row, scores: Scores, index: int = 0) -> Supervision:
     first = sum(sum(s.lengths) + len(s.lengths) for s in row.packing.segments[:index])
     rows = slice(first, first + int(mask.sum()))
 
-    def spread(values, where_BL):
-        out = values.new_zeros(B, L, *values.shape[1:])
-        out[where_BL] = values
-        return out
-
     def gathered(values_L):
         return None if values_L is None else _float(values_L[at_BL] * held_BL.unsqueeze(-1))
 
     tokens_BL = row.tokens_1L[0][at_BL] * held_BL
     tokens_BL[mask_BL] = row.token_T[rows]
-    predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:], (0, 1))
+    predicts_BL = F.pad(mask_BL[:, 1:], (0, 1))
     chosen = scores.chosen
-    token_BLM = None if chosen.token_TM is None else spread(chosen.token_TM[rows], predicts_BL)
-    target = Target(spread(chosen.kept_TM[rows], predicts_BL), token_BLM)
+    token_BLM = None if chosen.token_TM is None else _spread(chosen.token_TM[rows], predicts_BL)
+    target = Target(_spread(chosen.kept_TM[rows], predicts_BL), token_BLM)
     return Supervision(tokens_BL, mask_BL, target, gathered(scores.features_LE), gathered(scores.embeds_LD))
 
 
@@ -173,7 +189,7 @@ def pack(supervision: Supervision, top: int = 0, window: int = 0, rng: np.random
         start_B = low_B + (uniform_B * (high_B - low_B + 1)).long()
         end_B = end_B.minimum(start_B + window)
     kept_BL = (index_L >= start_B.unsqueeze(1)) & (index_L < end_B.unsqueeze(1))
-    predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:] & kept_BL[:, 1:], (0, 1)) & kept_BL
+    predicts_BL = F.pad(mask_BL[:, 1:] & kept_BL[:, 1:], (0, 1)) & kept_BL
     logprob_TM = target.logprob_BLM[predicts_BL]
     arrays = {
         "tokens": tokens_BL[kept_BL].to(torch.int32),
@@ -213,28 +229,23 @@ def unpack(arrays: Arrays, device: str = "cpu") -> Supervision:
         return torch.from_numpy(array.astype(np.float32 if array.dtype == np.float16 else np.int64)).to(device)
 
     start_B, length_B, response_B = tensor("start"), tensor("length"), tensor("response")
-    B, L = len(length_B), int(length_B.max())
+    L = int(length_B.max())
     index_L = torch.arange(L, device=device)
     kept_BL = index_L < length_B.unsqueeze(1)
     mask_BL = kept_BL & (index_L >= response_B.unsqueeze(1))
     # No kept position comes before the first one of a window, so nothing can predict its token.
-    predicts_BL = torch.nn.functional.pad(mask_BL[:, 1:], (0, 1))
-
-    def spread(values: torch.Tensor, where_BL: torch.Tensor) -> torch.Tensor:
-        out = values.new_zeros(B, L, *values.shape[1:])
-        out[where_BL] = values
-        return out
+    predicts_BL = F.pad(mask_BL[:, 1:], (0, 1))
 
     tokens_N = tensor("tokens")
     target = Target(
-        spread(tensor("target_logprobs"), predicts_BL),
-        spread(tensor("target_tokens"), predicts_BL) if "target_tokens" in arrays else None,
+        _spread(tensor("target_logprobs"), predicts_BL),
+        _spread(tensor("target_tokens"), predicts_BL) if "target_tokens" in arrays else None,
     )
     features_BLE = embeds_BLD = None
     if "features" in arrays:
-        features_BLE = spread(tensor("features"), kept_BL)
-        embeds_BLD = spread(tensor("embeds")[torch.searchsorted(tensor("embedded"), tokens_N)], kept_BL)
-    return Supervision(spread(tokens_N, kept_BL), mask_BL, target, features_BLE, embeds_BLD, start_B)
+        features_BLE = _spread(tensor("features"), kept_BL)
+        embeds_BLD = _spread(tensor("embeds")[torch.searchsorted(tensor("embedded"), tokens_N)], kept_BL)
+    return Supervision(_spread(tokens_N, kept_BL), mask_BL, target, features_BLE, embeds_BLD, start_B)
 
 
 def size(arrays: Arrays) -> int:

@@ -1,7 +1,7 @@
 """Training of a draft: the loss of each method, and the optimizer steps.
 
 Shape suffixes: B batch, L positions, T = L - 2 positions that a draft over hidden states learns at, D model dimension,
-V vocabulary, N heads, H head size.
+V vocabulary, N heads, H head size, R positions of all rows that count.
 """
 
 from __future__ import annotations
@@ -50,17 +50,15 @@ def distillation_loss(draft, supervision: Supervision, temperature: float) -> tu
         The mean loss, and a list with one expected acceptance rate.
     """
     tokens_BL, mask_BL, target, _, _, start_B = supervision
+    mask_BL = F.pad(mask_BL[:, 1:], (0, 1))
     position_BL = (
         None if start_B is None else start_B.unsqueeze(1) + torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
     )
     hidden_BLD = hidden_states(draft, tokens_BL, position_BL)
-    logq_BLV = (draft.lm_head(hidden_BLD) / temperature).log_softmax(-1)[:, :-1]
-    mask_BL = mask_BL[:, 1:].to(logq_BLV.dtype)
     count = mask_BL.sum().clamp(min=1)
-    entropy_BL, overlap_BL = target.between(0, logq_BLV.shape[1]).compared(logq_BLV)
-    return (imitation(entropy_BL, overlap_BL) * mask_BL).sum() / count, [
-        float((overlap_BL.detach() * mask_BL).sum() / count)
-    ]
+    logq_RV = (draft.lm_head(hidden_BLD[mask_BL]) / temperature).log_softmax(-1)
+    entropy_R, overlap_R = target.at(mask_BL).compared(logq_RV)
+    return imitation(entropy_R, overlap_R).sum() / count, [float(overlap_R.detach().sum() / count)]
 
 
 def unrolled_loss(
@@ -90,19 +88,21 @@ def unrolled_loss(
     rope = draft.rope(position_BT if start_B is None else position_BT + start_B.unsqueeze(1))
     next_BTD = embeds_BLD[:, 1 : T + 1]
     target = supervision.target.between(1, T + 1).within(getattr(draft, "t2d_V", None), getattr(draft, "d2t_U", None))
-    mask_BT = supervision.mask_BL[:, 2:].to(features_BLE.dtype)
+    mask_BT = supervision.mask_BL[:, 2:]
     attend = _UnrolledAttention(T, features_BLE.device)
     hidden_BTD = draft.fuse(features_BLE[:, :T])
     loss, rates = features_BLE.new_zeros(()), []
     for step in range(unroll):
         # The first `step` positions have no output of an earlier pass to take.
         live_BT = mask_BT.clone()
-        live_BT[:, :step] = 0
+        live_BT[:, :step] = False
         count = live_BT.sum().clamp(min=1)
-        out_BTD, logits_BTV = draft(hidden_BTD, next_BTD, rope, attend)
-        entropy_BT, overlap_BT = target.compared((logits_BTV / temperature).log_softmax(-1))
-        loss = loss + (imitation(entropy_BT, overlap_BT) * live_BT).sum() / count
-        rates.append(float((overlap_BT.detach() * live_BT).sum() / count))
+        out_BTD = draft(hidden_BTD, next_BTD, rope, attend)
+        # A large vocabulary makes the head the most expensive part, so it runs over the positions that count only.
+        logq_RV = (draft.logits(out_BTD[live_BT]) / temperature).log_softmax(-1)
+        entropy_R, overlap_R = target.at(live_BT).compared(logq_RV)
+        loss = loss + imitation(entropy_R, overlap_R).sum() / count
+        rates.append(float(overlap_R.detach().sum() / count))
         hidden_BTD = F.pad(out_BTD[:, :-1], (0, 0, 1, 0))
     return loss / unroll, rates
 

@@ -73,6 +73,12 @@ class Rows:
         rows = [row for row, sample in enumerate(self.samples) if sample is not None]
         return int((self.tokens.length_S[rows] - self.tokens.prompt_S[rows]).sum())
 
+    @property
+    def begun_verifications(self) -> int:
+        """The number of verifications of the live sequences."""
+        rows = [row for row, sample in enumerate(self.samples) if sample is not None]
+        return int(self.counter_S3[rows, 0].sum())
+
     def forget(self) -> None:
         self.samples.clear()
         self._free.clear()

@@ -75,7 +75,7 @@ def digests(config: Config) -> dict[str, str]:
     files = {f"model.path/{name}": policy / name for name in ("config.json", "tokenizer.json")}
     for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         found = data_files(path) if path else []
-        files |= {name if len(found) == 1 else f"{name}/{file.name}": file for file in found}
+        files |= {name if len(found) == 1 else f"{name}/{i}/{file.name}": file for i, file in enumerate(found, 1)}
     for number, name in enumerate(config.data.reward.split(",")):
         if (source := _source(name.strip())) is not None:
             files[f"data.reward/{name.strip()}" if number else "data.reward"] = source

@@ -14,7 +14,7 @@ from asyncspec.launch.machine import check_memory
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
-from asyncspec.tasks.data import columns, load_problems
+from asyncspec.tasks.data import columns, load_problems, told_left_out
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.prompts import encoded_prompts
 from asyncspec.tasks.reward_worker import RewardWorker
@@ -125,7 +125,9 @@ def _check_data(config: configuration.Config) -> None:
     path, data = configuration.resolve_path(config.model.path), config.data
     try:
         tokenizer = tokenizers.load(path)
-        problems, held_out = load_problems(config)
+        problems, held_out, left_out = load_problems(config)
+        if left_out:
+            terminal().print(told_left_out(config, left_out), soft_wrap=True)
         # The reward loads while the prompts are encoded.
         with closing(RewardWorker(data.reward, data.weights, data.reward_pattern, columns(problems))) as reward:
             _check_prompts(config, tokenizer, problems, held_out, PolicyShape.from_hf(path).vocab_size)

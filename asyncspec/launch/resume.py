@@ -61,9 +61,10 @@ def configure(directory: str, config: str | None, overrides: Sequence[str]) -> C
     before = from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))  # its files may have been moved
     after = load(str(run_dir / "config.yaml"), [*overrides, f"run_dir={run_dir}"])
     for name in [item.split("=", 1)[0] for item in overrides]:
-        if (not name.startswith(CHANGEABLE) or name.endswith(".kind")) and value_of(before, name) != value_of(
-            after, name
-        ):
+        fixed = not name.startswith(CHANGEABLE) or name.endswith(".kind")
+        # This length decides which prompts are left out.
+        fixed = fixed or (name == "engine.max_prompt_tokens" and before.data.filter_overlong_prompts)
+        if fixed and value_of(before, name) != value_of(after, name):
             raise ConfigError(
                 f"{name}={value_of(after, name)!r}: the run was started with {value_of(before, name)!r}, and this "
                 f"field cannot change; nearest valid choice: {name}={value_of(before, name)}"

@@ -70,11 +70,13 @@ class Eagle3(nn.Module):
             attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; it holds the keys and values of earlier positions.
 
         Returns:
-            out_BLD, the hidden state to feed back, and logits_BLU for the token after the following one, over the
-            draft's tokens.
+            out_BLD, the hidden state to feed back, also the input of `logits`.
         """
-        out_BLD = self.midlayer(hidden_BLD, embeds_BLD, rope, attend)
-        return out_BLD, self.lm_head(self.norm(out_BLD))
+        return self.midlayer(hidden_BLD, embeds_BLD, rope, attend)
+
+    def logits(self, out_TD: torch.Tensor) -> torch.Tensor:
+        """Return logits of the token after the following one over the draft's tokens, [T, U], from outputs."""
+        return self.lm_head(self.norm(out_TD))
 
 
 class _DraftLayer(nn.Module):

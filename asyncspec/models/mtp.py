@@ -63,7 +63,7 @@ class MTP(nn.Module):
             attend: callable(q_BLNH, k_BLNH, v_BLNH) -> out_BLNH; it holds the keys and values of earlier positions.
 
         Returns:
-            out_BLD to feed back, and logits_BLV for the token after the following one.
+            out_BLD to feed back, also the input of `logits`.
         """
         x_BLD = self.fc(torch.cat([self.embed_norm(embeds_BLD), self.hidden_norm(hidden_BLD)], -1))
         inner = self.block.attention.inner_attention
@@ -72,7 +72,11 @@ class MTP(nn.Module):
             out_BLD = self.norm(self.block(x_BLD, None, positions_BL))
         finally:
             del inner.forward
-        return out_BLD, F.linear(out_BLD, self._lm_head)
+        return out_BLD
+
+    def logits(self, out_TD: torch.Tensor) -> torch.Tensor:
+        """Return logits of the token after the following one, [T, V], from outputs."""
+        return F.linear(out_TD, self._lm_head)
 
     def state_hf(self) -> dict[str, torch.Tensor]:
         """Return all tensors under their `mtp.*` names."""

@@ -223,25 +223,6 @@ def hidden_states(model: Decoder, tokens_BL: torch.Tensor, positions_BL: torch.T
     return model.norm(h_BLD)
 
 
-def forward(
-    model: Decoder, tokens_BL: torch.Tensor, aux_layers=()
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Run one pass of a policy that is whole or sharded over several ranks. Collective if it is sharded.
-
-    Args:
-        tokens_BL: int64 token ids.
-        aux_layers: layers whose inputs are returned; n_layers, one past the last, means the hidden states after the
-            final norm.
-
-    Returns:
-        logits_BLV, float32; the inputs of the auxiliary layers concatenated, [B, L, A*D], and the embeddings [B, L, D],
-        or None without `aux_layers`.
-    """
-    with inputs_of(model, {0, *aux_layers} if aux_layers else ()) as inputs:
-        logits_BLV = whole(model(tokens_BL)).float()
-    return logits_BLV, *features(inputs, aux_layers)
-
-
 @contextmanager
 def inputs_of(model: Decoder, layers) -> Iterator[dict[int, torch.Tensor]]:
     """Give the inputs of some layers, whole, after a pass in this context. The layer n_layers is the head.

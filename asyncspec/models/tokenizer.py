@@ -101,6 +101,16 @@ def encode_responses(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[in
     return [encoding.ids for encoding in _encode_all(tokenizer, texts, "response", around=False)]
 
 
+def response_text(tokenizer: Tokenizer, tokens: Sequence[int], truncated: bool, special: bool) -> str:
+    """Return the text of a response, without the token that ended it, which need not be special.
+
+    Args:
+        truncated: whether the length limit ended it instead.
+        special: whether to keep special tokens.
+    """
+    return tokenizer.decode(tokens if truncated else tokens[:-1], skip_special_tokens=not special)
+
+
 def loses(tokenizer: Tokenizer, prompt: Prompt) -> bool:
     """Return whether a prompt's text has characters that its tokens do not contain.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncspec.config import Config, from_yaml
+from asyncspec.config import Config, from_yaml, sources
 from asyncspec.errors import UserError
 from asyncspec.ledger import ledger
 from asyncspec.timing import timeline
@@ -104,7 +104,7 @@ class Run:
     def what(self) -> str:
         """What ran, in a line."""
         c = self.config
-        task = Path(c.data.train_file).name if c.data.train_file else c.data.task
+        task = ", ".join(Path(part).name for part in sources(c.data.train_file)) or c.data.task
         model = re.sub(r"@([0-9a-f]{7})[0-9a-f]{33}$", r"@\1", c.model.path.removeprefix("asset:"))  # a commit
         return f"{self.name}: {model} on {task}, {len(self.rows)} steps, policy lag {c.policy_lag}, {self.drafting}"
 

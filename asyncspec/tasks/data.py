@@ -17,10 +17,14 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from asyncspec.config import Config, DataConfig, data_files, resolve_path
+from asyncspec.config import Config, DataConfig, data_files, resolve_path, sources
+from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.chat import ChatTemplate, parse_variables
+from asyncspec.tasks.order import order
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.sums import sums
+
+ENCODED_AT_ONCE = 1000  # prompts, on all cores
 
 
 class Row(NamedTuple):
@@ -35,10 +39,18 @@ class Row(NamedTuple):
     text: str
 
 
-def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Return the problem of each training ticket, in order, and the held-out problems.
+class Problems(NamedTuple):
+    """training: the problem of each training ticket, in order.
+    left_out: how many problems have too many tokens, of those that the run would have come to.
+    """
 
-    The order depends on the seed alone, so a longer run begins like a shorter one.
+    training: list[Problem]
+    held_out: list[Problem]
+    left_out: int = 0
+
+
+def load_problems(config: Config) -> Problems:
+    """Return a run's problems.
 
     Raises:
         ValueError: there are no problems, a file cannot be read, or messages cannot be rendered. The message is one
@@ -46,13 +58,13 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
     """
     data = config.data
     if data.train_file:
-        rows = load_rows(f"data.train_file={data.train_file!r}", data.train_file, data)
+        parts = sources(data.train_file) if data.train_weights else [data.train_file]
+        files = [load_rows(f"data.train_file={part!r}", part, data) for part in parts]
         kept = load_rows(f"data.eval_file={data.eval_file!r}", data.eval_file, data) if data.eval_file else []
-        model, variables = resolve_path(config.model.path), parse_variables(data.template_variables)
-        order = _order(config, len(rows))
-        used = np.unique(order).tolist()
-        made = dict(zip(used, rendered([rows[i] for i in used], model, variables)))
-        return [made[i] for i in order.tolist()], rendered(kept, model, variables)
+        preparation = _Preparation(config)
+        fitting = preparation.problems(kept)
+        training, left_out = _in_order(config, parts, files, preparation)
+        return Problems(training, [p for p in fitting if p is not None], left_out + fitting.count(None))
     held_out = sums(config.seed + 1_000_003, data.eval_prompts)
     seen = {p.prompt for p in held_out}
     problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
@@ -60,13 +72,64 @@ def load_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
         raise ValueError(
             f"data.train_prompts={data.train_prompts}: all of these prompts are held out; expected a larger number"
         )
-    return [problems[i] for i in _order(config, len(problems))], held_out
+    indices = order(config.seed, [len(problems)], [1], config.steps * config.rl.groups_per_step)
+    return Problems([problems[i] for i in indices.tolist()], held_out)
 
 
-def _order(config: Config, count: int) -> np.ndarray:
-    """Return the index of each training ticket's problem: each problem once, then each once more, and so on."""
-    rng, needed = np.random.default_rng([config.seed, 0x7072]), config.steps * config.rl.groups_per_step
-    return np.concatenate([rng.permutation(count) for _ in range(-(-needed // count))])[:needed]
+def told_left_out(config: Config, count: int) -> str:
+    """Return the line that says how many prompts `load_problems` left out."""
+    return f"{count} prompts are left out: more than engine.max_prompt_tokens={config.engine.max_prompt_tokens} tokens"
+
+
+class _Preparation:
+    """Turns rows into problems: renders them, and finds those with too many tokens if these are to be left out."""
+
+    def __init__(self, config: Config) -> None:
+        self._model, self._variables = resolve_path(config.model.path), parse_variables(config.data.template_variables)
+        self._most = config.engine.max_prompt_tokens
+        self._tokenizer = tokenizers.load(self._model) if config.data.filter_overlong_prompts else None
+
+    def problems(self, rows: Sequence[Row]) -> list[Problem | None]:
+        """Return the problem of each row, None in the place of those that are left out."""
+        problems = rendered(rows, self._model, self._variables)
+        if self._tokenizer is None:
+            return list(problems)
+        encoded = (
+            tokenizers.encode_prompts(self._tokenizer, [p.prompt for p in problems[i : i + ENCODED_AT_ONCE]])
+            for i in range(0, len(problems), ENCODED_AT_ONCE)
+        )
+        tokens = [len(prompt.tokens) for part in encoded for prompt in part]
+        return [problem if count <= self._most else None for problem, count in zip(problems, tokens)]
+
+
+def _in_order(
+    config: Config, parts: Sequence[str], files: Sequence[list[Row]], preparation: _Preparation
+) -> tuple[list[Problem], int]:
+    """Return the problem of each training ticket, and how many were left out to get as many.
+
+    Raises:
+        ValueError: all prompts of a source have too many tokens.
+    """
+    rows, needed = [row for file in files for row in file], config.steps * config.rl.groups_per_step
+    weights, made = config.data.source_weights or [1.0], dict[int, Problem | None]()
+    count = needed
+    while True:
+        indices = order(config.seed, [len(file) for file in files], weights, count)
+        new = [i for i in np.unique(indices).tolist() if i not in made]
+        made |= zip(new, preparation.problems([rows[i] for i in new]))
+        first = 0
+        for part, file in zip(parts, files):
+            seen = [i for i in range(first, first + len(file)) if i in made]
+            if seen and all(made[i] is None for i in seen):
+                raise ValueError(
+                    f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: none of {len(seen)} prompts of "
+                    f"data.train_file={part!r} has so few tokens; expected a larger number"
+                )
+            first += len(file)
+        chosen = [problem for i in indices.tolist() if (problem := made[i]) is not None]
+        if len(chosen) >= needed:
+            return chosen[:needed], sum(problem is None for problem in made.values())
+        count *= 2
 
 
 def rendered(rows: Sequence[Row], model: Path, variables: Mapping[str, Any]) -> list[Problem]:
@@ -99,10 +162,11 @@ def columns(problems: Sequence[Problem]) -> list[str]:
 
 
 def load_rows(name: str, path: str, data: DataConfig) -> list[Row]:
-    """Load the rows of a data file.
+    """Load the rows of data files, one after the other.
 
     Args:
-        name: what the user calls the file, for messages.
+        name: what the user calls them, for messages.
+        path: see `config.data_files`.
         data: names the columns.
 
     Raises:
@@ -169,7 +233,7 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _objects(name: str, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (where it stands, object, its JSON if there is one) of a data file.
+    """Yield (where it stands, object, its JSON if there is one) of data files.
 
     Raises:
         ValueError: the file cannot be read, or a line of it.
