@@ -1,10 +1,12 @@
 #!/bin/sh
 # Run all measurements that need a GPU, or only the named parts, and write the results into a directory.
 #
-#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [random] [stop] [trainer] [costs] [engine] [engine-random]
+#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [smollm2] [random] [stop] [trainer] [costs] [engine]
+#       [engine-random]
 #
 #   tests          the tests that need a GPU
 #   default        the default job, in float32 and in bfloat16
+#   smollm2        SmolLM2-135M-Instruct learns short sums; examples/smollm2/prepare.py names the packages that it needs
 #   random         a job with random weights of Qwen3-0.6B's sizes
 #   stop           whether an interrupted job with such weights, in float32, ends with a whole checkpoint, and how fast
 #   trainer        the trainer's passes with such weights: utilization of the GPU, and memory
@@ -18,7 +20,7 @@ set -eu
 out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- tests default random stop trainer costs engine engine-random
+[ $# -gt 0 ] || set -- tests default smollm2 random stop trainer costs engine engine-random
 device=${DEVICE:-cuda} failed=0
 asyncspec() { python3 -m asyncspec.cli "$@"; }
 launch=${LAUNCH:-python3 -m asyncspec.cli train}
@@ -36,6 +38,12 @@ for part in "$@"; do
             $launch "deployment.device=$device" "model.dtype=$dtype" --steps "${STEPS:-60}" --run-dir "$out/default-$dtype"
             asyncspec audit "$out/default-$dtype" || failed=1
         done ;;
+    smollm2)
+        [ -d smollm2/model ] || python3 examples/smollm2/prepare.py
+        $launch --config examples/smollm2/config.yaml "deployment.device=$device" --steps "${STEPS:-120}" \
+            --run-dir "$out/smollm2"
+        asyncspec audit "$out/smollm2" || failed=1
+        rm -r "$out/smollm2/checkpoint"* ;;
     random) # shellcheck disable=SC2086  # $fields must be split into words
         own
         $launch --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -120,6 +121,7 @@ def test_a_program_must_pass_its_tests():
         "x = ' ' * (2 << 30)",
         "print('x' * (4 << 20))",
         "import multiprocessing; multiprocessing.Pool(1)",
+        "import ctypes; assert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",  # so as not to end with its parent
     ],
 )
 def test_a_program_in_a_response_can_change_and_reach_nothing(program, tmp_path):
@@ -160,6 +162,22 @@ def test_a_program_ends_with_its_reward_process():
         time.sleep(0.05)
     assert rewards_of(rewarder, "", ["pass"], "") == [1]
     rewarder.close()
+
+
+def test_a_sleeping_program_ends_with_a_parent_that_is_killed():
+    script = "from asyncspec.tasks.builtin import _run; _run('import time; time.sleep(600)', '')"
+    before = _sandboxes()
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 30
+    while not (running := _sandboxes() - before):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    while _sandboxes() & running:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _sandboxes():

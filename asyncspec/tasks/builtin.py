@@ -124,7 +124,7 @@ def _run(program: str, given: str) -> _Run:
     with tempfile.TemporaryFile() as content, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
         content.write(json.dumps([program, word]).encode())
         content.seek(0)
-        command = [sys.executable, "-I", str(Path(sandbox.__file__)), str(content.fileno())]
+        command = [sys.executable, "-I", str(Path(sandbox.__file__)), str(os.getpid()), str(content.fileno())]
         process = subprocess.Popen(
             [*command, str(PROGRAM_S), str(PROGRAM_BYTES)],
             stdin=subprocess.PIPE,

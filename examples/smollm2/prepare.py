@@ -74,10 +74,12 @@ def write_problems(file: Path, count: int, seed: int, without: set[str]) -> set[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("smollm2"), help="directory to write into")
+    parser.add_argument("--train", type=int, default=4000, help="problems to make for training")
+    parser.add_argument("--held-out", type=int, default=300, help="problems to make for evaluation")
     given = parser.parse_args()
     write_model(given.out / "model")
-    held_out = write_problems(given.out / "eval.jsonl", 300, 1, set())
-    write_problems(given.out / "train.jsonl", 4000, 2, held_out)
+    held_out = write_problems(given.out / "eval.jsonl", given.held_out, 1, set())
+    write_problems(given.out / "train.jsonl", given.train, 2, held_out)
 
 
 if __name__ == "__main__":
