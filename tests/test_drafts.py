@@ -302,6 +302,7 @@ def test_a_draft_is_said_to_pay_where_it_is_faster(speedups, said):
             "bad.jsonl: line 2: expected in prompt text, or a list of messages with role and content, got 'None'",
         ),
         (["--method", "mtp", "--draft-vocab", "9"], "--draft-vocab 9: expected no value with --method mtp"),
+        (["--template-variables", "x"], "--template-variables x: expected name=value,name=value: 'x' is not"),
         (["--minutes", "0"], "--minutes 0.0: expected more than 0, or --steps"),
         (["--step", "0"], "--steps"),
         (["60"], "'60': expected flags only"),

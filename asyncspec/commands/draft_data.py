@@ -10,6 +10,7 @@ from rich.console import Console
 from asyncspec.commands.draft_samples import Rollout
 from asyncspec.commands.draft_settings import Training
 from asyncspec.config import DataConfig, resolve_path
+from asyncspec.models.chat import parse_variables
 from asyncspec.models.shape import PolicyShape
 from asyncspec.tasks.data import load_rows, rendered
 from asyncspec.tasks.problem import Problem
@@ -24,15 +25,17 @@ def read(settings: Training, tokenizer, shape: PolicyShape, console: Console) ->
         ValueError: a line of a file is malformed, a prompt cannot be used, or too little is left.
     """
     given: list[Problem] = []  # with a response in the place of the answer
-    model = resolve_path(settings.policy)
+    model, variables = resolve_path(settings.policy), parse_variables(settings.template_variables)
     rng = np.random.default_rng([settings.seed, 3])
     if settings.rollouts:
-        rows = load_rows(f"--rollouts {settings.rollouts}", settings.rollouts, DataConfig(answer_column="response"))
-        given = rendered(rows, model, {})
+        data = DataConfig(prompt_column=settings.prompt_column, answer_column="response")
+        rows = load_rows(f"--rollouts {settings.rollouts}", settings.rollouts, data)
+        given = rendered(rows, model, variables)
         texts = [line.prompt for line in given]
     elif settings.prompts:
-        rows = load_rows(f"--prompts {settings.prompts}", settings.prompts, DataConfig(answer_column=""))
-        texts = [problem.prompt for problem in rendered(rows, model, {})]
+        data = DataConfig(prompt_column=settings.prompt_column, answer_column="")
+        rows = load_rows(f"--prompts {settings.prompts}", settings.prompts, data)
+        texts = [problem.prompt for problem in rendered(rows, model, variables)]
     else:
         texts = [problem.prompt for problem in sums(settings.seed + 1000, 16384)]
     texts = list(dict.fromkeys(texts))

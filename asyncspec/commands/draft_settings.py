@@ -9,6 +9,7 @@ from asyncspec.config import data_files, fetched_data, fetched_model, fetched_we
 from asyncspec.config.fields import describe, knob, refusal
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.errors import UserError
+from asyncspec.models.chat import parse_variables
 
 
 @dataclass
@@ -17,9 +18,12 @@ class Training:
     policy: str = knob("asset:tiny/policy", "Hugging Face directory of the policy, or its name on a hub")
     out: str = knob("draft", "directory to write the draft to")
     prompts: str = knob(
-        "", "JSONL, Parquet or CSV with the column prompt; the policy samples the responses; empty: the built-in task"
+        "",
+        "data as in data.train_file of a run; the policy samples the responses; empty: the built-in task",
     )
     rollouts: str = knob("", "data file with the columns prompt and response; the policy then samples nothing")
+    prompt_column: str = knob("prompt", "column of the prompt in these files")
+    template_variables: str = knob("", "as data.template_variables of a run, for prompts that are messages")
     init: str = knob("", "directory of a draft to start from; empty: start a new draft")
     minutes: float = knob(
         4.0, "minutes that the command takes: to sample, train and measure; 0: until --steps are done", least=0
@@ -64,6 +68,10 @@ def check(settings: Training) -> None:
         "no value with --method mtp or draft_model: they use the policy's vocabulary",
     )
     need(whole or not settings.init, "draft_vocab", "no value with --init: that draft has its own vocabulary")
+    try:
+        parse_variables(settings.template_variables)
+    except ValueError as error:
+        need(False, "template_variables", f"name=value,name=value: {error}")
     need(not (settings.prompts and settings.rollouts), "rollouts", "--prompts or --rollouts, but not both")
     out = resolve_path(settings.out)
     need(not os.path.exists(out) or os.path.isdir(out), "out", "a directory to write to")

@@ -33,7 +33,7 @@ from asyncspec.timing.exporters import Board
 
 SEEN = 4  # training steps on each batch for one forward pass of the policy over it
 TRAINING_SHARE = 0.75  # of --minutes; the rest is for measuring
-MEASURING_S = 20.0  # if --steps alone limit the training
+MEASURING_S = 10.0  # if --steps alone limit the training
 LINE_EVERY_S = 15.0
 
 
