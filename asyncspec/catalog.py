@@ -68,11 +68,14 @@ METRICS = (
     Metric("lag/mean", "versions", "how far the step's tokens were behind the policy that trained on them, on average"),
     Metric("lag/max", "versions", "the largest such lag; never above `policy_lag`"),
     Metric("lag/proximal_max", "versions", "the same for the policy that computed the proximal logprobs"),
-    Metric("loss/policy", "", "the clipped policy loss"),
+    Metric("loss/policy", "", "the policy loss, mean over tokens whatever `rl.loss_aggregation` is"),
     Metric("loss/kl", "nats", "KL divergence from the reference policy; 0 without `rl.kl_coef`"),
+    Metric("loss/entropy", "nats", "entropy of the policy's distributions; 0 without `rl.entropy_coef`"),
     Metric("ppo/clipped", "share", "tokens whose ratio was clipped"),
-    Metric("correction/weight_mean", "", "mean importance weight proximal / behavior, after truncation"),
-    Metric("correction/truncated", "share", "tokens whose importance weight was cut at `rl.correction_cap`"),
+    Metric("correction/weight_mean", "", "mean importance weight proximal / behavior, after truncation or masking"),
+    Metric(
+        "correction/truncated", "share", "tokens with a weight below `rl.correction_low` or above `rl.correction_high`"
+    ),
     Metric("correction/kl_behavior_proximal", "nats", "estimated KL divergence of proximal from behavior policy"),
     Metric("grad/norm", "", "norm of the gradient before clipping"),
     Metric("grad/skipped", "count", "steps that were skipped because the gradient was not finite"),

@@ -61,7 +61,7 @@ def main() -> None:
         ranks = Ranks("trainer", 0, 1, 1, "bfloat16")
         ranks.join("127.0.0.1", store.port, device, 60, 60)
         ranks.shard(model, trained=True, recompute=recompute, compiled=compiled)
-        accumulator = GradientAccumulator(model, config.trainer.optimizer, config.rl, 1.0, ranks)
+        accumulator = GradientAccumulator(model, config, ranks)
         for name, (full, recomputed) in CASES.items():
             if recomputed is not recompute:
                 continue

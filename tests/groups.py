@@ -24,7 +24,7 @@ def group_of(ticket, rewards):
         ticket=ticket,
         generator="generator0",
         rewards=list(rewards),
-        truncated=0,
+        truncated=[False] * len(rewards),
         verifications=1,
         proposed=3,
         accepted=1,
@@ -58,3 +58,46 @@ def accumulate(accumulator, batches):
     """Add groups, and run all their passes in this rank. Return what the passes return."""
     rounds = [each for group, arrays in batches for each in accumulator.add(group, arrays)]
     return [accumulator.run(passes[0]) for passes in (*rounds, *accumulator.flush())]
+
+
+def random_group(ticket_id, prompt, lengths, seed, vocabulary=6):
+    """Return a group of random tokens, logprobs and rewards, and its arrays after logprob."""
+    g = np.random.default_rng(seed)
+    n = sum(lengths)
+    ticket = ticket_of(ticket_id, prompt, list(range(len(lengths))))
+    arrays = {
+        "tokens": g.integers(0, vocabulary, n).astype(np.int32),
+        "behavior": (-g.random(n)).astype(np.float32),
+        "proximal": (-g.random(n)).astype(np.float32),
+        "versions": np.zeros(n, np.int32),
+        "lengths": np.array(lengths, np.int32),
+    }
+    return group_of(ticket, g.random(len(lengths)).tolist()), arrays
+
+
+def copied(shape, model):
+    """Return a copy of a policy that can be trained."""
+    from asyncspec.models import policy
+
+    copy = policy.build(shape)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def first_gradients(model, config, batches):
+    """Return the gradient that the optimizer gets in a step over groups, and the step's statistics. The weights stay
+    as they were.
+    """
+    from asyncspec.rl.accumulate import GradientAccumulator
+
+    accumulator, grads = GradientAccumulator(model, config), {}
+    accumulator.optimizers[0].register_step_pre_hook(
+        lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    accumulate(accumulator, batches)
+    stats = accumulator.step()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return grads, stats

@@ -27,7 +27,7 @@ from asyncspec.config.fields import describe
         ("speculation.draft_length=0", "speculation.method=none turns drafting off"),
         ("sampling.temperature=0", "sampling.temperature=0.0: expected at least 0.001"),
         ("sampling.top_p=1.5", "sampling.top_p=1.5"),
-        ("rl.correction=trunc", "nearest valid choice: rl.correction=truncated"),
+        ("rl.correction_action=trunc", "nearest valid choice: rl.correction_action=truncate"),
         ("model.path=/no/such", "model.path='/no/such': expected a Hugging Face directory, with config.json"),
         ("data.train_file=/no/such.jsonl", "no such file"),
         ("steps", "expected field=value"),

@@ -9,7 +9,7 @@ from engines import GREEDY, engine_of, run
 
 from asyncspec.launch import estimate
 from asyncspec.models import policy
-from asyncspec.rl.accumulate import decayed
+from asyncspec.rl.optimizer import decayed
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda given: f"{given[0]}{', tied' * given[1]}{', yarn' * bool(given[2])}")

@@ -5,20 +5,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from groups import accumulate, group_of, plain_logprobs, ticket_of
+from groups import accumulate, copied, first_gradients, plain_logprobs
+from groups import random_group as group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec.config import OptimizerConfig, RLConfig
+from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig
 from asyncspec.models import policy
+from asyncspec.rl import advantage as estimators
 from asyncspec.rl.accumulate import GradientAccumulator
-from asyncspec.rl.grpo import group_advantages, policy_loss
 from asyncspec.rl.learner import Learner
+from asyncspec.rl.loss import Tokens, policy_loss
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
-@given(rewards, st.sampled_from(["group", "mean"]))
+def group_advantages(values, kind):
+    """Return the advantages of one group of responses of one token each."""
+    ones = torch.ones(len(values), dtype=torch.int64)
+    return estimators.BUILT_IN[kind](torch.tensor(values, dtype=torch.float64), 0 * ones, ones).float()
+
+
+@given(rewards, st.sampled_from(sorted(estimators.BUILT_IN)))
 def test_advantages_sum_to_zero_and_follow_rewards(values, kind):
     advantages = group_advantages(values, kind)
     assert abs(float(advantages.sum())) < 1e-3 * max(1.0, float(advantages.abs().max())) * len(values)
@@ -26,15 +34,21 @@ def test_advantages_sum_to_zero_and_follow_rewards(values, kind):
     assert (np.diff(advantages.numpy()[order]) >= -1e-4).all()
 
 
-def test_a_group_without_signal_has_no_advantage():
-    assert group_advantages([1.0, 1.0, 1.0], "group").tolist() == [0, 0, 0]
+@pytest.mark.parametrize("kind", estimators.BUILT_IN)
+def test_a_group_without_signal_has_no_advantage(kind):
+    assert group_advantages([0.1, 0.1, 0.1], kind).tolist() == [0, 0, 0]
+
+
+def loss_of(logprob, proximal, behavior, advantage, reference, config):
+    """Return the loss of one response."""
+    return policy_loss(logprob, Tokens(proximal, behavior, advantage, torch.tensor([len(logprob)]), reference), config)
 
 
 @pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
 def test_a_token_with_far_apart_logprobs_leaves_the_gradient_finite(advantage):
     logprob = torch.tensor([-1.0, -0.5], requires_grad=True)
     far = torch.tensor([-200.0, -0.5])
-    loss, _ = policy_loss(logprob, far, 2 * far, torch.full((2,), advantage), far, RLConfig(kl_coef=0.1))
+    loss, _ = loss_of(logprob, far, 2 * far, torch.full((2,), advantage), far, RLConfig(kl_coef=0.1))
     loss.backward()
     assert loss.isfinite() and logprob.grad.isfinite().all()
 
@@ -54,7 +68,7 @@ def loss_inputs(seed, n=20):
 def test_on_policy_gradient_is_the_policy_gradient(seed):
     logprob, _, _, advantage = loss_inputs(seed)
     same = logprob.detach()
-    loss, _ = policy_loss(logprob, same, same, advantage, None, RLConfig())
+    loss, _ = loss_of(logprob, same, same, advantage, None, RLConfig())
     loss.backward()
     torch.testing.assert_close(logprob.grad, -advantage)
 
@@ -62,8 +76,8 @@ def test_on_policy_gradient_is_the_policy_gradient(seed):
 @given(st.integers(0, 10**6))
 def test_the_importance_weight_is_truncated_and_clipped_tokens_have_no_gradient(seed):
     logprob, proximal, behavior, advantage = loss_inputs(seed)
-    cfg = RLConfig(correction_cap=1.5)
-    policy_loss(logprob, proximal, behavior, advantage, None, cfg)[0].backward()
+    cfg = RLConfig(correction_high=1.5)
+    loss_of(logprob, proximal, behavior, advantage, None, cfg)[0].backward()
     ratio = (logprob.detach() - proximal).exp()
     weight = (proximal - behavior).exp().clamp(max=1.5)
     live = torch.where(advantage > 0, ratio < 1 + cfg.clip_high, ratio > 1 - cfg.clip_low)
@@ -73,51 +87,23 @@ def test_the_importance_weight_is_truncated_and_clipped_tokens_have_no_gradient(
 def test_kl_is_zero_at_the_reference_and_positive_elsewhere():
     logprob, proximal, behavior, advantage = loss_inputs(0)
     cfg = RLConfig(kl_coef=0.1)
-    assert policy_loss(logprob, proximal, behavior, advantage, logprob.detach(), cfg)[1]["loss/kl"] == 0
-    assert policy_loss(logprob, proximal, behavior, advantage, proximal, cfg)[1]["loss/kl"] > 0
+    assert loss_of(logprob, proximal, behavior, advantage, logprob.detach(), cfg)[1]["loss/kl"] == 0
+    assert loss_of(logprob, proximal, behavior, advantage, proximal, cfg)[1]["loss/kl"] > 0
 
 
-def group(ticket_id, prompt, lengths, seed, vocabulary=6):
-    g = np.random.default_rng(seed)
-    n = sum(lengths)
-    ticket = ticket_of(ticket_id, prompt, list(range(len(lengths))))
-    arrays = {
-        "tokens": g.integers(0, vocabulary, n).astype(np.int32),
-        "behavior": (-g.random(n)).astype(np.float32),
-        "proximal": (-g.random(n)).astype(np.float32),
-        "versions": np.zeros(n, np.int32),
-        "lengths": np.array(lengths, np.int32),
-    }
-    return group_of(ticket, g.random(len(lengths)).tolist()), arrays
+def config_of(rl=None, optimizer=None, tokens_per_pass=1 << 20):
+    trainer = TrainerConfig(optimizer=optimizer or OptimizerConfig(), tokens_per_pass=tokens_per_pass)
+    return Config(rl=rl or RLConfig(), trainer=trainer)
 
 
-def gradients(model, batches, **options):
-    """Return the gradient that the optimizer gets, and the step's statistics."""
-    accumulator = GradientAccumulator(model, OptimizerConfig(lr=1e-3), RLConfig(advantage="mean"), 1.0, **options)
-    grads = {}
-    accumulator.optimizer.register_step_pre_hook(
-        lambda *_: grads.update({n: p.grad.clone() for n, p in model.named_parameters()})
-    )
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    accumulate(accumulator, batches)
-    stats = accumulator.step()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return grads, stats
+def gradients(model, batches, tokens_per_pass=1 << 20):
+    config = config_of(RLConfig(advantage_estimator="dr_grpo"), OptimizerConfig(lr=1e-3), tokens_per_pass)
+    return first_gradients(model, config, batches)
 
 
 @pytest.fixture
 def trainable(small_policy, small_shape):
     return copied(small_shape, small_policy)
-
-
-def copied(shape, model):
-    from asyncspec.models import policy
-
-    copy = policy.build(shape)
-    copy.load_state_dict(model.state_dict())
-    return copy
 
 
 def test_streaming_groups_does_not_change_the_gradient(trainable):
@@ -126,7 +112,7 @@ def test_streaming_groups_does_not_change_the_gradient(trainable):
 
 @pytest.mark.parametrize("keep", [None, 0, 3])
 def test_a_pass_keeps_distributions_only_on_request(trainable, keep):
-    accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0, tokens_per_pass=8, keep=keep)
+    accumulator = GradientAccumulator(trainable, config_of(tokens_per_pass=8), keep=keep)
     passes = accumulate(accumulator, [group(0, [2, 3], [3, 4, 5], 1)])
     assert len(passes) == 3 and all((each is not None) == (keep is not None) for each in passes)
     for row, scores in passes if keep is not None else ():
@@ -146,7 +132,7 @@ def test_other_families_learn(other):
     assert all(torch.equal(first[name], second[name]) for name in first)
     trained = copied(shape, model)
     accumulator = GradientAccumulator(
-        trained, OptimizerConfig(lr=3e-3, warmup_steps=0), RLConfig(correction="none"), 1.0
+        trained, config_of(RLConfig(correction_action="none"), OptimizerConfig(lr=3e-3, warmup_steps=0))
     )
     said = []
     for _ in range(3):
@@ -168,13 +154,13 @@ def check_gradient(trainable):
     for group_, arrays in batches:
         logprob = plain_logprobs(trainable, group_.ticket.prompt_tokens, arrays)
         lengths = torch.from_numpy(arrays["lengths"].astype(np.int64))
-        part, _ = policy_loss(
+        part, _ = loss_of(
             logprob,
             torch.from_numpy(arrays["proximal"]),
             torch.from_numpy(arrays["behavior"]),
-            group_advantages(group_.rewards, "mean").repeat_interleave(lengths),
+            group_advantages(group_.rewards, "dr_grpo").repeat_interleave(lengths),
             None,
-            RLConfig(advantage="mean"),
+            RLConfig(),
         )
         loss = loss + part / total
     trainable.zero_grad()
@@ -190,7 +176,7 @@ def check_gradient(trainable):
 
 def test_a_gradient_that_is_not_finite_changes_nothing(trainable):
     before = {n: p.clone() for n, p in trainable.named_parameters()}
-    accumulator = GradientAccumulator(trainable, OptimizerConfig(), RLConfig(), 1.0)
+    accumulator = GradientAccumulator(trainable, Config())
     group_, arrays = group(0, [2], [3, 3], 1)
     arrays["behavior"] = np.full(6, np.nan, np.float32)
     accumulate(accumulator, [(group_, arrays)])
@@ -206,7 +192,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_reported(tmp_path
 
     model, said, config = trainable, [], configuration.Config()
     learner = Learner(config, tmp_path, "cpu")
-    learner.accumulator = GradientAccumulator(model, config.trainer.optimizer, config.rl, 1.0)
+    learner.accumulator = GradientAccumulator(model, config)
     group_, arrays = group(0, [2, 3], [3, 4], 1)
     bad = {**arrays, "behavior": np.full_like(arrays["behavior"], np.nan)}
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -255,7 +241,7 @@ def test_logprobs_do_not_depend_on_how_a_group_is_divided():
 
 # Weight decay, as its help says.
 def test_weight_decay_is_for_matrices_only(small_shape):
-    from asyncspec.rl.accumulate import decayed
+    from asyncspec.rl.optimizer import decayed
 
     for tied in (False, True):
         model = policy.build(replace(small_shape, tied=tied))

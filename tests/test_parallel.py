@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import SILENT, Running, events, in_ranks, rows
 
-from asyncspec.config import OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load, resolve_path
+from asyncspec.config import Config, OptimizerConfig, TrainerConfig, from_yaml, load, resolve_path
 from asyncspec.ledger.audit import violations
 from asyncspec.models import policy as policies
 from asyncspec.models.parallel import Ranks, local, share
@@ -82,22 +82,19 @@ def group(number):
 
 def accumulator(model, ranks=None, sync="pass"):
     # Adam normalizes a gradient near zero to its sign, which rounding decides; a large eps keeps its steps smooth.
-    return GradientAccumulator(
-        model,
-        OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
-        RLConfig(),
-        1.0,
-        ranks,
-        1 << 30 if ranks is None else 60,
-        sync_each_pass=sync == "pass",
+    trainer = TrainerConfig(
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
+        tokens_per_pass=1 << 20 if ranks is None else 60,
+        gradient_sync=sync,
     )
+    return GradientAccumulator(model, Config(trainer=trainer), ranks)
 
 
 def alone(tied, kind, steps=2):
     """Take the steps in one rank; return the first step's gradients, the final weights and the last statistics."""
     model = policy(tied, kind)
     one, grads = accumulator(model), []
-    one.optimizer.register_step_pre_hook(
+    one.optimizers[0].register_step_pre_hook(
         lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     )
     for _ in range(steps):
@@ -125,7 +122,7 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
         if "grads" not in gathered:
             gathered["grads"] = whole({n: p.grad for n, p in model.named_parameters()})
 
-    share.optimizer.register_step_pre_hook(keep_first)
+    share.optimizers[0].register_step_pre_hook(keep_first)
     share.run([Part([1, 2], group(0)[1] | {"advantages": np.ones(4, np.float32)})], last=False)
     share.clear()  # no trace is left of this pass
     for _ in range(steps):
@@ -144,7 +141,7 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
         whole(dict(model.named_parameters())),
         {n: p.full_tensor().detach() for n, p in model.named_parameters()},
     )
-    moments = [share.optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [share.optimizers[0].state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
     dtypes = {str(tensor.dtype) for tensor in [*model.parameters(), *moments, *kept.values()]}
     assert rank or all(np.array_equal(published[n], kept[n].numpy()) for n in kept)
     results.put((rank, gathered["grads"], published, stats, held, len(layout.buckets), dtypes))

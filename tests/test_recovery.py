@@ -146,7 +146,7 @@ def policy_of(run_dir):
 def test_a_resumed_run_equals_an_uninterrupted_one_bitwise_at_lag_0(tmp_path):
     # Rounding of behavior logprobs depends on the other rows of a batch, which differ from run to run. Without the
     # correction they do not reach the gradient.
-    settings = ("--policy-lag", "0", "checkpoint.every=2", "rl.correction=none", "draft.adapt=false")
+    settings = ("--policy-lag", "0", "checkpoint.every=2", "rl.correction_action=none", "draft.adapt=false")
     Running.new(tmp_path / "whole", "--steps", "6", *settings).end()
     cut = Running.new(tmp_path / "cut", "--steps", "6", *settings)
     cut.wait_for_steps(3)

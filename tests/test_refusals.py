@@ -23,7 +23,8 @@ ROOTS = (
     "launch.preflight:check_inputs",
     "launch.machine:check_host",
     "launch.roles:devices",
-    "tasks.reward_process:main",  # the process that `check_inputs` starts
+    "tasks.reward_process:main",  # the processes that `check_inputs` starts
+    "rl.own:main",
 )
 
 

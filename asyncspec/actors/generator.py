@@ -224,7 +224,7 @@ class Generator(Actor):
                 ticket=ticket,
                 generator=self.name,
                 rewards=rewards,
-                truncated=sum(c.truncated for c in completions),
+                truncated=[bool(c.truncated) for c in completions],
                 verifications=sum(c.verifications for c in completions),
                 proposed=sum(c.proposed for c in completions),
                 accepted=sum(c.accepted for c in completions),

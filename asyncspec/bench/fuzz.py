@@ -88,7 +88,7 @@ def examples() -> list[tuple[m.Message, m.Arrays]]:
         ticket=ticket,
         generator="generator0",
         rewards=[0.0, 1.0],
-        truncated=0,
+        truncated=[False, True],
         verifications=9,
         proposed=27,
         accepted=20,

@@ -29,8 +29,9 @@ from asyncspec.config import load as load_config
 from asyncspec.models import policy
 from asyncspec.models.shape import PolicyShape
 from asyncspec.rl.accumulate import GradientAccumulator
+from asyncspec.rl.advantage import grpo
 from asyncspec.rl.batch import Part, Pool
-from asyncspec.rl.grpo import group_advantages, policy_loss
+from asyncspec.rl.loss import Tokens, policy_loss
 from asyncspec.wire import messages as m
 
 RANKS, GROUPS, MEDIAN, SIGMA, LONGEST, PROMPT, PASS = 16, 128, 6000, 0.6, 16384, 300, 32768  # of the long tail
@@ -84,7 +85,7 @@ def group_of(rng, ticket: int, prompt: int, lengths: np.ndarray, vocabulary: int
         issued=0.0,
     )
     rewards = rng.random(len(lengths)).tolist()
-    return m.Group(made, "", rewards, 0, 0, 0, 0, 0, []), arrays
+    return m.Group(made, "", rewards, [False] * len(rewards), 0, 0, 0, 0, []), arrays
 
 
 def default_load(config: Config) -> Load:
@@ -108,9 +109,8 @@ def smollm2_load(config: Config, layers: int = SMOLLM2.n_layers, lengths: Sequen
 
 
 def packed_path(load: Load, config: Config) -> None:
-    accumulator = GradientAccumulator(
-        load.model, config.trainer.optimizer, config.rl, 1.0, tokens_per_pass=load.tokens_per_pass
-    )
+    trainer = replace(config.trainer, tokens_per_pass=load.tokens_per_pass)
+    accumulator = GradientAccumulator(load.model, replace(config, trainer=trainer))
     rounds = [each for group, arrays in load.groups for each in accumulator.add(group, arrays)]
     for passes in (*rounds, *accumulator.flush()):
         accumulator.run(passes[0])
@@ -131,9 +131,11 @@ def padded_path(load: Load, config: Config) -> None:
         logprobs_TV = logits_GLV[:, :-1][mask_GL[:, 1:]].log_softmax(-1)
         logprob_T = logprobs_TV.gather(-1, tokens_GL[:, 1:][mask_GL[:, 1:]].unsqueeze(-1)).squeeze(-1)
         proximal_T, behavior_T = (torch.from_numpy(arrays[name]).to(device) for name in ("proximal", "behavior"))
-        advantage_G = group_advantages(group.rewards, config.rl.advantage)
-        advantage_T = advantage_G.repeat_interleave(torch.from_numpy(lengths)).to(device)
-        policy_loss(logprob_T, proximal_T, behavior_T, advantage_T, None, config.rl)[0].backward()
+        length_G = torch.from_numpy(lengths).long()
+        advantage_G = grpo(torch.tensor(group.rewards).double(), torch.zeros_like(length_G), length_G).float()
+        advantage_T = advantage_G.repeat_interleave(length_G).to(device)
+        tokens = Tokens(proximal_T, behavior_T, advantage_T, length_G.to(device))
+        policy_loss(logprob_T, tokens, config.rl)[0].backward()
 
 
 PATHS = {"padded": padded_path, "packed": packed_path}

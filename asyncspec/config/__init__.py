@@ -1,6 +1,7 @@
 """The configuration of a run: its fields, how it is composed and checked, and which node runs which actors."""
 
 from asyncspec.config.download import fetch_all, fetched_data, fetched_model, fetched_weights, hub_names, use_names
+from asyncspec.config.learning import OptimizerConfig, RLConfig
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
 from asyncspec.config.paths import (
     CONFIG_DIR,
@@ -16,8 +17,6 @@ from asyncspec.config.sections import (
     DataConfig,
     DraftConfig,
     MockConfig,
-    OptimizerConfig,
-    RLConfig,
     SpeculationConfig,
     TrainerConfig,
 )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from asyncspec.config.check_learning import rules
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.config.paths import data_files, resolve_path, sources
@@ -49,6 +50,8 @@ def check_values(config: Config) -> None:
             _need(config, False, name, *refused)
     for part in (_check_notations, _check_ranks, _check_engine, _check_rewards):
         part(config)
+    for rule in rules(config):
+        _need(config, *rule)
 
 
 def check_files(config: Config) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncspec.config.fields import knob, value_of
+from asyncspec.config.learning import RLConfig
 from asyncspec.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -20,7 +21,6 @@ from asyncspec.config.sections import (
     LogprobConfig,
     MockConfig,
     ModelConfig,
-    RLConfig,
     SamplingConfig,
     SpeculationConfig,
     TrainerConfig,

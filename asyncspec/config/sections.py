@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncspec.config.fields import knob
+from asyncspec.config.learning import OptimizerConfig
 
 
 @dataclass
@@ -150,43 +151,6 @@ class SpeculationConfig:
         "the draft: a directory or a model on a hub; empty: the one shipped for the default policy; ngram and suffix "
         "need none",
     )
-
-
-@dataclass
-class RLConfig:
-    group_size: int = knob(8, "rollouts per prompt; their rewards are compared to get advantages", least=2)
-    groups_per_step: int = knob(16, "prompts per optimizer step, with rl.group_size rollouts each", least=1)
-    advantage: str = knob(
-        "group",
-        "advantage of a rollout with reward r in its group: group is (r - mean) / std, mean is r - mean (Dr. GRPO)",
-        choices=("group", "mean"),
-    )
-    clip_low: float = knob(0.2, "PPO clipping: the ratio's lower bound is 1 - clip_low", above=0, below=1)
-    clip_high: float = knob(
-        0.28, "PPO clipping: the ratio's upper bound is 1 + clip_high (DAPO's clip-higher)", above=0
-    )
-    correction: str = knob(
-        "truncated",
-        "off-policy correction; truncated: weight each token by min(pi_prox / pi_behavior, rl.correction_cap)",
-        choices=("truncated", "none"),
-    )
-    correction_cap: float = knob(2.0, "largest weight of a token under rl.correction=truncated", least=1)
-    kl_coef: float = knob(
-        0.0, "weight of KL(policy || reference) in the loss; 0: no KL term and no reference pass", least=0
-    )
-
-
-@dataclass
-class OptimizerConfig:
-    lr: float = knob(2e-4, "learning rate of AdamW after warm-up", above=0, most=1)
-    beta1: float = knob(0.9, "AdamW's decay of the mean of gradients", least=0, below=1)
-    beta2: float = knob(0.95, "AdamW's decay of the mean of squared gradients", least=0, below=1)
-    eps: float = knob(1e-8, "AdamW's epsilon, added to the root in the denominator", above=0)
-    weight_decay: float = knob(
-        0.0, "AdamW's decoupled weight decay, on matrices; norms, biases and embedding do not; 0: none", least=0
-    )
-    max_grad_norm: float = knob(1.0, "norm to which a larger gradient is clipped", above=0)
-    warmup_steps: int = knob(3, "optimizer steps of linear learning-rate warm-up; 0: none", least=0)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from asyncspec.models.chat import FILES as CHAT_FILES
 from asyncspec.models.headers import tensor_files
 
 FILE = "inputs.json"
+ALGORITHMS = ("rl.advantage_estimator", "rl.loss_type")  # fields that may name a function of the user's
 _SAMPLES, _SAMPLE = 64, 1 << 16  # places of a file with weights that are read, and the bytes at each
 
 
@@ -40,7 +41,7 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
     """Check that the files that a run reads are those that it was started with, wherever they are now.
 
     Args:
-        tell: called with one line if the reward function's file has changed: perhaps it was repaired.
+        tell: called with one line if the file of a reward, loss or advantage has changed: perhaps it was repaired.
 
     Raises:
         ConfigError: another file has changed, or cannot be read.
@@ -55,8 +56,9 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
             continue
         field = name.partition("/")[0]
         what = f"{field}={value_of(config, field)!r}" + ("" if field == name else f": {name.partition('/')[2]}")
-        if field == "data.reward":
-            tell(f"{what}: its file has changed since the run was started; the next rewards come from the new one")
+        if field == "data.reward" or field in ALGORITHMS:
+            used = "the next rewards come from" if field == "data.reward" else "the next steps use"
+            tell(f"{what}: its file has changed since the run was started; {used} the new one")
         else:
             raise ConfigError(
                 f"--resume {config.run_dir}: {what} has changed since the run was started; expected the same content: "
@@ -79,6 +81,10 @@ def digests(config: Config) -> dict[str, str]:
     for number, name in enumerate(config.data.reward.split(",")):
         if (source := _source(name.strip())) is not None:
             files[f"data.reward/{name.strip()}" if number else "data.reward"] = source
+    for field in ALGORITHMS:
+        name = value_of(config, field)
+        if ":" in name and (source := _source(name)) is not None:
+            files[field] = source
     for name in CHAT_FILES:
         if config.data.train_file and (policy / name).is_file():
             files[f"model.path/{name}"] = policy / name

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from importlib import metadata
 
 from asyncspec import config as configuration
+from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
 from asyncspec.launch.machine import check_memory
@@ -89,6 +94,36 @@ def _version(package: str) -> str:
         return ""
 
 
+def check_own_algorithms(config: configuration.Config) -> None:
+    """Call the user's own loss and advantage estimator once, in a process of its own.
+
+    Raises:
+        ConfigError: one of them cannot be imported, raises, or returns nonsense.
+    """
+    own = [name for name in ("rl.advantage_estimator", "rl.loss_type") if ":" in value_of(config, name)]
+    if not own:
+        return
+    named = ", ".join(f"{name}={value_of(config, name)!r}" for name in own)
+    asked = {"path": [str(entry) for entry in sys.path], "parent": os.getpid(), "config": configuration.to_yaml(config)}
+    limit_s = config.deployment.start_timeout_s
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", str(configuration.PACKAGE_DIR / "rl" / "own.py")],
+            input=json.dumps(asked).encode(),
+            stdout=subprocess.PIPE,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{named}: took more than {limit_s:g} s; expected a function that returns within "
+            f"deployment.start_timeout_s={limit_s:g}"
+        ) from None
+    if not done.stdout:
+        raise ConfigError(f"{named}: ended its process with exit code {done.returncode}; expected a result")
+    if error := json.loads(done.stdout)["error"]:
+        raise ConfigError(error)
+
+
 def check_inputs(config: configuration.Config) -> None:
     """Check the models' files, that the engine is installed, and read the data, the tokenizer and the reward as the
     actors will. Print a line for whatever works in another way than the user may expect.
@@ -97,6 +132,7 @@ def check_inputs(config: configuration.Config) -> None:
         ConfigError: one of them cannot be used.
     """
     check_models(config)
+    check_own_algorithms(config)
     if config.deployment.device == "cpu" and not config.deployment.nodes:
         check_memory(config)
     if config.engine.kind == "vllm":

@@ -226,25 +226,26 @@ def where(run_dir: Path, kind: str, version: int) -> Path:
     return run_dir / FOLDER / f"{kind}-{version:06d}"
 
 
-def learned(module, optimizer) -> dict[str, Any]:
-    """Return a module's parameters and its AdamW's moments, for `save`. They are the live tensors, so `load` fills them
-    in place.
+def learned(module, *optimizers) -> dict[str, Any]:
+    """Return a module's parameters and the moments that its AdamW or Muon keeps of each, for `save`. They are the live
+    tensors, so `load` fills them in place.
     """
     import torch
 
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    for parameter in module.parameters():
-        if not optimizer.state[parameter]:  # before the first step; AdamW itself starts with the same values
-            optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-    moments = {
-        f"{name}/{key}": value
-        for name, parameter in module.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
+    moments = {}
+    for optimizer in optimizers:
+        muon = isinstance(optimizer, torch.optim.Muon)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if not optimizer.state[
+                parameter
+            ]:  # before the first step; the optimizer itself starts with the same values
+                kept = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
+                optimizer.state[parameter] = {} if muon else {"step": torch.zeros(())}
+                optimizer.state[parameter] |= {key: torch.zeros_like(parameter, requires_grad=False) for key in kept}
+            for key, value in optimizer.state[parameter].items():
+                moments[f"{names[id(parameter)]}/{key}"] = value
     return {"parameters": parameters, "moments": moments}
 
 

@@ -25,14 +25,18 @@ class Chosen(NamedTuple):
     logprob_T: float32, with a gradient.
     kept_TM, token_TM: the logprobs of the most probable tokens, float32, and these tokens, int64; both None if none are
         kept. token_TM is None if the whole vocabulary is kept, in order.
+    entropy_T: the entropies of the distributions, in nats, float32, with a gradient; None if they were not asked for.
     """
 
     logprob_T: torch.Tensor
     kept_TM: torch.Tensor | None = None
     token_TM: torch.Tensor | None = None
+    entropy_T: torch.Tensor | None = None
 
 
-def chosen(hidden_TD, weight_VD, token_T, temperature: float, keep: int | None = None, group=None) -> Chosen:
+def chosen(
+    hidden_TD, weight_VD, token_T, temperature: float, keep: int | None = None, group=None, entropy: bool = False
+) -> Chosen:
     """Return logprobs of tokens at the sampling temperature.
 
     Args:
@@ -41,13 +45,14 @@ def chosen(hidden_TD, weight_VD, token_T, temperature: float, keep: int | None =
         token_T: int64.
         keep: how many of the most probable tokens to keep of each distribution; 0: the whole vocabulary; None: none.
         group: the process group of the ranks that divide the head, in the order of their parts; None: it is whole.
+        entropy: whether to compute the distributions' entropies.
     """
-    return Chosen(*_Chosen.apply(hidden_TD, weight_VD, token_T, temperature, keep, group))
+    return Chosen(*_Chosen.apply(hidden_TD, weight_VD, token_T, temperature, keep, group, entropy))
 
 
 class _Chosen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, token_T, temperature, keep, group):
+    def forward(ctx, hidden_TD, weight_VD, token_T, temperature, keep, group, entropy):
         V, sizes = len(weight_VD), _sizes(len(weight_VD), group, hidden_TD.device)
         first = 0 if group is None else sum(sizes[: dist.get_rank(group)])
         token_T = token_T - first
@@ -56,6 +61,7 @@ class _Chosen(torch.autograd.Function):
         computed_VD = _computed(hidden_TD, weight_VD)
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         logit_T, lse_T = (torch.empty(len(token_T), dtype=dtype, device=hidden_TD.device) for _ in range(2))
+        entropy_T = torch.empty_like(lse_T) if entropy else None
         kept = []
         for rows in _chunks(len(token_T)):
             logit_CV = _logits(hidden_TD[rows], computed_VD, temperature)
@@ -64,6 +70,9 @@ class _Chosen(torch.autograd.Function):
             if keep is not None:
                 every = not 0 < keep < sum(sizes)
                 kept.append((logit_CV, None) if every else logit_CV.topk(min(keep, V)))
+            if entropy_T is not None:
+                logprob_CV = logit_CV - lse_T[rows].unsqueeze(-1)
+                entropy_T[rows] = -(logprob_CV.exp() * logprob_CV).sum(-1)
         if group is not None:
             logit_T = torch.where(mine_T, logit_T, 0)
             dist.all_reduce(logit_T, group=group)
@@ -71,22 +80,27 @@ class _Chosen(torch.autograd.Function):
             dist.all_reduce(most_T, dist.ReduceOp.MAX, group=group)
             sum_T = (lse_T - most_T).exp()
             dist.all_reduce(sum_T, group=group)
-            lse_T = most_T + sum_T.log()
-        ctx.save_for_backward(hidden_TD, weight_VD, token_T, mine_T, lse_T)
+            own_T, lse_T = lse_T, most_T + sum_T.log()
+            if entropy_T is not None:
+                # Of a distribution in parts: each part's own entropy, and that of which part it is.
+                part_T = own_T - lse_T
+                entropy_T = part_T.exp() * (entropy_T - part_T)
+                dist.all_reduce(entropy_T, group=group)
+        ctx.save_for_backward(hidden_TD, weight_VD, token_T, mine_T, lse_T, entropy_T)
         ctx.temperature = temperature
         if keep is None:
-            return (logit_T - lse_T,)
+            return logit_T - lse_T, None, None, entropy_T
         kept_TM = torch.cat([values for values, _ in kept])
         token_TM = None if kept[0][1] is None else torch.cat([tokens for _, tokens in kept]) + first
         if group is not None:
             kept_TM, token_TM = _most_of_all(kept_TM, token_TM, keep, sizes, group)
         kept_TM = kept_TM - lse_T.unsqueeze(-1)
         ctx.mark_non_differentiable(*(t for t in (kept_TM, token_TM) if t is not None))
-        return logit_T - lse_T, kept_TM, token_TM
+        return logit_T - lse_T, kept_TM, token_TM, entropy_T
 
     @staticmethod
-    def backward(ctx, grad_T, *_):
-        hidden_TD, weight_VD, token_T, mine_T, lse_T = ctx.saved_tensors
+    def backward(ctx, grad_T, _kept, _token, grad_entropy_T):
+        hidden_TD, weight_VD, token_T, mine_T, lse_T, entropy_T = ctx.saved_tensors
         grad_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         grad_VD = torch.zeros_like(weight_VD, dtype=lse_T.dtype) if ctx.needs_input_grad[1] else None
         computed_VD = _computed(hidden_TD, weight_VD)
@@ -94,7 +108,14 @@ class _Chosen(torch.autograd.Function):
             # d logprob / d logit is 1 at the token, minus the probability of each token.
             logit_CV = _logits(hidden_TD[rows], computed_VD, ctx.temperature)
             scaled_C = grad_T[rows] / ctx.temperature
-            grad_CV = logit_CV.sub_(lse_T[rows].unsqueeze(-1)).exp_().mul_(-scaled_C.unsqueeze(-1))
+            logprob_CV = logit_CV.sub_(lse_T[rows].unsqueeze(-1))
+            if entropy_T is None:
+                grad_CV = logprob_CV.exp_().mul_(-scaled_C.unsqueeze(-1))
+            else:
+                # d entropy / d logit is -p (logprob + entropy).
+                scaled_entropy_C = grad_entropy_T[rows] / ctx.temperature
+                factor_CV = (logprob_CV + entropy_T[rows].unsqueeze(-1)).mul_(scaled_entropy_C.unsqueeze(-1))
+                grad_CV = logprob_CV.exp_().mul_(factor_CV.add_(scaled_C.unsqueeze(-1)).neg_())
             grad_CV.scatter_add_(-1, token_T[rows].unsqueeze(-1), torch.where(mine_T[rows], scaled_C, 0).unsqueeze(-1))
             if grad_CV.is_cuda:
                 grad_CV = grad_CV.to(hidden_TD.dtype)
@@ -102,7 +123,7 @@ class _Chosen(torch.autograd.Function):
                 grad_TD[rows] = grad_CV @ computed_VD
             if grad_VD is not None:
                 _add_product(grad_VD, grad_CV, hidden_TD[rows])
-        return grad_TD, None if grad_VD is None else grad_VD.to(weight_VD.dtype), None, None, None, None
+        return grad_TD, None if grad_VD is None else grad_VD.to(weight_VD.dtype), None, None, None, None, None
 
 
 def _chunks(rows: int) -> list[slice]:

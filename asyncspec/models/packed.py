@@ -60,7 +60,7 @@ def empty_row(device: str = "cpu") -> Row:
     return row_of([[0]], [[np.zeros(1)]], device)
 
 
-def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers=()) -> Scores:
+def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers=(), entropy: bool = False) -> Scores:
     """Run one pass of a policy that is whole or sharded over several ranks. Collective if it is sharded.
 
     Args:
@@ -68,11 +68,14 @@ def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers
         keep: how many of the most probable tokens to keep of each distribution, see `head.chosen`.
         aux_layers: layers whose inputs are returned, detached; n_layers, one past the last, means the hidden states
             after the final norm.
+        entropy: whether to compute entropies, see `head.chosen`.
     """
     before = row.packing.predicting()
     own = model.lm_head.__dict__.get("forward")  # torchtitan's, if the head is divided
     # The policy must be called as a whole, so the head's forward pass is replaced inside it.
-    model.lm_head.forward = lambda hidden_1LD: _choose(model.lm_head.weight, hidden_1LD, before, row, temperature, keep)
+    model.lm_head.forward = lambda hidden_1LD: _choose(
+        model.lm_head.weight, hidden_1LD, before, row.token_T, temperature, keep, entropy
+    )
     try:
         with inputs_of(model, {0, *aux_layers} if aux_layers else ()) as inputs:
             found = model(row.tokens_1L, row.packing.positions(), row.packing)
@@ -83,7 +86,7 @@ def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers
     return Scores(found, *features({layer: tensor.detach()[0] for layer, tensor in inputs.items()}, aux_layers))
 
 
-def _choose(weight, hidden_1LD, before, row: Row, temperature: float, keep: int | None) -> head.Chosen:
+def _choose(weight, hidden_1LD, before, token_T, temperature: float, keep: int | None, entropy: bool) -> head.Chosen:
     group = None
     if isinstance(weight, DTensor):
         group, weight = weight.device_mesh.get_group(), weight.to_local()
@@ -91,4 +94,4 @@ def _choose(weight, hidden_1LD, before, row: Row, temperature: float, keep: int 
         mesh = hidden_1LD.device_mesh
         # Each rank computes its part of the vocabulary, so the gradient that it returns is a summand.
         hidden_1LD = hidden_1LD.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-    return head.chosen(hidden_1LD[0].index_select(0, before), weight, row.token_T, temperature, keep, group)
+    return head.chosen(hidden_1LD[0].index_select(0, before), weight, token_T, temperature, keep, group, entropy)

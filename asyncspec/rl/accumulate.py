@@ -9,114 +9,131 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncspec.config import OptimizerConfig, RLConfig
+from asyncspec.config import Config
 from asyncspec.ledger import checkpoint
 from asyncspec.models import packed
 from asyncspec.models.packed import Row, Scores
 from asyncspec.models.parallel import Ranks, drop_kept_gradients, sync_gradients
+from asyncspec.rl.advantage import shaped_rewards
 from asyncspec.rl.batch import Part, Pool, pack
-from asyncspec.rl.grpo import REPORTED, group_advantages, policy_loss
+from asyncspec.rl.loss import REPORTED, Tokens, divisor, policy_loss
+from asyncspec.rl.optimizer import learning_rate, make_optimizers
+from asyncspec.rl.own import estimator_of, loss_of
 from asyncspec.wire import messages as m
 
 
-def decayed(model, weight_decay: float) -> list[dict]:
-    """Return an optimizer's groups of a policy's parameters: the matrices decay; norms, biases and embedding do not.
-
-    A tied head is the embedding.
-    """
-    kept = {id(model.tok_embeddings.weight)}
-    matrices, others = [], []
-    for parameter in model.parameters():
-        (matrices if parameter.ndim > 1 and id(parameter) not in kept else others).append(parameter)
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
-
-
 class GradientAccumulator:
-    """Accumulates the gradient of sum(token losses) / number of tokens over all groups added. The division of groups
-    into calls and ranks does not matter.
+    """Accumulates the gradient of a step's loss over all groups added: a sum over tokens, divided once. The division of
+    groups into calls, passes and ranks does not matter.
+
+        rl.advantage_estimator=grpo                  add g0, a pass | add g1, a pass | flush: the rest  | step
+        rl.advantage_estimator=reinforce_plus_plus   add g0         | add g1         | flush: all passes | step
     """
 
-    def __init__(
-        self,
-        model,
-        optimizer_config: OptimizerConfig,
-        rl: RLConfig,
-        temperature: float,
-        ranks: Ranks | None = None,
-        tokens_per_pass: int = 1 << 30,
-        keep: int | None = None,
-        sync_each_pass: bool = True,
-    ) -> None:
+    def __init__(self, model, config: Config, ranks: Ranks | None = None, keep: int | None = None) -> None:
         """
         Args:
             ranks: the ranks that hold the model; None: this process alone, in float32.
-            tokens_per_pass: responses are packed to passes of this many tokens.
             keep: how many of the most probable tokens `run` keeps of each distribution; 0: all; None: it keeps nothing.
-            sync_each_pass: whether ranks add up their gradients after each pass, rather than after a step's last one.
+
+        Raises:
+            ValueError: the user's own loss or estimator cannot be imported.
         """
-        self.pool = Pool(1 if ranks is None else ranks.data_size, tokens_per_pass)
-        self.model, self.rl, self.temperature, self.cfg, self.ranks = model, rl, temperature, optimizer_config, ranks
-        o = optimizer_config
-        self.optimizer = torch.optim.AdamW(
-            decayed(model, o.weight_decay), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=0.0
-        )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda s: min(1.0, (s + 1) / max(1, o.warmup_steps))
-        )
+        trainer = config.trainer
+        self.model, self.config, self.rl, self.ranks, self.keep = model, config, config.rl, ranks, keep
+        self.pool = Pool(1 if ranks is None else ranks.data_size, trainer.tokens_per_pass)
+        self.estimator, self.loss = estimator_of(config.rl.advantage_estimator), loss_of(config.rl.loss_type)
+        self.optimizers = make_optimizers(model, trainer.optimizer)
+        self.updates = 0  # steps taken
         self.device = next(model.parameters()).device
-        self.keep, self.sync_each_pass = keep, sync_each_pass
+        self.sync_each_pass = trainer.gradient_sync == "pass"
         self.to_sync = False  # whether ranks keep gradients that are not yet added up
         self.clear()
 
     def state(self) -> dict:
         """Return everything that the next step depends on, for `restore`."""
-        return {**checkpoint.learned(self.model, self.optimizer), "updates": self.schedule.last_epoch}
+        return {**checkpoint.learned(self.model, *self.optimizers), "updates": self.updates}
 
     def restore(self, state: dict) -> None:
         """Restore from a `state` that `checkpoint.load` has filled. The learning rate is the configuration's, at the
         same point of its schedule.
         """
-        self.schedule.last_epoch = updates = state["updates"]
-        self.schedule._last_lr = [
-            base * factor(updates) for base, factor in zip(self.schedule.base_lrs, self.schedule.lr_lambdas)
-        ]
-        for group, lr in zip(self.optimizer.param_groups, self.schedule._last_lr):
-            group["lr"] = lr
+        self.updates = state["updates"]
 
     def clear(self) -> None:
         """Drop the groups added since the last step."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         self.pool.clear()
         if self.to_sync:
             drop_kept_gradients(self.model)
         self.to_sync = False
-        self.tokens, self.tokens_with_signal, self.sums = 0, 0, defaultdict(float)
-
-    def has_gradient(self, group: m.Group) -> bool:
-        """Whether the samples differ in reward, or there is a KL term; otherwise the gradient is exactly zero."""
-        return self.rl.kl_coef > 0 or bool(group_advantages(group.rewards, self.rl.advantage).any())
+        self._collected: list[tuple[m.Group, m.Arrays]] = []  # whose advantages need the whole step
+        self.tokens, self.responses, self.tokens_with_signal, self.sums = 0, 0, 0, defaultdict(float)
 
     def add(self, group: m.Group, arrays: m.Arrays) -> list[list[list[Part]]]:
-        """Count a group, and let its responses wait for a pass if it has a gradient.
+        """Take a group. Its responses wait for a pass if it has a gradient; with an estimator that looks at the whole
+        step they wait for `flush`.
 
         Returns:
             The rounds of passes that are full. Each data rank must `run` its pass of each round.
         """
-        tokens = int(arrays["lengths"].sum())
-        self.tokens += tokens
-        if not self.has_gradient(group):
-            return []
-        self.tokens_with_signal += tokens
-        advantages_G = group_advantages(group.rewards, self.rl.advantage).numpy()
-        used = {name: array for name, array in arrays.items() if name != "versions"}
-        return self.pool.add(Part(group.ticket.prompt_tokens, used | {"advantages": advantages_G}))
+        self._collected.append((group, arrays))
+        return [] if getattr(self.estimator, "whole_step", False) else self._put()
 
     def flush(self) -> list[list[list[Part]]]:
-        """Return the rounds of passes that are not full; at least one, if gradients still have to be added up."""
-        rounds = self.pool.flush()
+        """Return the rounds of passes that are left; at least one, if gradients still have to be added up."""
+        rounds = [*self._put(), *self.pool.flush()]
         if not rounds and self.to_sync:
             rounds.append([[] for _ in range(self.pool.ranks)])
         return rounds
+
+    def _put(self) -> list[list[list[Part]]]:
+        """Put the responses of the collected groups that have a gradient into the pool. Return the rounds that are
+        full.
+        """
+        groups, self._collected, rounds = self._collected, [], []
+        for (group, arrays), advantage_G in zip(groups, self._advantages(groups)):
+            part = Part(
+                group.ticket.prompt_tokens,
+                {name: array for name, array in arrays.items() if name != "versions"} | {"advantages": advantage_G},
+            )
+            if self.rl.mask_truncated and any(group.truncated):
+                kept = [index for index, truncated in enumerate(group.truncated) if not truncated]
+                if not kept:
+                    continue
+                part = part.of(kept)
+            tokens = int(part.arrays["lengths"].sum())
+            self.tokens += tokens
+            self.responses += len(part.arrays["lengths"])
+            if self._has_gradient(part):
+                self.tokens_with_signal += tokens
+                rounds += self.pool.add(part)
+        return rounds
+
+    def _advantages(self, groups: Sequence[tuple[m.Group, m.Arrays]]) -> list[np.ndarray]:
+        """Return the advantages of each group, float32."""
+        if not groups:
+            return []
+        shaped = [
+            shaped_rewards(
+                torch.tensor(group.rewards, dtype=torch.float64),
+                arrays,
+                self.rl,
+                self.config.sampling.max_response_tokens,
+            )
+            for group, arrays in groups
+        ]
+        sizes = [len(each) for each in shaped]
+        group_R = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
+        length_R = torch.from_numpy(np.concatenate([arrays["lengths"] for _, arrays in groups])).long()
+        advantage_R = self.estimator(torch.cat(shaped), group_R, length_R)
+        return [each.numpy() for each in advantage_R.float().split(sizes)]
+
+    def _has_gradient(self, part: Part) -> bool:
+        """Whether an advantage is not zero, or a term of the loss needs none; else the gradient is exactly zero."""
+        terms = self.rl.entropy_coef > 0 or (self.rl.kl_coef > 0 and self.rl.kl_in == "loss")
+        return terms or bool(part.arrays["advantages"].any())
 
     def run(self, parts: Sequence[Part], last: bool = True) -> tuple[Row, Scores] | None:
         """Run one pass forward and backward. Collective.
@@ -131,24 +148,26 @@ class GradientAccumulator:
         sync = last or self.sync_each_pass
         sync_gradients(self.model, sync)
         self.to_sync = not sync
+        temperature, with_entropy = self.config.sampling.temperature, self.rl.entropy_coef > 0
         if not parts:
             row = packed.empty_row(self.device)
-            (0 * packed.run(self.model, row, self.temperature).chosen.logprob_T.sum()).backward()
+            (0 * packed.run(self.model, row, temperature).chosen.logprob_T.sum()).backward()
             return None
         row, aux_layers = pack(parts, self.device), (len(self.model.layers),) if self.keep is not None else ()
-        scores = packed.run(self.model, row, self.temperature, self.keep, aux_layers)
+        scores = packed.run(self.model, row, temperature, self.keep, aux_layers, with_entropy)
         arrays = {
             name: torch.from_numpy(np.concatenate([part.arrays[name] for part in parts])).to(self.device)
             for name in parts[0].arrays
         }
-        loss, stats = policy_loss(
-            scores.chosen.logprob_T,
+        length_R = arrays["lengths"].long()
+        tokens = Tokens(
             arrays["proximal"],
             arrays["behavior"],
-            arrays["advantages"].repeat_interleave(arrays["lengths"]),
+            arrays["advantages"].repeat_interleave(length_R),
+            length_R,
             arrays.get("reference"),
-            self.rl,
         )
+        loss, stats = policy_loss(scores.chosen.logprob_T, tokens, self.rl, self.loss, scores.chosen.entropy_T)
         loss.backward()
         for name, value in stats.items():
             self.sums[name] += float(value)
@@ -165,22 +184,29 @@ class GradientAccumulator:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
         totals = torch.tensor(
-            [self.tokens, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)],
+            [self.tokens, self.responses, self.tokens_with_signal, *(self.sums[name] for name in REPORTED)],
             dtype=torch.float64,
             device=self.device,
         )
-        tokens, with_signal, *sums = (totals if self.ranks is None else self.ranks.sum_over_groups(totals)).tolist()
+        totals = totals if self.ranks is None else self.ranks.sum_over_groups(totals)
+        tokens, responses, with_signal, *sums = totals.tolist()
+        divided_by = divisor(self.rl, tokens, responses, self.config.sampling.max_response_tokens)
+        settings = self.config.trainer.optimizer
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         for grad in grads:
-            grad /= tokens
+            grad /= divided_by
         norm = torch.nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not norm.isfinite():
             raise FloatingPointError(f"gradient norm {float(norm)}: the step was not taken")
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.max_grad_norm, norm)
         stats = {name: value / with_signal for name, value in zip(REPORTED, sums)} if with_signal else {}
-        stats |= {"grad/norm": float(norm), "optimizer/lr": self.schedule.get_last_lr()[0]}
-        self.optimizer.step()
-        self.schedule.step()
+        lr = learning_rate(settings, self.updates, self.config.steps)
+        stats |= {"grad/norm": float(norm), "optimizer/lr": lr}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        self.updates += 1
         self.clear()
         return stats

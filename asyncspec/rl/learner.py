@@ -72,16 +72,8 @@ class Learner:
         if self.ranks.sharded:
             policy.fill(self.model, resolve_path(c.model.path), self.device)
             self.ranks.meet("loaded", work.start_s(c))
-        self.accumulator = GradientAccumulator(
-            self.model,
-            c.trainer.optimizer,
-            c.rl,
-            c.sampling.temperature,
-            ranks=self.ranks,
-            tokens_per_pass=c.trainer.tokens_per_pass,
-            sync_each_pass=c.trainer.gradient_sync == "pass",
-            keep=c.draft.top_tokens if c.draft_trainer == "trainer" else None,
-        )
+        keep = c.draft.top_tokens if c.draft_trainer == "trainer" else None
+        self.accumulator = GradientAccumulator(self.model, c, self.ranks, keep)
         self._hold()
 
     def _hold(self) -> None:

@@ -12,16 +12,12 @@ apply to a response. Of several rewards the weighted sum counts, over those that
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import operator
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asyncspec.errors import first_line
 from asyncspec.tasks import builtin
+from asyncspec.tasks.importing import import_function
 
 TEXTS, VERL, TRL = "texts", "verl", "trl"
 _LONGEST = 500  # characters of a message; a user's exception may carry a whole response
@@ -64,7 +60,11 @@ class Reward:
         """
         self.form = TEXTS
         self._takes: set[str] | None = None  # names of parameters; None: any
-        self.function: Callable[..., Any] = builtin.load(path, pattern) if path in builtin.NAMES else _imported(path)
+        self.function: Callable[..., Any] = (
+            builtin.load(path, pattern)
+            if path in builtin.NAMES
+            else import_function("data.reward", path, "asyncspec.tasks.sums:exact_match")
+        )
         self._look(path, columns)
 
     def _look(self, path: str, columns: Sequence[str] | None) -> None:
@@ -139,26 +139,6 @@ class Reward:
 
     def _only(self, given: dict[str, Any]) -> dict[str, Any]:
         return given if self._takes is None else {name: value for name, value in given.items() if name in self._takes}
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    """Import the function that `module:function` names."""
-    module_name, colon, name = path.partition(":")
-    if os.getcwd() not in sys.path:  # the user's directory; installed commands do not have it on the path
-        sys.path.append(os.getcwd())
-    try:
-        reward = operator.attrgetter(name)(importlib.import_module(module_name))
-    except BaseException as error:  # importing the user's module may raise anything, SystemExit too
-        raise ValueError(
-            f"data.reward={path!r}: {type(error).__name__}: {first_line(error)}; expected "
-            f"module:function, for example asyncspec.tasks.sums:exact_match"
-        ) from None
-    if not colon or not callable(reward):
-        raise ValueError(f"data.reward={path!r}: expected module:function, naming something that can be called")
-    for function in (inspect.unwrap(reward), type(reward).__call__):
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise ValueError(f"data.reward={path!r}: is a generator; expected a function that returns the reward")
-    return reward
 
 
 class Rewards:

@@ -66,7 +66,7 @@ class Group(Message, frozen=True):
     ticket: Ticket
     generator: str
     rewards: list[float]
-    truncated: int
+    truncated: list[bool]  # whether the length limit ended each sample
     verifications: int
     proposed: int
     accepted: int
@@ -261,7 +261,7 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             verifications=group.verifications,
             proposed=group.proposed,
             accepted=group.accepted,
-            truncated=group.truncated,
+            truncated=sum(group.truncated),
             draft_version=group.draft_version,
             phases=group.phases,
             reached_at=group.reached_at,
