@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import SILENT, Running, events, in_ranks, rows
 
-from asyncspec.config import Config, OptimizerConfig, TrainerConfig, from_yaml, load, resolve_path
+from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig, from_yaml, load, resolve_path
 from asyncspec.ledger.audit import violations
 from asyncspec.models import policy as policies
 from asyncspec.models.parallel import Ranks, local, share
@@ -80,20 +80,37 @@ def group(number):
     }
 
 
-def accumulator(model, ranks=None, sync="pass"):
+# (rl, optimizer's kind) by name; the others use all of a response, of a step, or of the vocabulary.
+ALGORITHMS = {
+    "grpo": (RLConfig(), "adamw"),
+    "reinforce_plus_plus, gspo": (
+        RLConfig(
+            advantage_estimator="reinforce_plus_plus",
+            loss_type="gspo",
+            loss_aggregation="seq-mean-token-mean",
+            correction_level="sequence",
+            entropy_coef=0.1,
+        ),
+        "muon",
+    ),
+}
+
+
+def accumulator(model, ranks=None, sync="pass", algorithm="grpo"):
     # Adam normalizes a gradient near zero to its sign, which rounding decides; a large eps keeps its steps smooth.
+    rl, kind = ALGORITHMS[algorithm]
     trainer = TrainerConfig(
-        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
+        optimizer=OptimizerConfig(kind=kind, lr=1e-2, warmup_steps=0, eps=1e-3),
         tokens_per_pass=1 << 20 if ranks is None else 60,
         gradient_sync=sync,
     )
-    return GradientAccumulator(model, Config(trainer=trainer), ranks)
+    return GradientAccumulator(model, Config(rl=rl, trainer=trainer), ranks)
 
 
-def alone(tied, kind, steps=2):
+def alone(tied, kind, steps=2, algorithm="grpo"):
     """Take the steps in one rank; return the first step's gradients, the final weights and the last statistics."""
     model = policy(tied, kind)
-    one, grads = accumulator(model), []
+    one, grads = accumulator(model, algorithm=algorithm), []
     one.optimizers[0].register_step_pre_hook(
         lambda *_: grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     )
@@ -103,7 +120,7 @@ def alone(tied, kind, steps=2):
     return grads[0], {n: p.detach() for n, p in model.named_parameters()}, stats
 
 
-def work(rank, config, tied, kind, steps, dtype, port, results):
+def work(rank, config, tied, kind, steps, dtype, algorithm, port, results):
     """Take the same steps as one of several ranks. A rank without a group of its own adds nothing."""
     torch.set_num_threads(1)
     weights.BUCKET_ELEMENTS = 4000
@@ -111,7 +128,7 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
     ranks.join("127.0.0.1", port, "cpu", 60, 60)
     model, gathered = policy(tied, kind), {}
     ranks.shard(model, trained=True, recompute=config.recompute)
-    share = accumulator(model, ranks, config.gradient_sync)
+    share = accumulator(model, ranks, config.gradient_sync, algorithm)
     layout = Layout.of(dict(model.named_parameters()))
 
     def whole(tensors):
@@ -128,7 +145,7 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
     for _ in range(steps):
         if rank == 0:
             rounds = [each for number in range(GROUPS) for each in share.add(*group(number))]
-            rounds += share.pool.flush() + [[[]] * ranks.data_size]
+            rounds += share.flush() + [[[]] * ranks.data_size]
             handed = [[to_message(0, each, passes is rounds[-1]) for each in passes] for passes in rounds]
         shared = [handed if rank == 0 else None]
         dist.broadcast_object_list(shared)
@@ -141,7 +158,14 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
         whole(dict(model.named_parameters())),
         {n: p.full_tensor().detach() for n, p in model.named_parameters()},
     )
-    moments = [share.optimizers[0].state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        tensor
+        for one in share.optimizers
+        for state in one.state.values()
+        for name, tensor in state.items()
+        if name != "step"
+    ]
+    assert len(moments) >= len(kept)
     dtypes = {str(tensor.dtype) for tensor in [*model.parameters(), *moments, *kept.values()]}
     assert rank or all(np.array_equal(published[n], kept[n].numpy()) for n in kept)
     results.put((rank, gathered["grads"], published, stats, held, len(layout.buckets), dtypes))
@@ -149,9 +173,9 @@ def work(rank, config, tied, kind, steps, dtype, port, results):
     dist.destroy_process_group()
 
 
-def worked(config, tied, kind, steps=2, dtype="float32"):
+def worked(config, tied, kind, steps=2, dtype="float32", algorithm="grpo"):
     """Run `work` in each rank; return {rank: result}."""
-    said = in_ranks(config.ranks, work, config, tied, kind, steps, dtype)
+    said = in_ranks(config.ranks, work, config, tied, kind, steps, dtype, algorithm)
     return {rank: rest for rank, *rest in said}
 
 
@@ -179,6 +203,23 @@ def test_several_ranks_take_the_same_steps_as_one(kind, tied, trainer):
     for _, (_, _, found, held, buckets, _) in said.items():
         assert found == pytest.approx(stats, rel=1e-4, abs=1e-6) and buckets > 3
         assert held < 1.2 * total * trainer.replicas / trainer.ranks + 200  # all tensor-parallel ranks hold the norms
+
+
+@pytest.mark.parametrize(
+    "trainer", [TrainerConfig(ranks=2), pytest.param(TrainerConfig(ranks=2, tensor_parallel=2), marks=pytest.mark.slow)]
+)
+def test_ranks_take_the_same_step_with_an_algorithm_of_responses_steps_and_entropies(trainer):
+    """Tolerance of the gradient as above. Muon computes in bfloat16, which rounds by 2**-8 of a step."""
+    name = "reinforce_plus_plus, gspo"
+    said = worked(trainer, False, "qwen3", steps=1, algorithm=name)
+    grads, parameters, stats = alone(False, "qwen3", steps=1, algorithm=name)
+    largest, before = max(float(g.abs().max()) for g in grads.values()), dict(policy(False, "qwen3").named_parameters())
+    for each in parameters:
+        torch.testing.assert_close(torch.from_numpy(said[0][0][each]), grads[each], atol=1e-5 * largest, rtol=0)
+        step = parameters[each] - before[each].detach()
+        error = torch.from_numpy(said[0][1][each]) - parameters[each]
+        assert error.norm() < 2**-5 * step.norm() + 1e-5, each
+    assert all(found == pytest.approx(stats, rel=1e-4, abs=1e-6) for _, _, found, *_ in said.values())
 
 
 @pytest.mark.slow

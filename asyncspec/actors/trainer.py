@@ -3,7 +3,8 @@
 - Step s trains exactly the tickets s * G .. s * G + G - 1 in that order, in whatever order they arrive (G: groups a
   step).
 - It refuses a group outside the policy lag with `LagError`, before the group touches the gradient.
-- It sums losses over tokens and divides the gradient by the number of tokens once a step.
+- It sums losses over tokens and divides the gradient once a step. With an advantage estimator that looks at the whole
+  step, it trains when the last group is there (rl/accumulate.py).
 - It leads the trainer's other ranks, if there are any: actors/trainer_rank.py.
 - With speculation.method=mtp it also trains the policy's MTP module: actors/mtp.py.
 - Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background.
@@ -60,6 +61,8 @@ class TrainerTeam(Team):
         """Run rounds on all ranks; with `ends`, they are the last ones of the step."""
         found = []
         for number, passes in enumerate(rounds, 1):
+            if number > 1:
+                self.actor.wait_step(0.0)  # many rounds are a long turn
             last = ends and number == len(rounds)
             for rank, outbox in enumerate(self.outboxes, start=1):
                 outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel], last))

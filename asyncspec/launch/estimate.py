@@ -159,15 +159,16 @@ def activations(policy: dict, element: int, tokens: float, recompute: bool = Fal
     return layers * element * tokens * D + layer if recompute else layers * layer
 
 
-def head(policy: dict, element: int, parts: int, trained: bool = True) -> float:
+def head(policy: dict, element: int, parts: int, trained: bool = True, entropy: bool = False) -> float:
     """Bytes of the logits that exist at once and, if the head is trained, of its gradient before it is added up.
 
     Args:
         element: bytes of a number of the weights.
         parts: the number of ranks that divide the vocabulary.
+        entropy: whether entropies are computed too.
     """
     V = policy["vocab_size"] / parts
-    logits = HEAD_ROWS * V * (2 * FLOAT + (element if element < FLOAT else 0))
+    logits = HEAD_ROWS * V * ((2 + entropy) * FLOAT + (element if element < FLOAT else 0))
     return logits + FLOAT * V * policy["hidden_size"] * trained
 
 
@@ -210,7 +211,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "optimizer": ADAM * share,
             "snapshot": FLOAT * share,
             "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
-            "logits": head(policy, element, trainer.tensor_parallel),
+            "logits": head(policy, element, trainer.tensor_parallel, entropy=config.rl.entropy_coef > 0),
             "RoPE table": rope_table(config, policy),
             **({"gradients before they are added up": kept} if kept else {}),
         }

@@ -72,7 +72,7 @@ class _Chosen(torch.autograd.Function):
                 kept.append((logit_CV, None) if every else logit_CV.topk(min(keep, V)))
             if entropy_T is not None:
                 logprob_CV = logit_CV - lse_T[rows].unsqueeze(-1)
-                entropy_T[rows] = -(logprob_CV.exp() * logprob_CV).sum(-1)
+                entropy_T[rows] = -logprob_CV.exp().mul_(logprob_CV).sum(-1)
         if group is not None:
             logit_T = torch.where(mine_T, logit_T, 0)
             dist.all_reduce(logit_T, group=group)
