@@ -27,6 +27,14 @@ from asyncspec.config.fields import describe
         ("speculation.draft_length=0", "speculation.method=none turns drafting off"),
         ("sampling.temperature=0", "sampling.temperature=0.0: expected at least 0.001"),
         ("sampling.top_p=1.5", "sampling.top_p=1.5"),
+        ("rl.clip_dual=0.5", "rl.clip_dual=0.5: expected 0, or more than 1; nearest valid choice: rl.clip_dual=3.0"),
+        (
+            "rl.overlong_buffer=400",
+            "rl.overlong_buffer=400: expected at most sampling.max_response_tokens=320; nearest valid choice: "
+            "rl.overlong_buffer=320",
+        ),
+        ("rl.loss_aggregation=token_mean", "nearest valid choice: rl.loss_aggregation=token-mean"),
+        ("trainer.optimizer.kind=moun", "nearest valid choice: trainer.optimizer.kind=muon"),
         ("rl.correction_action=trunc", "nearest valid choice: rl.correction_action=truncate"),
         ("model.path=/no/such", "model.path='/no/such': expected a Hugging Face directory, with config.json"),
         ("data.train_file=/no/such.jsonl", "no such file"),
@@ -99,6 +107,12 @@ def test_wrong_overrides_give_one_clear_line(override, expected):
         load("tiny", [override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dual_clip_is_for_ppo():
+    with pytest.raises(ConfigError, match="rl.clip_dual=3.0: expected 0 with rl.loss_type=gspo: only ppo has a dual"):
+        load("tiny", ["rl.loss_type=gspo", "rl.clip_dual=3"])
+    assert load("tiny", ["rl.clip_dual=3"]).rl.clip_dual == 3
 
 
 @pytest.mark.parametrize(

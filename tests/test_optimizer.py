@@ -1,13 +1,16 @@
 """The optimizers and the learning rate: which parameter has which, the schedules, and a step after a restart."""
 
+import json
 import math
 
 import pytest
 import torch
 from groups import accumulate, copied, random_group
 
-from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig
+from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig, resolve_path
+from asyncspec.launch import estimate
 from asyncspec.ledger import checkpoint
+from asyncspec.models import policy
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.optimizer import learning_rate, make_optimizers
 
@@ -69,6 +72,20 @@ def test_a_step_of_muon_is_an_orthogonal_matrix_of_the_size_of_adamws(small_poli
             largest = torch.linalg.svdvals(step / scale)[0]
             assert 0.5 < largest < 1.5, name
         assert float((step**2).mean().sqrt()) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_estimated_memory_of_the_optimizer_is_what_it_keeps(other, tmp_path, kind):
+    """Tolerance: the estimate counts one number of each norm and bias, as of a matrix."""
+    shape, model = other
+    policy.save(copied(shape, model), shape, tmp_path, resolve_path("asset:tiny/policy"))
+    config = Config(trainer=TrainerConfig(optimizer=OptimizerConfig(kind=kind)))
+    trained = copied(shape, model)
+    accumulator = GradientAccumulator(trained, config)
+    kept = sum(each.numel() for name, each in accumulator.state()["moments"].items() if not name.endswith("/step"))
+    vectors = sum(parameter.numel() for parameter in trained.parameters() if parameter.ndim == 1)
+    found = estimate.moments(config, json.loads((tmp_path / "config.json").read_text())) / 4
+    assert 0 <= kept - found <= vectors
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

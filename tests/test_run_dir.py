@@ -159,6 +159,18 @@ def test_a_repaired_reward_is_told_and_accepted(tmp_path, monkeypatch):
     assert len(told) == 1 and "data.reward='mine_of_starts:reward': its file has changed" in told[0]
 
 
+def test_a_changed_loss_is_told_and_accepted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_losses.py").write_text("")
+    monkeypatch.setattr("asyncspec.launch.preflight.check_own_algorithms", lambda config: None)
+    config, lock = begun(tmp_path, "rl.loss_type=mine_of_losses:f")
+    os.close(lock)
+    (tmp_path / "mine_of_losses.py").write_text("# repaired")
+    told: list[str] = []
+    fingerprints.compare(config, told.append)
+    assert len(told) == 1 and told[0].startswith("rl.loss_type='mine_of_losses:f': its file has changed")
+
+
 def test_the_checkpoint_of_a_missing_last_step_is_made_up_for(tmp_path, monkeypatch):
     """All steps have their rows, but the run died before it wrote its last checkpoint and its policy."""
     config, lock = begun(tmp_path, "steps=2")

@@ -37,6 +37,18 @@ def parameters(policy: dict) -> int:
     return policy["num_hidden_layers"] * layer + D + V * D * (1 if policy.get("tie_word_embeddings") else 2)
 
 
+def moments(config: Config, policy: dict) -> float:
+    """Bytes of what the trainer's optimizer keeps of a policy: two numbers of each parameter; with Muon, one of each in
+    the matrices of the layers, but not of experts.
+    """
+    if config.trainer.optimizer.kind == "adamw":
+        return ADAM * parameters(policy)
+    without_layers = parameters(policy | {"num_hidden_layers": 0})
+    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
+    of_experts = 3 * policy["hidden_size"] * policy["moe_intermediate_size"] * experts if experts else 0
+    return FLOAT * (parameters(policy) + without_layers + policy["num_hidden_layers"] * of_experts)
+
+
 def kv_bytes_per_token(policy: dict, element: int) -> int:
     """Bytes of the keys and values of one position.
 
@@ -115,8 +127,9 @@ def beside(config: Config, policy: dict, role: str) -> float:
     loading = loaded(config, policy, role, MAPPED + FLOAT)
     if role.startswith("logprob"):
         return loading
-    held = parameters(policy) * config.trainer.replicas / config.trainer.ranks
-    return max(loading, (FLOAT + ADAM) * held + gathered(config, policy, role))
+    share = config.trainer.replicas / config.trainer.ranks
+    held = (FLOAT * parameters(policy) + moments(config, policy)) * share
+    return max(loading, held + gathered(config, policy, role))
 
 
 def gathered(config: Config, policy: dict, role: str) -> float:
@@ -208,7 +221,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         kept = FLOAT * P / trainer.tensor_parallel if trainer.ranks > 1 and trainer.gradient_sync == "step" else 0.0
         return {
             "weights and gradients": 2 * FLOAT * share,
-            "optimizer": ADAM * share,
+            "optimizer": moments(config, policy) * share / P,
             "snapshot": FLOAT * share,
             "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
             "logits": head(policy, element, trainer.tensor_parallel, entropy=config.rl.entropy_coef > 0),

@@ -1,6 +1,7 @@
-"""An advantage and a loss of your own. In the directory of this file:
+"""An advantage and a loss of your own. In a clone:
 
-asyncspec train rl.advantage_estimator=algorithm:best_of rl.loss_type=algorithm:geometric steps=20
+asyncspec train --steps 20 rl.advantage_estimator=examples.own_algorithm.algorithm:best_of \
+    rl.loss_type=examples.own_algorithm.algorithm:geometric
 """
 
 import torch
