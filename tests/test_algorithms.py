@@ -14,7 +14,7 @@ from groups import copied, first_gradients, plain_logprobs, random_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec.config import Config, RLConfig, TrainerConfig
+from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig
 from asyncspec.config.sections import SamplingConfig
 from asyncspec.rl import advantage as estimators
 from asyncspec.rl import loss as losses
@@ -292,6 +292,24 @@ def test_the_gradient_is_the_explicit_one_however_a_step_is_divided(trainable, n
         assert stats == pytest.approx(found[1, 1 << 20][1], rel=1e-4)
         for each, grad in expected.items():
             torch.testing.assert_close(grads[each], grad, atol=1e-5 * largest, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_gpu_has_the_gradient_of_a_cpu(trainable, name):
+    """Tolerance: float32 sums in another order. Entropies too."""
+    rl = replace(ALGORITHMS[name], entropy_coef=0.1)
+    found = []
+    for device in ("cpu", "cuda:0"):
+        config = Config(rl=rl, trainer=TrainerConfig(optimizer=OptimizerConfig(kind="muon", max_grad_norm=1e9)))
+        grads, stats = first_gradients(trainable.to(device), config, batches_of(rl))
+        found.append(({n: grad.cpu() for n, grad in grads.items()}, stats))
+    (expected, cpu_stats), (grads, stats) = found
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for each, grad in expected.items():
+        torch.testing.assert_close(grads[each], grad, atol=1e-4 * largest, rtol=1e-3)
+    assert stats == pytest.approx(cpu_stats, rel=1e-3, abs=1e-5)
 
 
 def explicit(model, rl, batches):
