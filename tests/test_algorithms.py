@@ -14,7 +14,8 @@ from groups import copied, first_gradients, plain_logprobs, random_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig
+from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig, learning
+from asyncspec.config.fields import describe
 from asyncspec.config.sections import SamplingConfig
 from asyncspec.rl import advantage as estimators
 from asyncspec.rl import loss as losses
@@ -71,6 +72,14 @@ def test_an_estimator_of_groups_looks_at_no_other_group():
         alone = [estimator(reward_R[rows], group_R[rows], ones_R[rows]) for rows in torch.arange(12).view(3, 4)]
         same = torch.equal(torch.cat(alone), estimator(reward_R, group_R, ones_R))
         assert same != getattr(estimator, "whole_step", False), kind
+
+
+def test_the_configuration_knows_the_names_of_all_algorithms():
+    assert set(learning.ESTIMATORS) == set(estimators.BUILT_IN) and set(learning.LOSSES) == set(losses.BUILT_IN)
+    of_steps = {name for name, each in estimators.BUILT_IN.items() if getattr(each, "whole_step", False)}
+    assert of_steps == set(learning.STEP_ESTIMATORS)
+    fields = {field: metadata["choices"] for field, _, metadata in describe(RLConfig)}
+    assert fields["loss_aggregation"] == AGGREGATIONS
 
 
 # Losses.
