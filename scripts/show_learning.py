@@ -27,18 +27,16 @@ def interval(before: float, after: float, count: int) -> tuple[float, float]:
 
 
 def draw(run: Run, file: Path) -> None:
-    figure = Figure(figsize=(8, 2.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    steps, versions = run.series("step"), run.series("eval/policy_version")
-    left.plot(steps, run.series("reward/mean"), linewidth=1, label="reward, training")
-    solved = run.series("eval/solved")
+    figure = Figure(figsize=(5.6, 2.8), layout="constrained")
+    axis = figure.subplots()
+    versions, solved = run.series("eval/policy_version"), run.series("eval/solved")
+    axis.plot(run.series("step"), run.series("reward/mean"), linewidth=1, label="reward of a step's rollouts")
     shown = np.isfinite(solved)
-    left.plot(versions[shown], solved[shown], "o-", label="solved, held out")
-    right.plot(steps, run.series("spec/acceptance_length"), linewidth=1, color="C2", label="acceptance length")
-    for axis in (left, right):
-        axis.set_xlabel("step", fontsize=8)
-        axis.tick_params(labelsize=7)
-        axis.legend(fontsize=7)
+    axis.plot(versions[shown], solved[shown], "o-", label="held-out problems solved")
+    axis.set_xlabel("step", fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.tick_params(labelsize=7)
+    axis.legend(fontsize=7)
     figure.savefig(file, dpi=110)
 
 
@@ -49,9 +47,9 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=256, help="held-out problems (default: 256)")
     given = parser.parse_args()
     run = Run.read(given.run)
-    evaluated = [
-        (row["eval/policy_version"], row["eval/solved"]) for row in run.rows if row.get("eval/solved") is not None
-    ]
+    # a row repeats the evaluation before it
+    found = {row["eval/policy_version"]: row["eval/solved"] for row in run.rows if row.get("eval/solved") is not None}
+    evaluated = sorted(found.items())
     for version, solved in evaluated:
         print(f"version {version:.0f}: {solved:.1%} of {given.problems} held-out problems solved")
     (_, before), (_, after) = evaluated[0], evaluated[-1]
