@@ -3,8 +3,8 @@
 
     python scripts/show_learning.py RUN plot.png
 
-The held-out problems are the same before and after, but are treated as if they were not: the interval is that of two
-independent shares, (p2 - p1) +- 1.96 sqrt(p1 (1 - p1) / n + p2 (1 - p2) / n), which is the wider one.
+The interval is that of two independent shares: (p2 - p1) +- 1.96 sqrt(p1 (1 - p1) / n + p2 (1 - p2) / n). Both shares
+are of the same held-out problems, so an interval of paired answers would be narrower.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncspec.report.run import Run
 
 
 def interval(before: float, after: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of the gain of a share, each measured on `count` problems."""
+    """Return the 95% interval of the gain between two shares, both of `count` problems."""
     wide = 1.96 * math.sqrt((before * (1 - before) + after * (1 - after)) / count)
     return after - before - wide, after - before + wide
 

@@ -58,7 +58,7 @@ class Measurer:
         return length, len(done)
 
     def worth(self, draft: Draft, until: float) -> Worth:
-        """Measure a draft, on one thread. Half of the time goes to acceptance, at most, and the rest to speed.
+        """Measure a draft, on one thread. At most half of the time goes to acceptance, the rest to speed.
 
         Args:
             until: time.monotonic() at which it ends.

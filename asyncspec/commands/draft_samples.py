@@ -32,7 +32,7 @@ class Rollout:
 
 
 def drafting(draft: Draft) -> DrafterMaker:
-    """Return the drafter for an engine of a draft that may be in training: the engine gets a copy."""
+    """Return a maker of drafters, from a copy of a draft: the draft itself may be in training."""
     return drafter_for(Draft(draft.method, copy.deepcopy(draft.module), draft.shape))
 
 

@@ -46,7 +46,10 @@ class RLConfig:
     clip_low: float = knob(0.2, "clipping: the ratio's lower bound is 1 - clip_low; 1: no lower bound", above=0, most=1)
     clip_high: float = knob(0.28, "clipping: the ratio's upper bound is 1 + clip_high (DAPO's clip-higher)", above=0)
     clip_dual: float = knob(
-        0.0, "rl.loss_type=ppo with a negative advantage: bound of the ratio, above 1 (dual clip); 0: none", least=0
+        0.0,
+        "upper bound of the ratio where the advantage is negative (dual clip), more than 1; with rl.loss_type=ppo; 0: "
+        "none",
+        least=0,
     )
     correction_level: str = knob(
         "token",
@@ -108,9 +111,9 @@ class OptimizerConfig:
     beta1: float = knob(0.9, "AdamW's decay of the mean of gradients", least=0, below=1)
     beta2: float = knob(0.95, "AdamW's decay of the mean of squared gradients", least=0, below=1)
     eps: float = knob(1e-8, "AdamW's epsilon, added to the root in the denominator", above=0)
-    momentum: float = knob(0.95, "Muon's decay of the sum of gradients", least=0, below=1)
+    momentum: float = knob(0.95, "Muon's decay of the mean of gradients", least=0, below=1)
     weight_decay: float = knob(
-        0.0, "decoupled weight decay, on matrices; norms, biases and embedding do not; 0: none", least=0
+        0.0, "decoupled weight decay of matrices; norms, biases and embedding have none; 0: none", least=0
     )
     max_grad_norm: float = knob(1.0, "norm to which a larger gradient is clipped", above=0)
     warmup_steps: int = knob(3, "optimizer steps of linear learning-rate warm-up; 0: none", least=0)

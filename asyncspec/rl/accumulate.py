@@ -131,7 +131,7 @@ class GradientAccumulator:
         return [each.numpy() for each in advantage_R.float().split(sizes)]
 
     def _has_gradient(self, part: Part) -> bool:
-        """Whether an advantage is not zero, or a term of the loss needs none; else the gradient is exactly zero."""
+        """Return whether a part can have a gradient: some advantage is not zero, or entropy or KL is in the loss."""
         terms = self.rl.entropy_coef > 0 or (self.rl.kl_coef > 0 and self.rl.kl_in == "loss")
         return terms or bool(part.arrays["advantages"].any())
 

@@ -82,7 +82,10 @@ def reinforce_plus_plus(reward_R, group_R, length_R) -> torch.Tensor:
 
 @whole_step
 def reinforce_plus_plus_baseline(reward_R, group_R, length_R) -> torch.Tensor:
-    """Return the same of r - mean within the group (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """Return r - mean within the group, then less its mean and over its std, taken over the step's response tokens.
+
+    REINFORCE++-baseline, arXiv 2501.03262.
+    """
     return _whitened(dr_grpo(reward_R, group_R, length_R), length_R)
 
 

