@@ -292,7 +292,7 @@ def filled(rank, directory, ranks, tensor_parallel, port, results):
         for name, tensor in whole.named_parameters():
             assert torch.equal(local(parameters[name]), tensor[share(parameters[name])]), name
         with torch.no_grad():
-            apart.append(float((policies.forward(one.model, tokens_BL)[0] - whole(tokens_BL)).abs().max()))
+            apart.append(float((policies.whole(one.model(tokens_BL)) - whole(tokens_BL)).abs().max()))
     results.put((rank, apart))
     dist.barrier()
     dist.destroy_process_group()
