@@ -111,6 +111,10 @@ def test_data_show_prints_what_policy_and_reward_get(tmp_path, capsys):
     assert "the columns are prompt, answer, level; data.prompt_column names" in capsys.readouterr().err
 
 
+def failing(prompt, response, answer):
+    raise ValueError("never")
+
+
 def test_data_show_lets_the_policy_answer_and_the_reward_score(tmp_path, capsys):
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text(json.dumps({"prompt": "3+4=", "answer": "7"}) + "\n")
@@ -122,4 +126,6 @@ def test_data_show_lets_the_policy_answer_and_the_reward_score(tmp_path, capsys)
     assert all((reward == "1") == response.endswith("#7") for reward, response in found)
     assert any(reward == "1" for reward, _ in found)
     assert main([*arguments, "--samples", "1", "engine.max_prompt_tokens=2", "deployment.device=cpu"]) == 2
-    assert "prompt of 4 tokens: expected 1 to 2" in capsys.readouterr().err
+    assert "engine.max_prompt_tokens=2: a prompt has 4 tokens" in capsys.readouterr().err
+    assert main([*arguments, "--samples", "1", "data.reward=test_chat:failing", "deployment.device=cpu"]) == 2
+    assert "data.reward=test_chat:failing: failed for 1 of 1 responses; the first raised" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def module(tmp_path, monkeypatch):
 )
 def test_an_advantage_that_returns_nonsense_is_refused_in_one_line(module, text, said):
     with pytest.raises(ValueError) as caught:
-        try_advantage(f"{module(text)}:f")
+        try_advantage(f"{module(text)}:f", RLConfig(group_size=3))
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"{ADVANTAGE}='own_")
 
@@ -97,7 +97,7 @@ def test_the_examples_functions_train(monkeypatch, small_policy, small_shape):
     monkeypatch.chdir(ROOT)
     own = "examples.own_algorithm.algorithm"
     rl = RLConfig(advantage_estimator=f"{own}:best_of", loss_type=f"{own}:geometric")
-    try_advantage(rl.advantage_estimator)
+    try_advantage(rl.advantage_estimator, rl)
     try_loss(rl.loss_type, rl)
     batches = [random_group(0, [2, 3], [3, 9, 1], 1), random_group(1, [4], [7, 2], 2)]
     grads, stats = first_gradients(copied(small_shape, small_policy), Config(rl=rl), batches)
@@ -105,3 +105,12 @@ def test_the_examples_functions_train(monkeypatch, small_policy, small_shape):
     reward_R = torch.tensor([1.0, 0.0, 0.5, 3.0, 4.0], dtype=torch.float64)
     found_R = estimator_of(rl.advantage_estimator)(reward_R, torch.tensor([0, 0, 0, 1, 1]), torch.ones(5).long())
     assert found_R.tolist() == [0.5, -1.0, -0.5, -1.0, 1.0]
+
+
+def test_an_advantage_may_rely_on_the_group_size_and_keep_a_gradient(module):
+    name = module(
+        "def f(r, g, n):\n    return (r.clone().requires_grad_().view(-1, 8) * 2).flatten()\nf.whole_step = True"
+    )
+    try_advantage(f"{name}:f", RLConfig(group_size=8))
+    reward_R = torch.ones(8, dtype=torch.float64)
+    assert estimator_of(f"{name}:f")(reward_R, reward_R.long(), reward_R.long()).numpy().tolist() == [2.0] * 8

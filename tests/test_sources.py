@@ -5,15 +5,18 @@ import json
 from collections import Counter
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from asyncspec.cli import main
-from asyncspec.config import ConfigError, load, resolve_path
+from asyncspec.config import Config, ConfigError, DataConfig, hub_names, load, resolve_path
+from asyncspec.launch import fingerprints
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.tasks.data import load_problems
-from asyncspec.tasks.order import order
+from asyncspec.tasks.order import shuffled, turns
 
 TINY = resolve_path("asset:tiny/policy")
 
@@ -23,22 +26,21 @@ def written(path, prompts):
     return path
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 20), st.floats(0.05, 20)), min_size=1, max_size=4),
-    st.integers(1, 300),
-    st.integers(0, 300),
-)
-def test_sources_take_turns_by_weight_and_give_each_problem_equally_often(sources, count, more):
-    sizes, weights = zip(*sources)
-    found = order(7, sizes, weights, count)
-    assert len(found) == count and np.array_equal(order(7, sizes, weights, count + more)[:count], found)
-    first = 0
-    for size, weight in sources:
-        own = found[(found >= first) & (found < first + size)]
-        assert abs(len(own) - count * weight / sum(weights)) <= len(sources)
-        times = [list(own).count(i) for i in range(first, first + size)]
-        assert max(times) - min(times) <= 1
-        first += size
+@given(st.lists(st.floats(0.05, 20), min_size=1, max_size=4), st.integers(1, 300), st.integers(0, 300))
+def test_sources_take_turns_by_weight(weights, count, more):
+    found = turns(weights, count)
+    assert len(found) == count and np.array_equal(turns(weights, count + more)[:count], found)
+    for number, weight in enumerate(weights):
+        assert abs((found == number).sum() - count * weight / sum(weights)) <= len(weights)
+    assert np.array_equal(turns([1e306 * weight for weight in weights], count), found)
+
+
+@given(st.integers(1, 20), st.integers(0, 300), st.integers(0, 300))
+def test_a_source_gives_each_problem_equally_often(size, count, more):
+    found = shuffled(7, 1, size, count)
+    assert len(found) == count and np.array_equal(shuffled(7, 1, size, count + more)[:count], found)
+    times = [list(found).count(i) for i in range(size)]
+    assert max(times) - min(times) <= 1
 
 
 def test_a_run_reads_several_files_of_any_kind_with_weights(tmp_path):
@@ -74,6 +76,57 @@ def test_overlong_prompts_are_left_out_if_asked(tmp_path, capsys):
     assert line in capsys.readouterr().out
 
 
+def test_shares_hold_whatever_is_left_out(tmp_path):
+    whole, half = (tmp_path / name for name in ("whole.jsonl", "half.jsonl"))
+    written(whole, [f"{i}+1=" for i in range(10)])
+    written(half, [f"{i}+2=" if i % 2 else f"{i}+2+2+2+2=" for i in range(10)])
+    wanted = [f"data.train_file={whole},{half}", "data.train_weights=1,3", "engine.max_prompt_tokens=6"]
+    wanted += ["data.filter_overlong_prompts=true", "rl.groups_per_step=4"]
+    long = load_problems(load("tiny", [*wanted, "steps=20"])).training
+    assert Counter(problem.prompt[2] for problem in long) == {"1": 20, "2": 60}
+    assert load_problems(load("tiny", [*wanted, "steps=1"])).training == long[:4]
+
+
+def test_held_out_prompts_that_are_all_too_long_are_refused(tmp_path):
+    short, long = written(tmp_path / "a.jsonl", ["1+1="]), written(tmp_path / "b.jsonl", ["1+1+1+1+1="])
+    wanted = [f"data.train_file={short}", f"data.eval_file={long}", "engine.max_prompt_tokens=6"]
+    with pytest.raises(ConfigError, match="none of 1 prompts of data.eval_file="):
+        check_inputs(load("tiny", [*wanted, "data.filter_overlong_prompts=true"]))
+
+
+def test_a_resumed_run_needs_the_same_files_in_the_same_order(tmp_path):
+    first, second = (written(tmp_path / f"{n}.jsonl", [f"1+{n}="]) for n in (1, 2))
+    run = [f"run_dir={tmp_path}"]
+    for before, after in (("a", "a,b"), ("a,b", "b"), ("a,b", "b,a"), ("a", ""), ("", "a"), ("a,b", "a")):
+        named = [
+            ",".join(str({"a": first, "b": second}[n]) for n in names.split(",") if n) for names in (before, after)
+        ]
+        fingerprints.write(load("tiny", [*run, f"data.train_file={named[0]}"]))
+        fingerprints.compare(load("tiny", [*run, f"data.train_file={named[0]}"]))
+        with pytest.raises(ConfigError, match="data.train_file=.* has changed since the run was started"):
+            fingerprints.compare(load("tiny", [*run, f"data.train_file={named[1]}"]))
+        (tmp_path / fingerprints.FILE).unlink()
+
+
+def test_a_path_with_a_comma_is_refused(tmp_path, monkeypatch):
+    (folder := tmp_path / "c,d").mkdir()
+    monkeypatch.chdir(folder)
+    written(folder / "a.jsonl", ["1+1="])
+    with pytest.raises(ConfigError, match="data.train_file='a.jsonl': its path .* has a comma, which"):
+        load("tiny", ["data.train_file=a.jsonl"])
+
+
+def test_files_that_python_cannot_represent_are_refused_in_one_line(tmp_path):
+    days = pyarrow.array([10**9], pyarrow.int32()).cast(pyarrow.date32())
+    table = pyarrow.table({"prompt": ["1+1="], "answer": ["2"], "day": days})
+    parquet.write_table(table, tmp_path / "days.parquet")
+    with pytest.raises(ValueError, match="behind row 0: .*; expected Parquet") as caught:
+        load_problems(load("tiny", [f"data.train_file={tmp_path}/days.parquet"]))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "long.csv").write_text(f"prompt,answer\n1+1=,{'2' * 200_000}\n")
+    assert len(load_problems(load("tiny", [f"data.train_file={tmp_path}/long.csv"])).training[0].answer) == 200_000
+
+
 def test_a_source_of_overlong_prompts_only_is_refused(tmp_path):
     short, long = written(tmp_path / "a.jsonl", ["1+1="]), written(tmp_path / "b.jsonl", ["1+1+1+1+1="])
     config = load(
@@ -104,3 +157,8 @@ def test_wrong_sources_are_refused(tmp_path, monkeypatch, field, expected):
         written(tmp_path / name, ["1+1="])
     with pytest.raises(ConfigError, match=expected):
         load("tiny", ["data.train_file=a.jsonl,b.jsonl", field])
+
+
+def test_a_data_set_on_a_hub_behind_a_local_file_is_seen():
+    text = "a.jsonl,hf://datasets/owner/name@main/x.jsonl"
+    assert hub_names(Config(data=DataConfig(train_file=text))) == {"data.train_file": text}

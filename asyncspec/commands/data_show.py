@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from asyncspec.config import Config, ConfigError, resolve_path
@@ -34,8 +34,8 @@ def show(config: Config, count: int, samples: int, held_out: bool, tell: Callabl
         tell(told_left_out(config, found.left_out))
     problems = (found.held_out if held_out else found.training)[:count]
     prompts = [tokenizers.encode_prompt(tokenizer, problem.prompt) for problem in problems]
-    answered = _answered(config, tokenizer, problems, prompts, samples) if samples and problems else None
-    for number, (problem, tokens) in enumerate(zip(problems, prompts), 1):
+    answers = _answers(config, tokenizer, problems, prompts, samples) if samples and problems else [()] * len(problems)
+    for number, (problem, tokens, answered) in enumerate(zip(problems, prompts, answers), 1):
         tell(f"\nprompt {number}, {len(tokens)} of at most {config.engine.max_prompt_tokens} tokens")
         tell(problem.prompt)
         tell(
@@ -45,15 +45,17 @@ def show(config: Config, count: int, samples: int, held_out: bool, tell: Callabl
         tell(f"answer: {problem.answer!r}")
         if problem.row:
             tell(f"the reward also gets: {problem.row}")
-        for response, tokens, reward in next(answered) if answered else ():
-            tell(f"response of {tokens} tokens, reward {reward:g}: {response!r}")
+        for response, length, reward in answered:
+            tell(
+                f"response of {length} tokens, {'no reward' if reward is None else f'reward {reward:g}'}: {response!r}"
+            )
     return 0
 
 
-def _answered(
+def _answers(
     config: Config, tokenizer, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], samples: int
-) -> Iterator[list[tuple[str, int, float]]]:
-    """Yield (response, its number of tokens, its reward) of all samples of each problem.
+) -> list[list[tuple[str, int, float | None]]]:
+    """Return (response, its number of tokens, its reward or None if none applies) of all samples of each problem.
 
     Raises:
         ConfigError: see `show`.
@@ -64,7 +66,12 @@ def _answered(
     from asyncspec.loading import use_threads
     from asyncspec.tasks.rewarder import Rewarder, RewardError
 
-    data = config.data
+    data, limit, longest = config.data, config.engine.max_prompt_tokens, max(map(len, prompts))
+    if longest > limit:
+        raise ConfigError(
+            f"engine.max_prompt_tokens={limit}: a prompt has {longest} tokens; nearest valid choice: "
+            f"engine.max_prompt_tokens={longest}"
+        )
     rewarder = Rewarder(
         data.reward,
         data.reward_timeout_s,
@@ -76,26 +83,33 @@ def _answered(
     )
     use_threads(config.engine.threads)
     with closing(rewarder):
-        engine = make_engine(config, devices(config.deployment.device, ["generator"])[0])
         try:
             rewarder.load()
+            engine = make_engine(config, devices(config.deployment.device, ["generator"])[0])
             for i, prompt in enumerate(prompts):
                 seeds = range(samples * i, samples * (i + 1))
                 engine.submit(Request(i, prompt, seeds, config.sampling.max_response_tokens))
+            completions = [[] for _ in problems]
+            while engine.live or engine.waiting:
+                for completion in engine.poll():
+                    completions[completion.request_id].append(completion)
+            answers = []
+            for problem, done in zip(problems, completions):
+                done.sort(key=lambda completion: completion.sample)
+                tokens = [completion.tokens.tolist() for completion in done]
+                texts = [
+                    tokenizers.response_text(tokenizer, own, completion.truncated, data.reward_special_tokens)
+                    for own, completion in zip(tokens, done)
+                ]
+                rewarder.submit(0, problem.prompt, texts, problem.answer, problem.row)
+                while not (found := rewarder.found()):
+                    time.sleep(0.01)
+                answers.append(list(zip(texts, map(len, tokens), found[0][1])))
         except (RewardError, ValueError) as error:
             raise ConfigError(str(error)) from None
-        completions = [[] for _ in problems]
-        while engine.live or engine.waiting:
-            for completion in engine.poll():
-                completions[completion.request_id].append(completion)
-        for problem, done in zip(problems, completions):
-            done.sort(key=lambda completion: completion.sample)
-            tokens = [completion.tokens.tolist() for completion in done]
-            texts = [
-                tokenizers.response_text(tokenizer, own, completion.truncated, data.reward_special_tokens)
-                for own, completion in zip(tokens, done)
-            ]
-            rewarder.submit(0, problem.prompt, texts, problem.answer, problem.row)
-            while not (rewarded := rewarder.poll()):
-                time.sleep(0.01)
-            yield list(zip(texts, map(len, tokens), rewarded[0][1]))
+    if rewarder.failed:
+        raise ConfigError(
+            f"data.reward={data.reward}: failed for {rewarder.failed} of {rewarder.called} responses; the first "
+            f"{rewarder.first_failure}; expected a finite number"
+        )
+    return answers

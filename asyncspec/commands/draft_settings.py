@@ -42,7 +42,7 @@ class Training:
     )
     draft_length: int = knob(3, "draft length k at which the result is measured", least=1, most=16)
     held_out: int = knob(256, "prompts held out to measure the result, at most a tenth of all", least=1)
-    seed: int = knob(0, "random seed for initialization, prompts and samples")
+    seed: int = knob(0, "random seed for initialization, prompts and samples", least=0, most=2**32 - 1)
     threads: int = knob(1, "CPU threads; more help a wide policy, but cost much if other work uses the cores", least=1)
 
 

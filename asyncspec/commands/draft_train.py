@@ -33,7 +33,7 @@ from asyncspec.timing.exporters import Board
 
 SEEN = 4  # training steps on each batch for one forward pass of the policy over it
 TRAINING_SHARE = 0.75  # of --minutes; the rest is for measuring
-MEASURING_S = 10.0  # if --steps alone limit the training
+MEASURING_S = 10.0  # if training ended before its time: after --steps, or an interrupt
 LINE_EVERY_S = 15.0
 
 
@@ -100,12 +100,15 @@ def run(settings: Training, began: float) -> int:
         longest = settings.max_prompt_tokens + settings.max_response_tokens + settings.draft_length + 1
         model, shape = policy.load(path, positions=longest)
         model.requires_grad_(False)
+        if (spent := time.monotonic() - began) > until - began:
+            raise ValueError(f"--minutes {settings.minutes}: loading alone took {spent:.0f} s; expected more")
         prompts, held_out, rollouts = read(settings, tokenizers.load(path), shape, console)
         rounds = repeat(rollouts) if rollouts else sampled(model, shape, prompts, settings, until)
         if settings.init:
             draft = drafts.load(settings.method, resolve_path(settings.init), shape, model)
         else:
-            console.print(f"read {len(prompts)} prompts; sampling the first rollouts", soft_wrap=True)
+            if not rollouts:
+                console.print(f"read {len(prompts)} prompts; sampling the first rollouts", soft_wrap=True)
             first = next(rounds)
             rounds = chain([first], rounds)
             draft = drafts.new(settings.method, shape, model, _draft_vocabulary(settings, shape, prompts, first))
@@ -153,19 +156,24 @@ def run(settings: Training, began: float) -> int:
         bars.update(bar, completed=1.0)
     draft.save(out, path)
     console.print(f"{trainer.steps} steps; measuring on held-out prompts", soft_wrap=True)
-    worth = measurer.worth(draft, end if settings.minutes else time.monotonic() + MEASURING_S)
-    board.scalars({"draft/acceptance_length": worth.acceptance_length}, trainer.steps)
-    board.close()
-    console.print(
-        f"acceptance length {worth.acceptance_length:.3f} at k={k} on {worth.prompts} held-out prompts, temperature "
-        f"{settings.temperature:g}; n-gram lookup, which needs no draft, has {worth.ngram_acceptance_length:.3f}",
-        soft_wrap=True,
-    )
-    ratios = ", ".join(f"{ratio:.2f} with {live}" for live, ratio in worth.speedups.items())
-    console.print(f"speed over no draft, by sequences at once: {ratios}; {worth.verdict()}", soft_wrap=True)
-    console.print(
-        f"written: {out}; use it with speculation.method={settings.method} speculation.draft_path={out}", soft_wrap=True
-    )
+    try:
+        now = time.monotonic()
+        worth = measurer.worth(draft, end if now >= until else now + MEASURING_S)
+        board.scalars({"draft/acceptance_length": worth.acceptance_length}, trainer.steps)
+        console.print(
+            f"acceptance length {worth.acceptance_length:.3f} at k={k} on {worth.prompts} held-out prompts, "
+            f"temperature {settings.temperature:g}; n-gram lookup, which needs no draft, has "
+            f"{worth.ngram_acceptance_length:.3f}",
+            soft_wrap=True,
+        )
+        ratios = ", ".join(f"{ratio:.2f} with {live}" for live, ratio in worth.speedups.items())
+        console.print(f"speed over no draft, by sequences at once: {ratios}; {worth.verdict()}", soft_wrap=True)
+    finally:
+        board.close()
+        console.print(
+            f"written: {out}; use it with speculation.method={settings.method} speculation.draft_path={out}",
+            soft_wrap=True,
+        )
     return 0
 
 

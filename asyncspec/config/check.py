@@ -168,8 +168,12 @@ def _numbers(read: Callable[[], list[float]]) -> list[float]:
 def _check_sources(config: Config) -> None:
     for name, text in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
         for part in sources(text):
+            expected = f"JSONL, Parquet or CSV, or {DATA_FORM}"
             if not part or not all(map(os.path.isfile, data_files(part))):
-                raise ConfigError(f"{name}={part!r}: no such file; expected JSONL, Parquet or CSV, or {DATA_FORM}")
+                among = "" if part == text else f" among the sources of {text!r}, which commas separate"
+                raise ConfigError(f"{name}={part!r}: no such file{among}; expected {expected}")
+            if "," in (path := str(data_files(part)[0].absolute())):
+                raise ConfigError(f"{name}={part!r}: its path {path!r} has a comma, which separates sources; rename it")
     weights, count = _numbers(lambda: config.data.source_weights), len(sources(config.data.train_file))
     held = not weights or (len(weights) == count and all(0 < weight < math.inf for weight in weights))
     expected = f"{count} number{'s' * (count != 1)} above 0, one for each source of data.train_file, or nothing"

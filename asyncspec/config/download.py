@@ -85,7 +85,7 @@ def hub_names(config: Any) -> dict[str, str]:
     models = {field: value_of(config, field) for field in _models(config)}
     data = {field: value_of(config, field) for field in DATA}
     return {field: text for field, text in models.items() if _model(text)} | {
-        field: text for field, text in data.items() if text.startswith(SCHEME)
+        field: text for field, text in data.items() if SCHEME in text
     }
 
 

@@ -53,8 +53,8 @@ def make_paths_absolute(config: Any) -> None:
     for name in PATHS:
         section, field = name.split(".")
         text = getattr(getattr(config, section), field)
-        parts = sources(text) if section == "data" else [text] if text else []
-        setattr(getattr(config, section), field, ",".join(map(_absolute, parts)))
+        parts = [_absolute(part) for part in (sources(text) if section == "data" else [text] if text else [])]
+        setattr(getattr(config, section), field, ",".join(parts))
 
 
 def _absolute(path: str) -> str:

@@ -75,9 +75,6 @@ def digests(config: Config) -> dict[str, str]:
     """
     policy = resolve_path(config.model.path)
     files = {f"model.path/{name}": policy / name for name in ("config.json", "tokenizer.json")}
-    for name, path in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
-        found = data_files(path) if path else []
-        files |= {name if len(found) == 1 else f"{name}/{i}/{file.name}": file for i, file in enumerate(found, 1)}
     for number, name in enumerate(config.data.reward.split(",")):
         if (source := _source(name.strip())) is not None:
             files[f"data.reward/{name.strip()}" if number else "data.reward"] = source
@@ -90,6 +87,9 @@ def digests(config: Config) -> dict[str, str]:
             files[f"model.path/{name}"] = policy / name
     try:
         digested = {name: _digest(file) for name, file in files.items()}
+        for name in ("data.train_file", "data.eval_file"):
+            # One digest for all files, in their order: another number of files has another one.
+            digested[name] = " ".join(_digest(file) for file in data_files(value_of(config, name)))
         if config.rl.kl_coef > 0:
             name = "model.reference_path" if config.model.reference_path else "model.path"
             directory = resolve_path(config.model.reference_path or config.model.path)

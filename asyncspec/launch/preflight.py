@@ -118,9 +118,11 @@ def check_own_algorithms(config: configuration.Config) -> None:
             f"{named}: took more than {limit_s:g} s; expected a function that returns within "
             f"deployment.start_timeout_s={limit_s:g}"
         ) from None
-    if not done.stdout:
-        raise ConfigError(f"{named}: ended its process with exit code {done.returncode}; expected a result")
-    if error := json.loads(done.stdout)["error"]:
+    try:
+        error = json.loads(done.stdout)["error"]
+    except ValueError:
+        raise ConfigError(f"{named}: ended its process with exit code {done.returncode}; expected a result") from None
+    if error:
         raise ConfigError(error)
 
 

@@ -34,7 +34,7 @@ def estimator_of(name: str):
     function = import_function(ADVANTAGE, name, EXAMPLES[ADVANTAGE])
 
     def estimator(reward_R, group_R, length_R):
-        found = _checked(ADVANTAGE, name, function(reward_R, group_R, length_R), reward_R, "reward")
+        found = _checked(ADVANTAGE, name, function(reward_R, group_R, length_R), reward_R, "reward").detach().cpu()
         if not found.isfinite().all():
             raise _wrong(ADVANTAGE, name, f"returned {found.tolist()}, which is not finite", "finite numbers")
         return found.double()
@@ -70,7 +70,7 @@ def loss_of(name: str):
 def _checked(field: str, name: str, found, like, what: str):
     import torch
 
-    if not isinstance(found, torch.Tensor):
+    if not isinstance(found, torch.Tensor) or found.is_complex():
         raise _wrong(field, name, f"returned a {type(found).__name__}", f"a tensor with one number for each {what}")
     if found.shape != like.shape:
         shapes = list(found.shape), list(like.shape)
@@ -82,8 +82,11 @@ def _wrong(field: str, name: str, found: str, expected: str) -> ValueError:
     return ValueError(f"{field}={name!r}: {found}; expected {expected}")
 
 
-def try_advantage(name: str) -> None:
-    """Call the user's estimator on the rewards of three groups, or of one, and check what it returns.
+def try_advantage(name: str, config) -> None:
+    """Call the user's estimator on the rewards of a step's groups, or of each of them, and check what it returns.
+
+    Args:
+        config: the section `rl`.
 
     Raises:
         ValueError: it cannot be imported, raises, or returns nonsense; one line.
@@ -91,9 +94,13 @@ def try_advantage(name: str) -> None:
     import torch
 
     estimator = estimator_of(name)
-    reward_R = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, -2.0, 0.0], dtype=torch.float64)
-    group_R, length_R = torch.arange(9) // 3, torch.tensor([5, 1, 2, 3, 9, 4, 1, 1, 7])
-    for rows in (slice(None),) if estimator.whole_step else (slice(0, 3), slice(3, 6), slice(6, 9)):
+    size, groups = config.group_size, config.groups_per_step if estimator.whole_step else 3
+    index_R = torch.arange(size * groups)
+    # The second group's rewards are equal, and one reward is negative.
+    reward_R = (index_R % 3).double() / 2
+    reward_R[size : 2 * size], reward_R[-1] = 1.0, -2.0
+    group_R, length_R = index_R // size, index_R % 7 + 1
+    for rows in (slice(None),) if estimator.whole_step else [slice(i * size, (i + 1) * size) for i in range(groups)]:
         _tried(ADVANTAGE, name, lambda: estimator(reward_R[rows], group_R[rows], length_R[rows]))
 
 
@@ -148,7 +155,7 @@ def main() -> None:
     config, error = from_yaml(asked["config"]).rl, ""
     try:
         if ":" in config.advantage_estimator:
-            try_advantage(config.advantage_estimator)
+            try_advantage(config.advantage_estimator, config)
         if ":" in config.loss_type:
             try_loss(config.loss_type, config)
     except ValueError as wrong:

@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 
 from asyncspec.config import Config, DataConfig, data_files, resolve_path, sources
+from asyncspec.errors import first_line
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.chat import ChatTemplate, parse_variables
-from asyncspec.tasks.order import order
+from asyncspec.tasks.order import shuffled, turns
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.sums import sums
 
@@ -56,15 +57,27 @@ def load_problems(config: Config) -> Problems:
         ValueError: there are no problems, a file cannot be read, or messages cannot be rendered. The message is one
             line that names the field.
     """
-    data = config.data
+    data, needed = config.data, config.steps * config.rl.groups_per_step
     if data.train_file:
+        preparation, left_out = _Preparation(config), 0
+        held_out: list[Problem] = []
+        if data.eval_file:
+            name = f"data.eval_file={data.eval_file!r}"
+            fitting = preparation.problems(load_rows(name, data.eval_file, data))
+            held_out = [problem for problem in fitting if problem is not None]
+            left_out = len(fitting) - len(held_out)
+            if not held_out:
+                raise _too_long(config, len(fitting), name)
         parts = sources(data.train_file) if data.train_weights else [data.train_file]
-        files = [load_rows(f"data.train_file={part!r}", part, data) for part in parts]
-        kept = load_rows(f"data.eval_file={data.eval_file!r}", data.eval_file, data) if data.eval_file else []
-        preparation = _Preparation(config)
-        fitting = preparation.problems(kept)
-        training, left_out = _in_order(config, parts, files, preparation)
-        return Problems(training, [p for p in fitting if p is not None], left_out + fitting.count(None))
+        source_N = turns(data.source_weights or [1.0], needed)
+        training: list[Problem] = [Problem("", "")] * needed
+        for number, part in enumerate(parts):
+            turn = np.flatnonzero(source_N == number).tolist()
+            chosen, missing = _in_order(config, number, part, len(turn), preparation)
+            left_out += missing
+            for index, problem in zip(turn, chosen):
+                training[index] = problem
+        return Problems(training, held_out, left_out)
     held_out = sums(config.seed + 1_000_003, data.eval_prompts)
     seen = {p.prompt for p in held_out}
     problems = [p for p in sums(config.seed, data.train_prompts) if p.prompt not in seen]
@@ -72,8 +85,7 @@ def load_problems(config: Config) -> Problems:
         raise ValueError(
             f"data.train_prompts={data.train_prompts}: all of these prompts are held out; expected a larger number"
         )
-    indices = order(config.seed, [len(problems)], [1], config.steps * config.rl.groups_per_step)
-    return Problems([problems[i] for i in indices.tolist()], held_out)
+    return Problems([problems[i] for i in shuffled(config.seed, 0, len(problems), needed).tolist()], held_out)
 
 
 def told_left_out(config: Config, count: int) -> str:
@@ -103,33 +115,37 @@ class _Preparation:
 
 
 def _in_order(
-    config: Config, parts: Sequence[str], files: Sequence[list[Row]], preparation: _Preparation
+    config: Config, number: int, part: str, needed: int, preparation: _Preparation
 ) -> tuple[list[Problem], int]:
-    """Return the problem of each training ticket, and how many were left out to get as many.
+    """Return the problems that a source gives, in order, and how many were left out to get as many.
+
+    Args:
+        number: of the source.
+        part: what names it in data.train_file.
+        needed: how many problems.
 
     Raises:
-        ValueError: all prompts of a source have too many tokens.
+        ValueError: all its prompts have too many tokens.
     """
-    rows, needed = [row for file in files for row in file], config.steps * config.rl.groups_per_step
-    weights, made = config.data.source_weights or [1.0], dict[int, Problem | None]()
-    count = needed
+    name = f"data.train_file={part!r}"
+    rows, made, count = load_rows(name, part, config.data), dict[int, Problem | None](), needed
     while True:
-        indices = order(config.seed, [len(file) for file in files], weights, count)
-        new = [i for i in np.unique(indices).tolist() if i not in made]
+        indices = shuffled(config.seed, number, len(rows), count).tolist()
+        new = sorted({*indices} - {*made})
         made |= zip(new, preparation.problems([rows[i] for i in new]))
-        first = 0
-        for part, file in zip(parts, files):
-            seen = [i for i in range(first, first + len(file)) if i in made]
-            if seen and all(made[i] is None for i in seen):
-                raise ValueError(
-                    f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: none of {len(seen)} prompts of "
-                    f"data.train_file={part!r} has so few tokens; expected a larger number"
-                )
-            first += len(file)
-        chosen = [problem for i in indices.tolist() if (problem := made[i]) is not None]
+        chosen = [problem for i in indices if (problem := made[i]) is not None]
         if len(chosen) >= needed:
             return chosen[:needed], sum(problem is None for problem in made.values())
+        if len(made) == len(rows) and not chosen:
+            raise _too_long(config, len(rows), name)
         count *= 2
+
+
+def _too_long(config: Config, count: int, name: str) -> ValueError:
+    return ValueError(
+        f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: none of {count} prompts of {name} has so few "
+        "tokens; expected a larger number"
+    )
 
 
 def rendered(rows: Sequence[Row], model: Path, variables: Mapping[str, Any]) -> list[Problem]:
@@ -249,6 +265,7 @@ def _objects_of(name: str, file: Path) -> Iterator[tuple[str, Any, str]]:
         if kind == "parquet":
             yield from _parquet(name, file)
         elif kind == "csv":
+            csv.field_size_limit(2**31 - 1)  # tests of a program may be long
             with open(file, newline="", encoding="utf-8-sig") as lines:
                 for number, found in enumerate(csv.DictReader(lines, strict=True), 1):
                     if None in found or None in found.values():
@@ -257,13 +274,12 @@ def _objects_of(name: str, file: Path) -> Iterator[tuple[str, Any, str]]:
         else:
             yield from _lines(name, file)
     except OSError as error:
-        raise ValueError(f"{name}: {error.strerror or error}; expected a data file that can be read") from None
+        raise ValueError(f"{name}: {error.strerror or first_line(error)}; expected a file that can be read") from None
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: {error}; expected CSV in UTF-8") from None
 
 
 def _parquet(name: str, file) -> Iterator[tuple[str, Any, str]]:
-    import pyarrow
     from pyarrow.parquet import ParquetFile
 
     number = 0
@@ -273,8 +289,10 @@ def _parquet(name: str, file) -> Iterator[tuple[str, Any, str]]:
                 for found in batch.to_pylist():
                     number += 1
                     yield f"{name}: row {number}", found, ""
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{name}: {str(error).splitlines()[0]}; expected Parquet") from None
+    except Exception as error:  # besides pyarrow's, those of dates and texts that Python cannot represent
+        if isinstance(error, OSError) and error.strerror:
+            raise
+        raise ValueError(f"{name}: behind row {number}: {first_line(error)}; expected Parquet") from None
 
 
 def _lines(name: str, file) -> Iterator[tuple[str, Any, str]]:

@@ -33,12 +33,6 @@ class _Group:
     row: str
     found: dict[int, float | None] = field(default_factory=dict)  # by the response's index
 
-    @property
-    def rewards(self) -> list[float]:
-        good = [value for value in self.found.values() if value is not None]
-        mean = sum(good) / len(good) if good else 0.0
-        return [mean if (value := self.found[i]) is None else value for i in range(len(self.responses))]
-
 
 @dataclass
 class _Work:
@@ -47,6 +41,15 @@ class _Work:
     group: _Group
     left: deque[int]
     since: float  # when it began to wait for a process
+
+
+def filled(rewards: Sequence[float | None]) -> list[float]:
+    """Return rewards with the mean of the others in the place of each that failed or does not apply, so that its
+    rollout teaches nothing; 0 if there are no others.
+    """
+    good = [reward for reward in rewards if reward is not None]
+    mean = sum(good) / len(good) if good else 0.0
+    return [mean if reward is None else reward for reward in rewards]
 
 
 class _Place:
@@ -136,10 +139,16 @@ class Rewarder:
         self._assign()
 
     def poll(self) -> list[tuple[Hashable, list[float]]]:
-        """Return the groups whose rewards became known, in the order in which they were submitted. Does not wait.
+        """Return the groups whose rewards became known, in the order in which they were submitted, see `filled`. Does
+        not wait.
 
-        A rollout whose reward fails or does not apply gets the mean of the others, so that it teaches nothing; 0 if
-        there are no others.
+        Raises:
+            RewardError: as `found`.
+        """
+        return [(key, filled(rewards)) for key, rewards in self.found()]
+
+    def found(self) -> list[tuple[Hashable, list[float | None]]]:
+        """Return what `poll` does, with None for each reward that failed or does not apply.
 
         Raises:
             RewardError: more than the allowed share of rewards failed, or the functions cannot be loaded again.
@@ -151,7 +160,7 @@ class Rewarder:
         self._assign()
         done = [group for group in self._groups if len(group.found) == len(group.responses)]
         self._groups = [group for group in self._groups if len(group.found) < len(group.responses)]
-        return [(group.key, group.rewards) for group in done]
+        return [(group.key, [group.found[i] for i in range(len(group.responses))]) for group in done]
 
     def _assign(self) -> None:
         """Give waiting work to processes that have none; start another process if work has waited for long."""
