@@ -94,10 +94,11 @@ def shortened(script):
     script = script.replace("pip install -e . && ", "")
     script = "\n".join(line for line in script.splitlines() if not line.startswith("pip install"))
     script = script.replace("smollm2/prepare.py", "smollm2/prepare.py --train 64 --held-out 8")
-    few = "rl.groups_per_step=4 data.eval_prompts=8 speculation.draft_length=3 "  # auto calibrates for seconds
+    # The automatic draft length would calibrate for seconds.
+    few = "rl.groups_per_step=4 rl.group_size=4 data.eval_prompts=8 speculation.draft_length=3 "
     script = re.sub(r"(asyncspec train|launch/async\.py)(?! --resume)", rf"\1 {few}", script)
     script = re.sub(r"--steps \d+", "--steps 2", re.sub(r" steps=\d+", " steps=3", script))
-    script = re.sub(r"--minutes [\d.]+", "--minutes 0.05", script)
+    script = re.sub(r"--minutes [\d.]+", "--minutes 0 --steps 2 --held-out 8", script)
     return script if "--steps" in script else script.replace("--policy-lag 1", "--policy-lag 1 --steps 2")
 
 

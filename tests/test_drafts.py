@@ -246,7 +246,18 @@ def test_draft_train_makes_a_draft_and_trains_it_further(tmp_path):
     ]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
     done = run_draft_train(
-        tmp_path, "--init", "draft", "--rollouts", "rollouts.jsonl", "--out", "more", "--minutes", "0.05", *small
+        tmp_path,
+        "--init",
+        "draft",
+        "--rollouts",
+        "rollouts.jsonl",
+        "--out",
+        "more",
+        "--minutes",
+        "0",
+        "--steps",
+        "4",
+        *small,
     )
     assert done.returncode == 0 and "acceptance length before: " in done.stdout, done.stdout + done.stderr
 
