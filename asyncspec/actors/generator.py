@@ -75,18 +75,9 @@ class Generator(Actor):
     def load(self) -> None:
         from asyncspec.models import tokenizer
 
-        c, data = self.config, self.config.data
         # The functions load in processes of their own, while the engine does here.
-        self.rewarder = Rewarder(
-            data.reward,
-            data.reward_timeout_s,
-            data.reward_failures,
-            c.deployment.start_timeout_s,
-            data.reward_workers,
-            data.weights,
-            data.reward_pattern,
-        )
-        self.tokenizer = tokenizer.load(resolve_path(c.model.path))
+        self.rewarder = Rewarder.of(self.config)
+        self.tokenizer = tokenizer.load(resolve_path(self.config.model.path))
         self.engine = self.make_engine()
         self.rewarder.load()
 

@@ -46,9 +46,8 @@ def show(config: Config, count: int, samples: int, held_out: bool, tell: Callabl
         if problem.row:
             tell(f"the reward also gets: {problem.row}")
         for response, length, reward in answered:
-            tell(
-                f"response of {length} tokens, {'no reward' if reward is None else f'reward {reward:g}'}: {response!r}"
-            )
+            rewarded = "no reward" if reward is None else f"reward {reward:g}"
+            tell(f"response of {length} tokens, {rewarded}: {response!r}")
     return 0
 
 
@@ -72,15 +71,7 @@ def _answers(
             f"engine.max_prompt_tokens={limit}: a prompt has {longest} tokens; nearest valid choice: "
             f"engine.max_prompt_tokens={longest}"
         )
-    rewarder = Rewarder(
-        data.reward,
-        data.reward_timeout_s,
-        1.0,
-        config.deployment.start_timeout_s,
-        data.reward_workers,
-        data.weights,
-        data.reward_pattern,
-    )
+    rewarder = Rewarder.of(config, most_failures=1.0)
     use_threads(config.engine.threads)
     with closing(rewarder):
         try:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from asyncspec.config import Config
 from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
 
 LEAST_FAILURES = 8  # this many rewards may fail, whatever their share
@@ -95,6 +96,24 @@ class Rewarder:
         self._waiting: deque[_Work] = deque()
         self._groups: list[_Group] = []
         self._places = [self._place()]
+
+    @classmethod
+    def of(cls, config: Config, most_failures: float | None = None) -> Rewarder:
+        """Return the rewarder that a configuration asks for.
+
+        Args:
+            most_failures: in the place of data.reward_failures.
+        """
+        data = config.data
+        return cls(
+            data.reward,
+            data.reward_timeout_s,
+            data.reward_failures if most_failures is None else most_failures,
+            config.deployment.start_timeout_s,
+            data.reward_workers,
+            data.weights,
+            data.reward_pattern,
+        )
 
     def _place(self) -> _Place:
         return _Place(RewardWorker(self.name, self.weights, self.pattern), self.start_s)
