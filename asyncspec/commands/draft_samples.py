@@ -81,13 +81,17 @@ class Sampler:
     def acceptance_length(self, done: Sequence[tuple[int, Completion]]) -> float:
         """Return `acceptance_length` of these completions and of the sequences that are still live."""
         rows = self.engine.rows
-        tokens = sum(len(c.tokens) - 1 for _, c in done) + rows.begun_tokens - rows.live
-        return tokens / max(1, sum(c.verifications for _, c in done) + rows.begun_verifications)
+        return acceptance_length(done, rows.begun_tokens - rows.live, rows.begun_verifications)
 
 
-def acceptance_length(done: Sequence[tuple[int, Completion]]) -> float:
-    """Return tokens emitted per verification, the target's own included: a run's `spec/acceptance_length`."""
-    return sum(len(c.tokens) - 1 for _, c in done) / max(1, sum(c.verifications for _, c in done))
+def acceptance_length(done: Sequence[tuple[int, Completion]], tokens: int = 0, verifications: int = 0) -> float:
+    """Return tokens emitted per verification, the target's own included: a run's `spec/acceptance_length`.
+
+    Args:
+        tokens, verifications: of sequences that are not done, without their first tokens.
+    """
+    tokens += sum(len(c.tokens) - 1 for _, c in done)
+    return tokens / max(1, verifications + sum(c.verifications for _, c in done))
 
 
 def sampled(
