@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncspec.wire import messages as m
 
@@ -101,3 +102,18 @@ def first_gradients(model, config, batches):
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return grads, stats
+
+
+class Largest(TorchDispatchMode):
+    """Finds the number of elements of the largest tensor made in its context, of those with this last dimension."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last, self.numel = last, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.last:
+                self.numel = max(self.numel, tensor.numel())
+        return out
