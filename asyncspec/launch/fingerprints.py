@@ -21,9 +21,9 @@ from asyncspec.errors import ConfigError
 from asyncspec.files import write_json
 from asyncspec.models.chat import FILES as CHAT_FILES
 from asyncspec.models.headers import tensor_files
+from asyncspec.rl.own import ADVANTAGE, LOSS
 
 FILE = "inputs.json"
-ALGORITHMS = ("rl.advantage_estimator", "rl.loss_type")  # fields that may name a function of the user's
 _SAMPLES, _SAMPLE = 64, 1 << 16  # places of a file with weights that are read, and the bytes at each
 
 
@@ -56,7 +56,7 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
             continue
         field = name.partition("/")[0]
         what = f"{field}={value_of(config, field)!r}" + ("" if field == name else f": {name.partition('/')[2]}")
-        if field == "data.reward" or field in ALGORITHMS:
+        if field == "data.reward" or field in (ADVANTAGE, LOSS):
             used = "the next rewards come from" if field == "data.reward" else "the next steps use"
             tell(f"{what}: its file has changed since the run was started; {used} the new one")
         else:
@@ -78,7 +78,7 @@ def digests(config: Config) -> dict[str, str]:
     for number, name in enumerate(config.data.reward.split(",")):
         if (source := _source(name.strip())) is not None:
             files[f"data.reward/{name.strip()}" if number else "data.reward"] = source
-    for field in ALGORITHMS:
+    for field in (ADVANTAGE, LOSS):
         name = value_of(config, field)
         if ":" in name and (source := _source(name)) is not None:
             files[field] = source

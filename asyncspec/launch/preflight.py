@@ -19,6 +19,7 @@ from asyncspec.launch.machine import check_memory
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
+from asyncspec.rl.own import ADVANTAGE, LOSS
 from asyncspec.tasks.data import columns, load_problems, told_left_out
 from asyncspec.tasks.problem import Problem
 from asyncspec.tasks.prompts import encoded_prompts
@@ -100,7 +101,7 @@ def check_own_algorithms(config: configuration.Config) -> None:
     Raises:
         ConfigError: one of them cannot be imported, raises, or returns nonsense.
     """
-    own = [name for name in ("rl.advantage_estimator", "rl.loss_type") if ":" in value_of(config, name)]
+    own = [name for name in (ADVANTAGE, LOSS) if ":" in value_of(config, name)]
     if not own:
         return
     named = ", ".join(f"{name}={value_of(config, name)!r}" for name in own)

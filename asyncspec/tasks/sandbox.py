@@ -3,10 +3,10 @@
     python -I sandbox.py PARENT DESCRIPTOR SECONDS BYTES
 
 The program comes through the descriptor, as JSON [program, word]. If the program runs to its last line, this process
-then writes the word to standard error. The process ends with its parent, the process with the number PARENT. The
-program's processor time, memory and output are limited. A filter of system calls (seccomp) refuses to open a file for
-writing, to change one, to open a socket, and to start or signal a process.
-The program may read files. Nothing can take the filter back.
+then writes the word to standard error. The process ends when the process with the number PARENT ends, which started it.
+The program's processor time, memory and output are limited. A filter of system calls (seccomp) refuses to open a file
+for writing, to change one, to open a socket, and to start or signal a process. The program may read files. Nothing can
+take the filter back.
 
 The system calls are those of x86-64 and aarch64, with their numbers in Linux.
 """
@@ -35,15 +35,8 @@ _MACHINES = {
             **{"shmget": 29, "socket": 41, "fork": 57, "vfork": 58, "execve": 59, "kill": 62, "semget": 64},
             **{"msgget": 68, "truncate": 76, "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85, "link": 86},
             **{"unlink": 87, "symlink": 88, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94},
-            **{
-                "prctl": 157,
-                "ptrace": 101,
-                "utime": 132,
-                "mknod": 133,
-                "setpriority": 141,
-                "pivot_root": 155,
-                "chroot": 161,
-            },
+            **{"ptrace": 101, "utime": 132, "mknod": 133, "setpriority": 141, "pivot_root": 155, "prctl": 157},
+            **{"chroot": 161},
             **{"mount": 165, "umount2": 166, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197},
             **{"lremovexattr": 198, "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203, "tgkill": 234},
             **{"utimes": 235, "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250, "mkdirat": 258},
@@ -61,15 +54,8 @@ _MACHINES = {
             **{"fremovexattr": 16, "mknodat": 33, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36, "linkat": 37},
             **{"renameat": 38, "umount2": 39, "mount": 40, "pivot_root": 41, "truncate": 45, "chroot": 51},
             **{"fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88, "unshare": 97},
-            **{
-                "prctl": 167,
-                "ptrace": 117,
-                "sched_setaffinity": 122,
-                "kill": 129,
-                "tkill": 130,
-                "tgkill": 131,
-                "setpriority": 140,
-            },
+            **{"ptrace": 117, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "setpriority": 140},
+            **{"prctl": 167},
             **{"mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198, "add_key": 217},
             **{"request_key": 218, "keyctl": 219, "execve": 221, "perf_event_open": 241, "prlimit64": 261},
             **{"open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271},

@@ -1,7 +1,7 @@
-"""An advantage and a loss of your own. In a clone:
+r"""An advantage and a loss of your own. In a clone:
 
-asyncspec train --steps 20 rl.advantage_estimator=examples.own_algorithm.algorithm:best_of \
-    rl.loss_type=examples.own_algorithm.algorithm:geometric
+    asyncspec train --steps 20 rl.advantage_estimator=examples.own_algorithm.algorithm:best_of \
+        rl.loss_type=examples.own_algorithm.algorithm:geometric
 """
 
 import torch
