@@ -91,7 +91,7 @@ def test_what_other_programs_write_into_jsonl_is_read(tmp_path):
 
 def test_a_file_that_cannot_be_read_gives_one_line(tmp_path):
     for path in (tmp_path, tmp_path / "gone.jsonl", tmp_path / ("x" * 300)):
-        with pytest.raises(ValueError, match="^data.train_file='.*': .*; expected a data file that can be read$"):
+        with pytest.raises(ValueError, match="^data.train_file='.*': .*; expected a file that can be read$"):
             problems(path)
 
 
