@@ -62,7 +62,7 @@ def test_a_good_ledger_has_no_violation():
         (lambda e: e[9].update(trained_in=1), "ticket 4: trained in step 1, issued for step 2"),
         (lambda e: e.pop(0), "ticket 0: trained before it was issued"),
         (lambda e: e[13].pop("reason"), "ticket 6: dropped without a reason"),
-        (lambda e: (e.pop(2), e.pop(2)), "step 0: 1 tickets trained, expected 2"),
+        (lambda e: (e.pop(2), e.pop(2)), "step 0: 1 tickets trained or left out, expected 2"),
     ],
 )
 def test_every_broken_promise_is_found(change, message):
@@ -78,7 +78,10 @@ def test_metrics_and_ledger_must_have_the_same_steps():
 def test_audit_of_an_unfinished_run_reports_only_certain_violations():
     events = good()
     assert all(check(events[:end], None) == [] for end in range(len(events) + 1))
-    assert check(events + events[1:2], None) == ["ticket 0: trained 2 times", "step 0: 3 tickets trained, expected 2"]
+    assert check(events + events[1:2], None) == [
+        "ticket 0: trained 2 times",
+        "step 0: 3 tickets trained or left out, expected 2",
+    ]
 
 
 def long():

@@ -27,6 +27,11 @@ from asyncspec.config.fields import describe
         ("speculation.draft_length=0", "speculation.method=none turns drafting off"),
         ("sampling.temperature=0", "sampling.temperature=0.0: expected at least 0.001"),
         ("sampling.top_p=1.5", "sampling.top_p=1.5"),
+        (
+            "rl.mini_batch_size=5",
+            "rl.mini_batch_size=5: expected a divisor of rl.groups_per_step=16, or 0; nearest valid choice: "
+            "rl.mini_batch_size=4",
+        ),
         ("rl.clip_dual=0.5", "rl.clip_dual=0.5: expected 0, or more than 1; nearest valid choice: rl.clip_dual=3.0"),
         (
             "rl.overlong_buffer=400",

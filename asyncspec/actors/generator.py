@@ -4,7 +4,8 @@
   token.
 - Weights arrive in the background and are swapped in between two engine steps.
 - A group leaves when all its samples are generated and rewarded. Rewards are computed in other processes, while the
-  engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor.
+  engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor, except those
+  without signal with rl.dynamic_sampling.
 - The generator takes tickets from its inbox only while the engine has room. Credits hold the others at the controller.
 """
 
@@ -201,37 +202,45 @@ class Generator(Actor):
         if ticket.evaluation:
             self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))
             return
-        self.control.send(m.Generated(ticket.ticket_id))
-        lost = [m.Phase("lost", ticket.lost, ticket.issued)] if ticket.lost else []
-        phases = [
-            *lost,
-            m.Phase("queued", ticket.issued, group.received),
-            m.Phase("weights", group.received, group.admitted),
-            *group.phases,
-            m.Phase("reward", group.done, rewarded),
-        ]
-        self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(
-            m.Group(
-                ticket=ticket,
-                generator=self.name,
-                rewards=rewards,
-                truncated=[bool(c.truncated) for c in completions],
-                verifications=sum(c.verifications for c in completions),
-                proposed=sum(c.proposed for c in completions),
-                accepted=sum(c.accepted for c in completions),
-                draft_version=self.engine.draft_version,
-                phases=phases,
-                reached_at=summed(c.reached_at for c in completions),
-                accepted_at=summed(c.accepted_at for c in completions),
-            ),
-            {
-                "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
-                "behavior": np.concatenate([c.logprobs.numpy() for c in completions]),
-                "versions": versions,
-                "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
-            },
+        made = m.Group(
+            ticket=ticket,
+            generator=self.name,
+            rewards=rewards,
+            truncated=[bool(c.truncated) for c in completions],
+            verifications=sum(c.verifications for c in completions),
+            proposed=sum(c.proposed for c in completions),
+            accepted=sum(c.accepted for c in completions),
+            draft_version=self.engine.draft_version,
+            phases=[
+                *([m.Phase("resampled", ticket.asked, ticket.lost or ticket.issued)] if ticket.asked else []),
+                *([m.Phase("lost", ticket.lost, ticket.issued)] if ticket.lost else []),
+                m.Phase("queued", ticket.issued, group.received),
+                m.Phase("weights", group.received, group.admitted),
+                *group.phases,
+                m.Phase("reward", group.done, rewarded),
+            ],
+            reached_at=summed(c.reached_at for c in completions),
+            accepted_at=summed(c.accepted_at for c in completions),
         )
+        arrays = {
+            "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
+            "behavior": np.concatenate([c.logprobs.numpy() for c in completions]),
+            "versions": versions,
+            "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
+        }
+        if self._keeps(made):
+            self.control.send(m.Generated(ticket.ticket_id))
+            self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(made, arrays)
+        else:
+            self.control.send(m.Unused(m.GroupRecord.of(made, arrays)))
         self.fault("send")
+
+    def _keeps(self, group: m.Group) -> bool:
+        """Whether a group is trained. A ticket that was lost is trained in any case: the group that its first
+        generator made may be on its way.
+        """
+        filtering = self.config.rl.dynamic_sampling != "none"
+        return not filtering or bool(group.ticket.lost) or len(set(group.rewards)) > 1
 
     def _held_back(self, group: m.Group, start: float, end: float) -> None:
         self.delay.record("queue", start, end, group.ticket.ticket_id)

@@ -86,7 +86,7 @@ class Records:
         Args:
             final: the row waits for the evaluation of the version that the step made.
         """
-        for record in done.groups:
+        for record in (*done.groups, *done.unused):
             self.trace.write_group(done.step, record)
         self.ledger.sync()
         if self._files.stopped:

@@ -1,10 +1,14 @@
 """The schedule: when tickets are issued, which generator gets each, and how far training and evaluation have come.
 
 A ticket of step s is issued once the policy clock admits it, which means that version s - lag is published. The tickets
-of an evaluation are issued when its version is published.
+of an evaluation are issued when its version is published. With rl.dynamic_sampling=replace, a ticket whose group has no
+signal is followed by another one for the same place of the same step. So the order of a step's groups does not depend
+on how long each took.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.tickets import Evaluations, TicketMaker
@@ -13,6 +17,8 @@ from asyncspec.lag import PolicyClock
 from asyncspec.models import tokenizer
 from asyncspec.tasks.data import load_problems
 from asyncspec.wire import messages as m
+
+NO_SIGNAL = "all its rewards are equal"  # why rl.dynamic_sampling drops a ticket
 
 
 class Schedule:
@@ -25,6 +31,7 @@ class Schedule:
         self.clock = PolicyClock(self.config.policy_lag, first_step)
         self.next_step = first_step  # the step whose tickets are issued next
         self.trained_steps = first_step
+        self._unused: dict[int, list[m.GroupRecord]] = {}  # by step, the groups without signal
         self.evaluations = Evaluations()
 
     @property
@@ -96,10 +103,26 @@ class Schedule:
         if (done := self.evaluations.add(ticket.step, message.rewards, message.version_max)) is not None:
             self.run.records.evaluated(*done)
 
+    def unused(self, generator: str, message: m.Unused) -> None:
+        """Replace a group without signal by another one, or leave its place out of the step."""
+        ticket = self.run.book.unused(message.record.ticket_id, generator)
+        if ticket is None:
+            return
+        self.run.progress()
+        self._unused.setdefault(ticket.step, []).append(message.record)
+        details = {"reason": NO_SIGNAL, "generator": generator, "reward": message.record.reward_mean}
+        if (other := self.maker.after(ticket)) is not None:
+            self.run.book.replace(ticket, other, **details)
+            return
+        self.run.book.end("dropped", ticket.ticket_id, left_out_in=ticket.step, **details)
+        for member in self.run.crew.playing("trainer"):
+            self.run.server.send(member.name, m.LeftOut(ticket.place, ticket.ticket_id))
+
     def step_done(self, message: m.StepDone) -> None:
         """Note that a step was trained or skipped."""
         self.run.progress()
         self.trained_steps = message.step + 1
+        message = msgspec.structs.replace(message, unused=self._unused.pop(message.step, []))
         for record in message.groups:
             self._end_ticket(message, record)
         final = self.trained_steps == self.config.steps and bool(self.maker.held_out)

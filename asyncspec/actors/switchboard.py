@@ -20,6 +20,7 @@ _FROM = {  # message -> the roles that may send it, once all actors are up; othe
     m.Broken: _SENDERS | _RECEIVERS,
     m.Received: _RECEIVERS,
     m.Generated: {"generator"},
+    m.Unused: {"generator"},
     m.EvalDone: {"generator"},
     m.Arrived: {"trainer"},
     m.StepDone: {"trainer"},
@@ -118,6 +119,10 @@ class Switchboard:
     def _(self, message: m.Generated, sender: str) -> None:
         self.run.book.moved(message.ticket_id, GENERATED, sender)
         self.run.progress()
+
+    @_handle.register
+    def _(self, message: m.Unused, sender: str) -> None:
+        self.schedule.unused(sender, message)
 
     @_handle.register
     def _(self, message: m.Arrived, sender: str) -> None:

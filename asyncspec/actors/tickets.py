@@ -31,16 +31,26 @@ class TicketMaker:
     def __init__(self, config: Config, tokenizer, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
         """
         Args:
-            problems: the problem of each training ticket, in order; see `load_problems`.
+            problems: the problem of each try for each place, in order; see `load_problems`.
         """
         self.config, self.tokenizer, self.problems, self.held_out = config, tokenizer, problems, held_out
 
     def of_step(self, step: int, min_version: int) -> list[m.Ticket]:
         count = self.config.rl.groups_per_step
-        return [
-            self._make(i, step, min_version, self.problems[i], self.config.rl.group_size)
-            for i in range(step * count, (step + 1) * count)
-        ]
+        return [self._of_place(place, 0, step, min_version) for place in range(step * count, (step + 1) * count)]
+
+    def after(self, ticket: m.Ticket) -> m.Ticket | None:
+        """Return the ticket that replaces one whose group has no signal; None if its place has had all its tries."""
+        number = ticket.ticket_id // m.TRY_IDS + 1
+        if number == self.config.rl.tries:
+            return None
+        made = self._of_place(ticket.place, number, ticket.step, ticket.min_version)
+        return msgspec.structs.replace(made, asked=ticket.asked or ticket.issued)
+
+    def _of_place(self, place: int, number: int, step: int, min_version: int) -> m.Ticket:
+        rl = self.config.rl
+        problem = self.problems[place * rl.tries + number]
+        return self._make(number * m.TRY_IDS + place, step, min_version, problem, rl.group_size)
 
     def of_evaluation(self, version: int) -> list[m.Ticket]:
         first = EVALUATION_IDS + version * len(self.held_out)
@@ -136,6 +146,21 @@ class TicketBook:
             self.pending.remove(ticket)
         self.ledger.write(event, ticket, **details)
         return ticket
+
+    def unused(self, ticket_id: int, generator: str) -> m.Ticket | None:
+        """Return the ticket of a group without signal. None if its end is not known from this generator: it has ended,
+        or it was issued again, and a group of it may be on its way.
+        """
+        entry = self.open.get(ticket_id)
+        if entry is None or entry.generator != generator or entry.stage != GENERATING or entry.ticket.lost:
+            return None
+        return entry.ticket
+
+    def replace(self, ticket: m.Ticket, by: m.Ticket, **details) -> None:
+        """Take a ticket off the book, and issue another in its place. It is the next one to be sent."""
+        self.pending.appendleft(by)
+        self.ledger.write("issued", by)
+        self.end("dropped", ticket.ticket_id, replaced_by=by.ticket_id, **details)
 
     def reissue(self, lost: Callable[[str, str, float], bool], reason: str) -> int:
         """Issue again the tickets that were lost with an actor. Return how many they are.

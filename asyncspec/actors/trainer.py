@@ -1,11 +1,13 @@
 """The trainer: accumulates the gradient as groups arrive in ticket order, steps, publishes the next version.
 
-- Step s trains exactly the tickets s * G .. s * G + G - 1 in that order, in whatever order they arrive (G: groups a
-  step).
+- Step s trains the groups of the places s * G .. s * G + G - 1 in that order, in whatever order they arrive (G: groups
+  a step). With rl.dynamic_sampling some places may be left out.
 - It refuses a group outside the policy lag with `LagError`, before the group touches the gradient.
-- It sums losses over tokens and divides the gradient once a step. With an advantage estimator that looks at the whole
-  step, it trains when the last group is there (rl/accumulate.py).
-- It leads the trainer's other ranks, if there are any: actors/trainer_rank.py.
+- It sums losses over tokens and divides the gradient once. With an advantage estimator that looks at the whole step, it
+  trains when the last group is there (rl/accumulate.py).
+- With several optimizer steps a batch, the first one is taken when the last group is there. All of them together make
+  one version.
+- It leads the trainer's other ranks, if there are any: trainer_team.py, trainer_rank.py.
 - With speculation.method=mtp it also trains the policy's MTP module: actors/mtp.py.
 - Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background.
 - Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, and the rest.
@@ -16,78 +18,23 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncspec.actors.base import Actor, StopRequested
-from asyncspec.actors.team import Team
+from asyncspec.actors.trainer_team import TrainerTeam
 from asyncspec.config import work
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
-from asyncspec.rl.batch import Part, to_message
-from asyncspec.rl.learner import Learner
+from asyncspec.rl.learner import Learner, merged
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Publisher
 
 if TYPE_CHECKING:
     from asyncspec.actors.mtp import MTPTrainer
-
-# Rank 0's orders to the others, see trainer_rank.py.
-UPDATE, SNAPSHOT, GATHER, SAVE, CLEAR = "update", "snapshot", "gather", "save", "clear"
-
-
-class TrainerTeam(Team):
-    """The leading rank's side of the trainer's team."""
-
-    def __init__(self, actor: Actor, learner: Learner) -> None:
-        super().__init__(actor, learner.ranks)
-        self.learner = learner
-
-    def add(self, step: int, group: m.Group, arrays: m.Arrays) -> list:
-        """Add a group to the gradient; passes run once they are full. Return what `GradientAccumulator.run` returned
-        for this rank's passes, without None.
-        """
-        return self._run(step, self.learner.accumulator.add(group, arrays), False)
-
-    def flush(self, step: int) -> list:
-        """Run the passes that are not full. Return the same as `add`."""
-        return self._run(step, self.learner.accumulator.flush(), True)
-
-    def _run(self, step: int, rounds: list[list[list[Part]]], ends: bool) -> list:
-        """Run rounds on all ranks; with `ends`, they are the last ones of the step."""
-        found = []
-        for number, passes in enumerate(rounds, 1):
-            if number > 1:
-                self.actor.wait_step(0.0)  # many rounds are a long turn
-            last = ends and number == len(rounds)
-            for rank, outbox in enumerate(self.outboxes, start=1):
-                outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel], last))
-            found.append(self.together(partial(self.learner.accumulator.run, passes[0], last)))
-        return [each for each in found if each is not None]
-
-    def update(self) -> dict[str, float]:
-        """Call `Learner.update` on all ranks, and return its statistics."""
-        self.order(UPDATE)
-        return self.together(self.learner.update)
-
-    def clear(self) -> None:
-        """Forget the groups of an unfinished step, on all ranks."""
-        self.order(CLEAR)
-        self.learner.accumulator.clear()
-
-    def snapshot(self):
-        """Take a snapshot of the policy, on all ranks."""
-        self.order(SNAPSHOT)
-        return self.learner.snapshot(lambda: self.order(GATHER))
-
-    def save(self, version: int) -> None:
-        """Begin a checkpoint, on all ranks."""
-        self.order(SAVE, version)
-        self.together(lambda: self.learner.save(version))
 
 
 @dataclass
@@ -97,7 +44,7 @@ class _Step:
     start: float = 0.0
     waits: list[m.Wait] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "train": 0.0, "prepare": 0.0})
-    groups: list[tuple[m.Group, m.Arrays]] = field(default_factory=list)  # whose gradient is accumulated
+    groups: list[tuple[m.Group, m.Arrays]] = field(default_factory=list)  # that it trains, in order
 
 
 class Trainer(Actor):
@@ -113,10 +60,11 @@ class Trainer(Actor):
         self.step_index = max(0, spec.resume)
         self.saved_version = self.step_index  # version of the newest checkpoint begun
         self._saving_since, self._to_save = 0.0, False  # `_to_save`: the ranks have joined
-        self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by ticket, until its turn
+        self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by place, until its turn
+        self.left_out: dict[int, int] = {}  # by place, until its turn: the last ticket, whose group is not trained
         self.step_start = 0.0  # when the previous step ended; 0: there was none
         self.step = _Step()
-        self.next_ticket = self.step_index * self.config.rl.groups_per_step
+        self.next_place = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
         self.learner.visit = lambda: self.fault("checkpoint")
         self.team = TrainerTeam(self, self.learner)
@@ -164,9 +112,11 @@ class Trainer(Actor):
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.Membership):
             self.join(self.publishers[message.kind], message)
+        elif isinstance(message, m.LeftOut):
+            self.left_out[message.place] = message.ticket_id
 
     def turn(self) -> None:
-        """Take one optimizer step, waits included; after the last step, idle briefly."""
+        """Make the next version, waits included; after the last one, idle briefly."""
         self._tend_checkpoint()
         if self.step_index == self.config.steps:
             self.publisher.check()
@@ -185,10 +135,9 @@ class Trainer(Actor):
                 self.wait_step(0.005)
             self.publisher.check()
         with self._part("train", step):
-            self._draft(self.team.flush(step))
-            stats, skipped = self.learner.take_step(step, work.groups, self.team.update, self._notice)
-        lags = step - np.concatenate([arrays["versions"] for _, arrays in work.groups])
-        stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())}
+            stats, skipped = self.learner.take_step(step, work.groups, lambda: self._update(step), self._notice)
+        lags = step - np.concatenate([np.full(0, step), *(arrays["versions"] for _, arrays in work.groups)])
+        stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())} if len(lags) else {}
         with self._part("prepare", step):
             self._publish(step + 1)
         end = now()
@@ -205,23 +154,62 @@ class Trainer(Actor):
             )
         )
         self.step_index, self.step_start = step + 1, end
+        self.team.committed = False
         every = self.config.checkpoint.every
         if every and self.step_index - self.saved_version >= every and not self.learner.checkpoints.busy:
             with self.recorder.span("checkpoint", version=self.step_index):
                 self._save()
 
     def _accumulate(self, step: int) -> list[m.GroupRecord]:
-        """Add the gradients of a step's groups, in ticket order. Return a record of each group."""
+        """Take a step's groups, in order, and add the gradients of those of the first optimizer step. Return a record
+        of each group.
+        """
         records, count = [], self.config.rl.groups_per_step
-        for ticket_id in range(step * count, (step + 1) * count):
-            group, arrays = self._next_group(ticket_id)
-            self.next_ticket = ticket_id + 1
+        for place in range(step * count, (step + 1) * count):
+            found = self._next_group(place)
+            self.next_place = place + 1
             self.pump()
             if self.stopping:
                 raise StopRequested
-            with self._part("train", step, ticket_id):
-                records.append(self._train(step, group, arrays))
+            if found is not None:
+                with self._part("train", step, found[0].ticket.ticket_id):
+                    records.append(self._take(step, *found))
         return records
+
+    def _update(self, step: int) -> dict[str, float]:
+        """Take the optimizer steps of a batch. The gradient of the first one is accumulated, except for `flush`. Return
+        their statistics.
+
+        Raises:
+            FloatingPointError: no step had a finite gradient.
+        """
+        rl, groups, errors = self.config.rl, self.step.groups, []
+        self._draft(self.team.flush(step))
+        if rl.updates_per_step == 1:
+            return self.team.update()
+        advantages = self.learner.accumulator.advantages(groups)
+        batches: dict[int, list] = {}
+        for (group, arrays), advantage_G in zip(groups, advantages):
+            number = group.ticket.place % rl.groups_per_step // rl.groups_per_update
+            batches.setdefault(number, []).append((group, arrays, advantage_G))
+        found = []
+        for iteration in range(rl.num_iterations):
+            for number, batch in batches.items():
+                if iteration or number or self.learner.accumulator.whole_step:
+                    for each in batch:
+                        self._draft(self.team.add(step, *each))
+                        self.team.breathe()
+                    self._draft(self.team.flush(step))
+                try:
+                    found.append(self.team.update())
+                    self.team.committed = True
+                except FloatingPointError as error:
+                    errors.append(error)
+        if errors and not found:
+            raise errors[-1]
+        if errors:
+            self._notice(f"step {step} left out {len(errors)} of {rl.updates_per_step} optimizer steps: {errors[-1]}")
+        return merged(found) | {"optimizer/steps": self.learner.accumulator.updates}
 
     def _publish(self, version: int) -> None:
         """Publish the new version of the policy and, when it is due, of the draft."""
@@ -288,13 +276,18 @@ class Trainer(Actor):
         )
         self.log(f"policy of version {self.step_index} written to {directory}")
 
-    def _train(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
-        versions = arrays["versions"]
+    def _take(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
+        """Take a group for training. Its gradient is added now if it belongs to the first optimizer step."""
+        versions, rl = arrays["versions"], self.config.rl
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
         self.step.groups.append((group, arrays))
         self.delay("train", ticket=group.ticket.ticket_id)
         self.fault("work")
-        self._draft(self.team.add(step, group, arrays))
+        several = rl.updates_per_step > 1
+        if not several or (
+            group.ticket.place % rl.groups_per_step < rl.groups_per_update and not self.learner.accumulator.whole_step
+        ):
+            self._draft(self.team.add(step, group, arrays))
         return m.GroupRecord.of(group, arrays)
 
     def _draft(self, passes: list) -> None:
@@ -302,31 +295,34 @@ class Trainer(Actor):
         for row, scores in passes if self.mtp is not None else ():
             self.counters |= self.mtp.train(row, scores)
 
-    def _next_group(self, ticket_id: int) -> tuple[m.Group, m.Arrays]:
-        start = now()
+    def _next_group(self, place: int) -> tuple[m.Group, m.Arrays] | None:
+        """Wait for the group of a place. Return None if the place is left out."""
+        start, waited = now(), False
         self._sort_inbox()
-        if ticket_id not in self.arrived:
-            while ticket_id not in self.arrived:
-                self.publisher.check()
-                self.wait_step()
-                self._sort_inbox()
-            end = now()
+        while place not in self.arrived and place not in self.left_out:
+            waited = True
+            self.publisher.check()
+            self.wait_step()
+            self._sort_inbox()
+        end, found = now(), self.arrived.pop(place, None)
+        ticket_id = self.left_out.pop(place, -1) if found is None else found[0].ticket.ticket_id
+        if waited:
             self.step.waits.append(m.Wait(ticket_id, start, end))
             self.recorder.add("wait", start, end, self.step_index, ticket_id)
         else:
-            self.step.busy["data"] += now() - start
-        return self.arrived.pop(ticket_id)
+            self.step.busy["data"] += end - start
+        return found
 
     def _sort_inbox(self) -> None:
         while (item := self.inbox.take()) is not None:
             group, arrays, *_ = item
-            ticket_id = group.ticket.ticket_id
-            self.control.send(m.Arrived(ticket_id))
+            place = group.ticket.place
+            self.control.send(m.Arrived(group.ticket.ticket_id))
             # A ticket that was issued again because its generator died may arrive twice: the first one counts.
-            if ticket_id in self.arrived or ticket_id < self.next_ticket:
+            if place in self.arrived or place < self.next_place:
                 self.counters["tickets/duplicates"] = self.counters.get("tickets/duplicates", 0) + 1
             else:
-                self.arrived[ticket_id] = (group, arrays)
+                self.arrived[place] = (group, arrays)
 
     @contextmanager
     def _part(self, name: str, step: int, ticket: int = -1):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncspec.actors.base import StopRequested
 from asyncspec.actors.team import Follower
-from asyncspec.actors.trainer import CLEAR, GATHER, SAVE, SNAPSHOT, UPDATE
+from asyncspec.actors.trainer_team import CLEAR, GATHER, SAVE, SNAPSHOT, UPDATE
 from asyncspec.config.topology import TRAINER_RANK
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.batch import from_message

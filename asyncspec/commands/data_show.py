@@ -29,10 +29,11 @@ def show(config: Config, count: int, samples: int, held_out: bool, tell: Callabl
     except ValueError as error:
         raise ConfigError(str(error)) from None
     source = config.data.train_file or f"the built-in task {config.data.task}"
-    tell(f"{source}: {len(found.training)} prompts in {config.steps} steps, {len(found.held_out)} held out")
+    training = found.training[:: config.rl.tries]  # without those that may replace them
+    tell(f"{source}: {len(training)} prompts in {config.steps} steps, {len(found.held_out)} held out")
     if found.left_out:
         tell(told_left_out(config, found.left_out))
-    problems = (found.held_out if held_out else found.training)[:count]
+    problems = (found.held_out if held_out else training)[:count]
     prompts = [tokenizers.encode_prompt(tokenizer, problem.prompt) for problem in problems]
     answers = _answers(config, tokenizer, problems, prompts, samples) if samples and problems else [()] * len(problems)
     for number, (problem, tokens, answered) in enumerate(zip(problems, prompts, answers), 1):

@@ -18,7 +18,27 @@ LOSSES = ("ppo", "cispo", "gspo")
 @dataclass
 class RLConfig:
     group_size: int = knob(8, "rollouts per prompt; their rewards are compared to get advantages", least=2)
-    groups_per_step: int = knob(16, "prompts per optimizer step, with rl.group_size rollouts each", least=1)
+    groups_per_step: int = knob(16, "prompts per step, with rl.group_size rollouts each", least=1)
+    mini_batch_size: int = knob(
+        0,
+        "groups of an optimizer step, a divisor of rl.groups_per_step; with fewer than all, or with rl.num_iterations "
+        "above 1, a policy version comes from several optimizer steps; 0: all groups",
+        least=0,
+    )
+    num_iterations: int = knob(1, "times that a step trains on each of its groups", least=1)
+    dynamic_sampling: str = knob(
+        "none",
+        "what becomes of groups whose rewards are all equal; none: they count in the step; filter: they are left out; "
+        "replace: others are generated in their places (DAPO)",
+        choices=("none", "filter", "replace"),
+    )
+    max_batches: int = knob(
+        8,
+        "groups that rl.dynamic_sampling=replace generates for one place at most; the last one is left out if its "
+        "rewards are equal too",
+        least=2,
+        most=256,
+    )
     advantage_estimator: str = knob(
         "grpo",
         f"{', '.join(ESTIMATORS)}, or module:function; grpo is (r - mean) / std in the group, dr_grpo r - mean, rloo "
@@ -93,6 +113,21 @@ class RLConfig:
     mask_truncated: bool = knob(
         False, "leave truncated responses out of the loss; their rewards still count in the advantages of the others"
     )
+
+    @property
+    def groups_per_update(self) -> int:
+        """The groups of an optimizer step."""
+        return self.mini_batch_size or self.groups_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps from one policy version to the next."""
+        return self.num_iterations * (self.groups_per_step // self.groups_per_update)
+
+    @property
+    def tries(self) -> int:
+        """Groups that may be generated for one place of a step."""
+        return self.max_batches if self.dynamic_sampling == "replace" else 1
 
 
 @dataclass

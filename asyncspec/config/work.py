@@ -92,6 +92,8 @@ def stop_s(config: Config, finished: bool = False) -> float:
         finished: all steps are trained, so nobody waits for the end with a hand on Ctrl-C.
     """
     seconds = config.deployment.stall_timeout_s if finished else config.deployment.stop_timeout_s
+    if config.rl.updates_per_step > 1:  # a batch whose first optimizer step was taken is trained to its end
+        seconds += config.deployment.turn_timeout_s
     return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + export_bytes(config))
 
 

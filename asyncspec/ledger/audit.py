@@ -45,7 +45,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     Args:
         events: the ledger's lines, in order.
         lag: the run's policy lag.
-        groups_per_step: tickets that each step trains.
+        groups_per_step: places of each step: tickets that it trains or leaves out.
         steps_trained: number of rows of metrics.jsonl; None for a run that has not ended, whose tickets may still be
             open and whose newest step may be incomplete.
     """
@@ -53,7 +53,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     found: list[str] = []
     issued: Counter = Counter()
     step_of: dict[int, int] = {}
-    steps: Counter = Counter()  # step -> tickets that were trained in it, or dropped because it was skipped
+    steps: Counter = Counter()  # step -> tickets that were trained in it or left out of it
     events = list(events)
     for event in events:
         kind = event["event"]
@@ -71,10 +71,12 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             issued[ticket] += 1
         elif not issued[ticket]:
             found.append(f"ticket {ticket}: {kind} before it was issued")
-        if "left_out_in" in event:  # a skipped step still counts as done
+        if "left_out_in" in event:  # the step was skipped, or the group had no signal
             steps[event["left_out_in"]] += 1
         if kind == "dropped" and not event.get("reason"):
             found.append(f"ticket {ticket}: dropped without a reason")
+        if (other := event.get("replaced_by")) is not None and not (issued[other] and step_of[other] == step):
+            found.append(f"ticket {ticket}: replaced by ticket {other}, which was not issued for step {step}")
         if kind != "trained":
             continue
         steps[event["trained_in"]] += 1
@@ -104,7 +106,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             )
     for step in range(max(steps, default=-1) + ended):
         if steps[step] != groups_per_step:
-            found.append(f"step {step}: {steps[step]} tickets trained, expected {groups_per_step}")
+            found.append(f"step {step}: {steps[step]} tickets trained or left out, expected {groups_per_step}")
     if ended and steps_trained != len(steps):
         found.append(f"metrics.jsonl has {steps_trained} steps, but the ledger has {len(steps)}")
     return found

@@ -27,6 +27,8 @@ from asyncspec.wire import messages as m
 class MockAccumulator:
     """Stands in for GradientAccumulator."""
 
+    whole_step = False
+
     def __init__(self, model: MockModel, response_s: float, ranks: Ranks) -> None:
         self.model, self.response_s, self.ranks, self.updates = model, response_s, ranks, 0
         self.optimizer = torch.optim.AdamW(model.parameters())
@@ -40,7 +42,11 @@ class MockAccumulator:
     def clear(self) -> None:
         pass
 
-    def add(self, group: m.Group, arrays: m.Arrays) -> list[list[list[Part]]]:
+    def advantages(self, groups: Sequence[tuple[m.Group, m.Arrays]]) -> list[None]:
+        """Return no advantages: a mock learns nothing."""
+        return [None] * len(groups)
+
+    def add(self, group: m.Group, arrays: m.Arrays, advantage_G: None = None) -> list[list[list[Part]]]:
         """Return one round in which each rank gets an equal share of the group's responses."""
         whole = Part(group.ticket.prompt_tokens, {name: arrays[name] for name in ("tokens", "lengths")})
         responses, ranks = list(range(len(arrays["lengths"]))), self.ranks.data_size

@@ -86,7 +86,8 @@ def lengths(runs: Sequence[Run]) -> Figure:
     """Draw how long the responses were."""
 
     def draw(axis, run: Run) -> None:
-        found = [n for step in run.steps for group in step.groups for n in group.response_tokens]
+        groups = [group for step in run.steps for group in (*step.groups, *step.unused)]
+        found = [n for group in groups for n in group.response_tokens]
         if found:
             axis.hist(found, bins=np.geomspace(1, max(2, max(found)), 40), color="#2f6db5")
             axis.set_xscale("log")

@@ -1,4 +1,4 @@
-"""One policy update from any number of groups, added one at a time, in one rank or in several."""
+"""One optimizer step from any number of groups, added one at a time, in one rank or in several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncspec.wire import messages as m
 
 
 class GradientAccumulator:
-    """Accumulates the gradient of a step's loss over all groups added: a sum over tokens, divided once. The division of
+    """Accumulates the gradient of the loss over all groups added: a sum over tokens, divided once. The division of
     groups into calls, passes and ranks does not matter.
 
         rl.advantage_estimator=grpo                  add g0, a pass | add g1, a pass | flush: the rest  | step
@@ -71,48 +71,63 @@ class GradientAccumulator:
         self._collected: list[tuple[m.Group, m.Arrays]] = []  # whose advantages need the whole step
         self.tokens, self.responses, self.tokens_with_signal, self.sums = 0, 0, 0, defaultdict(float)
 
-    def add(self, group: m.Group, arrays: m.Arrays) -> list[list[list[Part]]]:
+    @property
+    def whole_step(self) -> bool:
+        """Whether the advantages of a group depend on the other groups of its step."""
+        return getattr(self.estimator, "whole_step", False)
+
+    def add(self, group: m.Group, arrays: m.Arrays, advantage_G: np.ndarray | None = None) -> list[list[list[Part]]]:
         """Take a group. Its responses wait for a pass if it has a gradient; with an estimator that looks at the whole
         step they wait for `flush`.
+
+        Args:
+            advantage_G: what `advantages` returned for the group; None: it is not known yet.
 
         Returns:
             The rounds of passes that are full. Each data rank must `run` its pass of each round.
         """
+        if advantage_G is not None:
+            return self._put(group, arrays, advantage_G)
         self._collected.append((group, arrays))
-        return [] if getattr(self.estimator, "whole_step", False) else self._put()
+        return [] if self.whole_step else self._put_collected()
 
     def flush(self) -> list[list[list[Part]]]:
         """Return the rounds of passes that are left; at least one, if gradients still have to be added up."""
-        rounds = [*self._put(), *self.pool.flush()]
+        rounds = [*self._put_collected(), *self.pool.flush()]
         if not rounds and self.to_sync:
             rounds.append([[] for _ in range(self.pool.ranks)])
         return rounds
 
-    def _put(self) -> list[list[list[Part]]]:
-        """Put the responses of the collected groups that have a gradient into the pool. Return the rounds that are
-        full.
-        """
-        groups, self._collected, rounds = self._collected, [], []
-        for (group, arrays), advantage_G in zip(groups, self._advantages(groups)):
-            part = Part(
-                group.ticket.prompt_tokens,
-                {name: array for name, array in arrays.items() if name != "versions"} | {"advantages": advantage_G},
-            )
-            if self.rl.mask_truncated and any(group.truncated):
-                kept = [index for index, truncated in enumerate(group.truncated) if not truncated]
-                if not kept:
-                    continue
-                part = part.of(kept)
-            tokens = int(part.arrays["lengths"].sum())
-            self.tokens += tokens
-            self.responses += len(part.arrays["lengths"])
-            if self._has_gradient(part):
-                self.tokens_with_signal += tokens
-                rounds += self.pool.add(part)
-        return rounds
+    def _put_collected(self) -> list[list[list[Part]]]:
+        groups, self._collected = self._collected, []
+        advantages = self.advantages(groups)
+        return [each for item, advantage_G in zip(groups, advantages) for each in self._put(*item, advantage_G)]
 
-    def _advantages(self, groups: Sequence[tuple[m.Group, m.Arrays]]) -> list[np.ndarray]:
-        """Return the advantages of each group, float32."""
+    def _put(self, group: m.Group, arrays: m.Arrays, advantage_G: np.ndarray) -> list[list[list[Part]]]:
+        """Put the responses of a group into the pool, if it has a gradient. Return the rounds that are full."""
+        part = Part(
+            group.ticket.prompt_tokens,
+            {name: array for name, array in arrays.items() if name != "versions"} | {"advantages": advantage_G},
+        )
+        if self.rl.mask_truncated and any(group.truncated):
+            kept = [index for index, truncated in enumerate(group.truncated) if not truncated]
+            if not kept:
+                return []
+            part = part.of(kept)
+        tokens = int(part.arrays["lengths"].sum())
+        self.tokens += tokens
+        self.responses += len(part.arrays["lengths"])
+        if not self._has_gradient(part):
+            return []
+        self.tokens_with_signal += tokens
+        return self.pool.add(part)
+
+    def advantages(self, groups: Sequence[tuple[m.Group, m.Arrays]]) -> list[np.ndarray]:
+        """Return the advantages of each group, float32.
+
+        Args:
+            groups: with `whole_step` all groups of the step.
+        """
         if not groups:
             return []
         shaped = [
@@ -201,7 +216,7 @@ class GradientAccumulator:
             raise FloatingPointError(f"gradient norm {float(norm)}: the step was not taken")
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.max_grad_norm, norm)
         stats = {name: value / with_signal for name, value in zip(REPORTED, sums)} if with_signal else {}
-        lr = learning_rate(settings, self.updates, self.config.steps)
+        lr = learning_rate(settings, self.updates, self.config.steps * self.rl.updates_per_step)
         stats |= {"grad/norm": float(norm), "optimizer/lr": lr}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -6,7 +6,7 @@ The actors decide when: rank 0 is the trainer (actors/trainer.py); the other ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,13 @@ def save_step(directory: Path, step: int, groups: list[tuple[m.Group, m.Arrays]]
     arrays = {f"{group.ticket.ticket_id}/{name}": array for group, arrays in groups for name, array in arrays.items()}
     np.savez(file, groups=np.array(msgspec.json.encode([group for group, _ in groups]).decode()), **arrays)
     return file
+
+
+def merged(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the statistics of a batch from those of its optimizer steps: their means, and the last learning rate."""
+    names = dict.fromkeys(name for each in stats for name in each)
+    found = {name: [each[name] for each in stats if name in each] for name in names}
+    return {name: values[-1] if name == "optimizer/lr" else float(np.mean(values)) for name, values in found.items()}
 
 
 class Learner:
@@ -132,10 +139,11 @@ class Learner:
             except OSError as full:
                 kept = f"its groups could not be written: {full}"
             notice(f"step {step} left the policy as it was: {error}; {kept}")
-            if self.skipped_in_a_row == MOST_SKIPPED:
+            if self.skipped_in_a_row >= MOST_SKIPPED:
                 raise FloatingPointError(
-                    f"{MOST_SKIPPED} steps in a row without a finite gradient; their groups are in {folder}; a smaller "
-                    f"trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure"
+                    f"{self.skipped_in_a_row} optimizer steps in a row without a finite gradient; their groups are in "
+                    f"{folder}; a smaller trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual "
+                    "cure"
                 ) from None
             return {"grad/skipped": self.skipped}, str(error)
 

@@ -51,14 +51,14 @@ def make_optimizers(model, config: OptimizerConfig) -> list[torch.optim.Optimize
     ]
 
 
-def learning_rate(config: OptimizerConfig, updates: int, steps: int) -> float:
-    """Return the learning rate of the update after `updates` others, in a run of `steps`.
+def learning_rate(config: OptimizerConfig, updates: int, total: int) -> float:
+    """Return the learning rate of the optimizer step after `updates` others, in a run of `total` optimizer steps.
 
-    A schedule falls from the end of the warm-up to 0 after the run's last step.
+    A schedule falls from the end of the warm-up to 0 after the last one.
     """
     warmup = config.warmup_steps
     rate = config.lr * min(1.0, (updates + 1) / max(1, warmup))
     if config.schedule == "constant" or updates < warmup:
         return rate
-    passed = min(1.0, (updates - warmup) / max(1, steps - warmup))
+    passed = min(1.0, (updates - warmup) / max(1, total - warmup))
     return rate * (1 - passed if config.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2)

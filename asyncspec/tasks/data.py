@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Problems(NamedTuple):
-    """training: the problem of each training ticket, in order.
+    """training: the problems of the places of all steps, in order; rl.tries of each place, one after the other.
     left_out: how many problems have too many tokens, of those that the run would have come to.
     """
 
@@ -57,7 +57,7 @@ def load_problems(config: Config) -> Problems:
         ValueError: there are no problems, a file cannot be read, or messages cannot be rendered. The message is one
             line that names the field.
     """
-    data, needed = config.data, config.steps * config.rl.groups_per_step
+    data, places, tries = config.data, config.steps * config.rl.groups_per_step, config.rl.tries
     if data.train_file:
         preparation, left_out = _Preparation(config), 0
         held_out: list[Problem] = []
@@ -69,8 +69,8 @@ def load_problems(config: Config) -> Problems:
             if not held_out:
                 raise _too_long(config, len(fitting), name)
         parts = sources(data.train_file) if data.train_weights else [data.train_file]
-        source_N = turns(data.source_weights or [1.0], needed)
-        training: list[Problem] = [Problem("", "")] * needed
+        source_N = turns(data.source_weights or [1.0], places).repeat(tries)  # a place has one source
+        training: list[Problem] = [Problem("", "")] * (places * tries)
         for number, part in enumerate(parts):
             turn = np.flatnonzero(source_N == number).tolist()
             chosen, missing = _in_order(config, number, part, len(turn), preparation)
@@ -85,7 +85,8 @@ def load_problems(config: Config) -> Problems:
         raise ValueError(
             f"data.train_prompts={data.train_prompts}: all of these prompts are held out; expected a larger number"
         )
-    return Problems([problems[i] for i in shuffled(config.seed, 0, len(problems), needed).tolist()], held_out)
+    order = shuffled(config.seed, 0, len(problems), places * tries).tolist()
+    return Problems([problems[i] for i in order], held_out)
 
 
 def told_left_out(config: Config, count: int) -> str:

@@ -22,6 +22,7 @@ from asyncspec.wire.messages import GroupRecord, Phase, StepDone, Wait
 
 # The part that each phase of a group is charged to while the trainer waits for the group.
 CAUSES = {
+    "resampled": "exposed_generation",  # the groups generated before it in its place were without signal
     "lost": "recovery",  # its generator died; until the ticket is issued again
     "queued": "exposed_generation",  # for a generator with room; then, in the generator, for a free slot
     "weights": "prepare",  # in the generator, for the version that the ticket requires
@@ -97,7 +98,7 @@ def attribute(wait: Wait, phases: Sequence[Phase]) -> dict[str, float]:
 
 def critical_path(step: StepDone) -> list[Segment]:
     """Cut the step's wall time, without gaps, into the trainer's own work and what it waited for."""
-    phases = {g.ticket_id: g.phases for g in step.groups}
+    phases = {g.ticket_id: g.phases for g in (*step.groups, *step.unused)}
     path, at = [], step.start
     for wait in step.waits:
         if wait.start > at:
@@ -111,7 +112,7 @@ def critical_path(step: StepDone) -> list[Segment]:
 
 def explain(step: StepDone, longest: int = 3) -> list[str]:
     """Say in a few lines, for a person, what the step waited for longest; the longest first."""
-    groups = {g.ticket_id: g for g in step.groups}
+    groups = {g.ticket_id: g for g in (*step.groups, *step.unused)}
     total = step.end - step.start
     seconds: dict[tuple[int, str], float] = {}
     for segment in critical_path(step):
@@ -130,6 +131,7 @@ def explain(step: StepDone, longest: int = 3) -> list[str]:
 _DOING = {
     "lost": "lost when a generator died, then sent to",
     "queued": "waiting for a slot of",
+    "resampled": "which replaces groups without signal, before it was sent to",
     "weights": "waiting for weights on",
     "generate": "generating on",
     "swap": "held up by a weight swap of",

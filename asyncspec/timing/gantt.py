@@ -27,6 +27,7 @@ def gantt(steps: Sequence[StepDone]) -> Figure:
     height = tall + 2
     colors = {
         "generate": COLORS["exposed_generation"],
+        "resampled": "#e08078",
         "reward": COLORS["exposed_reward"],
         "logprob": COLORS["exposed_logprob"],
         "weights": COLORS["prepare"],
@@ -37,7 +38,7 @@ def gantt(steps: Sequence[StepDone]) -> Figure:
         "logprob_queue": "#e2d8ec",
     }
     for step in steps:
-        for group in sorted(step.groups, key=lambda g: g.ticket_id):
+        for group in sorted(step.groups, key=lambda g: g.place):
             for phase in group.phases:
                 axis.broken_barh(
                     [(phase.start - zero, phase.end - phase.start)],
@@ -49,7 +50,8 @@ def gantt(steps: Sequence[StepDone]) -> Figure:
     axis.set_ylim(height, -2)
     axis.set_yticks([tall / 2, (tall + 2 + height) / 2], ["trainer", "groups"], fontsize=8)
     axis.set_xlabel("seconds", fontsize=8)
-    axis.set_xlim(min(0.0, min(g.phases[0].start for s in steps for g in s.groups) - zero), steps[-1].end - zero)
+    begun = min((g.phases[0].start for s in steps for g in s.groups), default=zero)
+    axis.set_xlim(min(0.0, begun - zero), steps[-1].end - zero)
     axis.tick_params(labelsize=7)
     handles = [
         axis.broken_barh([(0, 0)], (0, 0), color=COLORS[part], label=part.replace("_", " "))

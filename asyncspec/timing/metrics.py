@@ -38,7 +38,7 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict) -> di
         counters: the actors' latest counters.
         evaluation: the eval/ fields of the latest evaluation.
     """
-    groups = done.groups
+    groups = [*done.groups, *done.unused]
     phases = {g.ticket_id: g.phases for g in groups}
     parts = break_down(done.start, done.end, done.waits, done.busy, phases)
     lengths = np.array([n for g in groups for n in g.response_tokens])
@@ -51,7 +51,11 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict) -> di
         "reward/mean": float(np.mean([g.reward_mean for g in groups])),
         **evaluation,
         "groups/without_signal": sum(not g.rewards_differ for g in groups) / len(groups),
-        "lag/proximal_max": max(done.step - g.proximal_version for g in groups),
+        "groups/trained": len(done.groups),
+        "groups/unused": len(done.unused),
+        "lag/mean": 0.0,
+        "lag/max": 0.0,
+        "lag/proximal_max": max((done.step - g.proximal_version for g in done.groups), default=0),
         "loss/policy": 0.0,
         "loss/kl": 0.0,
         **done.stats,

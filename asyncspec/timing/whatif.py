@@ -46,14 +46,19 @@ def step_times(steps: Sequence[StepDone], lag: int, change: Change = Change(), l
         logprobs: the number of logprob actors that the run had.
     """
     # "generator0.1" replaced generator0, so they count as one
-    generators = len({g.generator.partition(".")[0] for s in steps for g in s.groups})
+    generators = len({g.generator.partition(".")[0] for s in steps for g in (*s.groups, *s.unused)})
     faster = change.generation * (generators + change.generators) / generators
     published = [steps[0].start]  # when each version was published, from the version of the first step on
     trainer_free = generator_free = steps[0].start
     logprob_free = [steps[0].start] * logprobs
     ends = []
     for index, step in enumerate(steps):
-        groups = sorted(step.groups, key=lambda g: g.ticket_id)
+        groups = sorted(step.groups, key=lambda g: g.place)
+        if not groups:  # rl.dynamic_sampling left all of them out
+            trainer_free += step.end - step.start
+            ends.append(trainer_free)
+            published.append(trainer_free)
+            continue
         issued = published[max(0, index - lag - change.lag)] if index > lag + change.lag else steps[0].start
         # All tickets of a step are generated together. The engine's time from one group's end to the next one's is
         # kept.

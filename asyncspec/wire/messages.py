@@ -39,6 +39,9 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- data: the messages on a rollout's way ----------------------------------------------------------------------------
 
 
+TRY_IDS = 1 << 32  # the n-th ticket for a place, n from 0, has the id n * TRY_IDS + place
+
+
 class Ticket(Message, frozen=True):
     """The permission to generate one group. It is issued for a step only once version step - lag is published."""
 
@@ -53,6 +56,14 @@ class Ticket(Message, frozen=True):
     row: str = ""  # the row of the data file as JSON, see tasks.problem
     evaluation: bool = False  # the group is rewarded and reported, but never trained on
     lost: float = 0.0  # when the ticket was issued to a generator that died; 0: never
+    asked: float = 0.0  # when the first ticket of this place was issued; 0: this one is the first
+
+    @property
+    def place(self) -> int:
+        """The place of a training ticket's group in the order of the run. The tickets that rl.dynamic_sampling issues
+        for one place, one after the other, share it.
+        """
+        return self.ticket_id % TRY_IDS
 
 
 class Group(Message, frozen=True):
@@ -245,6 +256,11 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
 
+    @property
+    def place(self) -> int:
+        """As of `Ticket`."""
+        return self.ticket_id % TRY_IDS
+
     @classmethod
     def of(cls, group: Group, arrays: Arrays) -> GroupRecord:
         """Return the record of a group."""
@@ -269,6 +285,19 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class Unused(Message, frozen=True):
+    """A generator has made a group without signal, which rl.dynamic_sampling keeps from training."""
+
+    record: GroupRecord
+
+
+class LeftOut(Message, frozen=True):
+    """The trainer need not wait for the group of a place: it is left out of its step."""
+
+    place: int
+    ticket_id: int  # of the last group that was generated for it
+
+
 class StepDone(Message, frozen=True):
     """The trainer has finished a step: version `step` became `step + 1`, with the same weights if it was skipped."""
 
@@ -280,6 +309,7 @@ class StepDone(Message, frozen=True):
     stats: dict[str, float]
     groups: list[GroupRecord]
     skipped: str = ""  # why the update was skipped; "": it was not
+    unused: list[GroupRecord] = []  # groups without signal that were generated for the step; the controller knows them
 
 
 class Arrived(Message, frozen=True):
@@ -380,6 +410,8 @@ AnyMessage = (
     | Broken
     | Received
     | StepDone
+    | Unused
+    | LeftOut
     | Arrived
     | Generated
     | Checkpointed
