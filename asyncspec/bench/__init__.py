@@ -34,6 +34,11 @@ BENCHMARKS = {
         25,
     ),
     "ranks": Listed("asyncspec.bench.ranks", "whether trainers of 1, 2 and 4 ranks learn equally well", 15),
+    "algorithms": Listed(
+        "asyncspec.bench.algorithms",
+        "whether each loss, off-policy correction and way to take a step learns the default job",
+        75,
+    ),
     "trainer": Listed("asyncspec.bench.trainer", "packed passes with shared prompts, against padded passes", 5),
     "adapter": Listed(
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
