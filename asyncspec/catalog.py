@@ -39,6 +39,7 @@ RUN_FILES = (
     RunFile(
         "checkpoint/", "the result: the final policy, and the draft if it was adapted, as Hugging Face directories"
     ),
+    RunFile("exports/", "the policy as a Hugging Face directory, step-N, every `checkpoint.export_every` steps"),
     RunFile("checkpoints/", "what `--resume` starts from: trainer-VERSION and draft-VERSION"),
     RunFile("skipped/", "the groups of steps whose gradient was not finite"),
     RunFile("faults/", "a mark for each fault of `deployment.faults` that has happened"),
@@ -93,6 +94,7 @@ METRICS = (
     Metric("tickets/duplicates", "count", "groups that arrived twice and were trained once"),
     Metric("time/step", "seconds", "wall time of the step; the parts below sum to it"),
     Metric("time/train", "seconds", "part: forward, backward, optimizer"),
+    Metric("time/export", "seconds", "part: the trainer wrote the policy to exports/"),
     Metric("time/data", "seconds", "part: the trainer unpacked groups"),
     Metric("time/transport", "seconds", "part: the group it waited for traveled between two actors"),
     Metric("time/prepare", "seconds", "part: weights were published, or the group waited for them"),

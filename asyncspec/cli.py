@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import BENCHMARKS
+from asyncspec.commands import export
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_draft(commands)
     _add_doctor(commands)
     _add_data(commands)
+    export.add_parser(commands)
     _add_report(commands)
     _add_audit(commands)
     _add_bench(commands)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ def replace_file(file: Path, content: str | bytes) -> None:
 def write_json(file: Path, content: Any) -> None:
     """Replace a file by an object as indented JSON."""
     replace_file(file, json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder under a temporary name. At the end it gets its name, and takes the place of a folder that has it.
+    What is not written to its end, also by a process that died, is removed.
+
+    Raises:
+        OSError: it cannot be made or renamed.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 SPARE_BYTES = 1 << 22  # kept for the last lines of a run whose disk is full: of the steps that are still coming in

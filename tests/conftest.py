@@ -1,4 +1,7 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub, except its own
@@ -8,6 +11,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("untimed", deadline=None)  # an example's duration depends on the machine
 settings.load_profile("untimed")
 
@@ -158,3 +162,30 @@ def draft(tmp_path):
     from directories import TINY_DRAFT, copy
 
     return copy(TINY_DRAFT, tmp_path / "eagle3")
+
+
+@pytest.fixture
+def hub():
+    from mock_hub import MockHub
+
+    hub = MockHub()
+    with hub.serving() as hub.url:
+        yield hub
+
+
+@pytest.fixture
+def environment(hub, tmp_path):
+    """The environment of a user who has this hub, and a cache of the test's own."""
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    return {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+
+
+@pytest.fixture
+def user(environment, tmp_path):
+    """Runs Python as that user."""
+
+    def run(*arguments, **changed) -> subprocess.CompletedProcess:
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, env=environment | changed, capture_output=True, text=True, cwd=tmp_path)
+
+    return run

@@ -1,5 +1,6 @@
 """A Hugging Face hub on this host: as much of its protocol as huggingface_hub asks for."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -17,6 +18,10 @@ class MockHub:
         self.gated: set[str] = set()
         self.down: set[str] = set()  # repositories whose requests fail
         self.asked: list[str] = []  # the paths of all requests
+        self.tokens: dict[str, str] = {}  # token -> the owner whose repositories it may write
+        self.pushed: list[dict] = []  # of each commit that came over the network: repository, summary, paths
+        self.private: dict[str, bool] = {}  # repositories that were made over the network
+        self.stored: dict[str, bytes] = {}  # what came as large files, by SHA-256
         self.slow_s = 0.0  # seconds before each file
         self.released = threading.Event()  # ends these waits
 
@@ -46,7 +51,14 @@ class MockHub:
                     hub.released.wait(hub.slow_s)
                 self.respond(*hub.answer(self.path.partition("?")[0]))
 
+            def take(self) -> None:
+                hub.asked.append(f"{self.command} {self.path}")
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                self.respond(*hub.take(self.path.partition("?")[0], body, hub.tokens.get(token), hub.url))
+
             do_GET = do_HEAD = answer
+            do_POST = do_PUT = take
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -90,6 +102,60 @@ class MockHub:
             return _error(404, "EntryNotFound")
         return 200, {"ETag": f'"{hashlib.sha1(files[file]).hexdigest()}"', "X-Repo-Commit": sha}, files[file]
 
+    def take(self, path: str, body: bytes, owner: str | None, url: str) -> tuple[int, dict[str, str], bytes]:
+        """Return the answer to a request that writes."""
+        if path.startswith("/stored/"):  # its address is the permission
+            self.stored[path.removeprefix("/stored/")] = body
+            return 200, {}, b""
+        if owner is None:
+            return _error(401, "")
+        lines = [json.loads(line) for line in body.splitlines()]
+        if path == "/api/repos/create":
+            repository = f"{lines[0].get('organization') or owner}/{lines[0]['name']}"
+            if not repository.startswith(f"{owner}/"):
+                return _error(403, "")
+            if repository in self.down:
+                return _error(503, "")
+            made = repository not in self.private
+            self.private.setdefault(repository, lines[0].get("visibility") == "private")
+            return (200 if made else 409), {}, json.dumps({"url": f"{url}/{repository}"}).encode()
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {
+                    "oid": each["oid"],
+                    "size": each["size"],
+                    "actions": {"upload": {"href": f"{url}/stored/{each['oid']}", "header": {}}},
+                }
+                for each in lines[0]["objects"]
+            ]
+            return 200, {}, json.dumps({"transfer": "basic", "objects": objects}).encode()
+        *words, what, _ = path.removeprefix("/api/models/").split("/")
+        repository = "/".join(words)
+        if repository not in self.private:
+            return _error(404, "RepoNotFound")
+        if what == "preupload":
+            modes = [
+                {"path": file["path"], "shouldIgnore": False, "uploadMode": _mode(file["path"])}
+                for file in lines[0]["files"]
+            ]
+            return 200, {}, json.dumps({"files": modes}).encode()
+        assert what == "commit", path
+        values = {kind: [line["value"] for line in lines if line["key"] == kind] for kind in ("file", "lfsFile")}
+        files = {file["path"]: base64.b64decode(file["content"]) for file in values["file"]}
+        for file in values["lfsFile"]:
+            files[file["path"]] = content = self.stored[file["oid"]]
+            assert file["oid"] == hashlib.sha256(content).hexdigest()
+        before = self.commits.get(repository, {}).get(self.refs.get((repository, "main"), ""), {})
+        sha = self.commit(repository, before | files)
+        summary = lines[0]["value"]["summary"]
+        self.pushed.append({"repository": repository, "summary": summary, "paths": sorted(files)})
+        answer = {"success": True, "commitOid": sha, "commitUrl": f"{url}/{repository}/commit/{sha}"}
+        return 200, {}, json.dumps(answer).encode()
+
+
+def _mode(path: str) -> str:
+    return "lfs" if path.endswith(".safetensors") else "regular"
+
 
 class _Handler(BaseHTTPRequestHandler):
     def respond(self, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -98,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, *args) -> None:

@@ -1,7 +1,6 @@
 """Models and data by their names on a Hugging Face hub. The hub is a server of the test's own, see mock_hub.py."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,13 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from mock_hub import MockHub, files_of
+from mock_hub import files_of
 
 from asyncspec.config import from_yaml, resolve_path
 from asyncspec.config.hub import HubName
 from asyncspec.config.transfer import interruptible
 
-ROOT = str(Path(__file__).resolve().parents[1])
 TINY = files_of(resolve_path("asset:tiny/policy"))
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 SMALL = ["data.train_prompts=64", "data.eval_prompts=8", "rl.groups_per_step=2", "rl.group_size=2"]
@@ -35,31 +33,6 @@ for overrides in json.loads(sys.argv[1]):
 
 def jsonl(rows) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-@pytest.fixture
-def hub():
-    hub = MockHub()
-    with hub.serving() as hub.url:
-        yield hub
-
-
-@pytest.fixture
-def environment(hub, tmp_path):
-    """The environment of a user who has this hub, and a cache of the test's own."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ROOT}
-    return {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
-
-
-@pytest.fixture
-def user(environment, tmp_path):
-    """Runs Python as that user."""
-
-    def run(*arguments, **changed) -> subprocess.CompletedProcess:
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, env=environment | changed, capture_output=True, text=True, cwd=tmp_path)
-
-    return run
 
 
 @pytest.fixture

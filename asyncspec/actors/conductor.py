@@ -196,7 +196,7 @@ class Conductor:
         if self.schedule.finished:
             self.run.stop_reason = "finished"
             return
-        limit = self.config.deployment.stall_timeout_s
+        limit = work.stall_s(self.config)
         if time.monotonic() - self.run.moved > limit:
             raise RunFailed(
                 f"no progress for {limit:.0f} s: waiting for {self._waited_for()}; see {self.records.run_dir}/logs, "

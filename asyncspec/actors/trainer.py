@@ -10,7 +10,9 @@
 - It leads the trainer's other ranks, if there are any: trainer_team.py, trainer_rank.py.
 - With speculation.method=mtp it also trains the policy's MTP module: actors/mtp.py.
 - Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background.
-- Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, and the rest.
+- Every `checkpoint.export_every` steps it exports the version that it is about to train. Generators work meanwhile.
+- Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, export, and the
+  rest.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from asyncspec.actors.trainer_team import TrainerTeam
 from asyncspec.config import work
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
+from asyncspec.ledger.checkpoint import export_of
 from asyncspec.rl.learner import Learner, merged
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
@@ -43,7 +46,7 @@ class _Step:
 
     start: float = 0.0
     waits: list[m.Wait] = field(default_factory=list)
-    busy: dict[str, float] = field(default_factory=lambda: {"data": 0.0, "train": 0.0, "prepare": 0.0})
+    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "train", "prepare", "export"), 0.0))
     groups: list[tuple[m.Group, m.Arrays]] = field(default_factory=list)  # that it trains, in order
 
 
@@ -59,6 +62,7 @@ class Trainer(Actor):
         self.threads = self.config.trainer.threads
         self.step_index = max(0, spec.resume)
         self.saved_version = self.step_index  # version of the newest checkpoint begun
+        self.exported_version = 0  # newest version in RUN/exports that this process has written
         self._saving_since, self._to_save = 0.0, False  # `_to_save`: the ranks have joined
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by place, until its turn
         self.left_out: dict[int, int] = {}  # by place, until its turn: the last ticket, whose group is not trained
@@ -127,13 +131,15 @@ class Trainer(Actor):
         work = self.step = _Step(start=self.step_start or now())
         if self.mtp is not None:
             self.mtp.begin_step()
+        if self._to_export():
+            with self._part("export", step):
+                self._await_broadcast()  # ranks gather one snapshot at a time
+                self._export()
+                self.wait_step(0.0)  # it may be long, and so may be what follows
         records = self._accumulate(step)
         # Wait for the last broadcast before the update, so that nothing can fail between the update and its report.
         with self._part("prepare", step):
-            while self.publisher.busy:
-                self.publisher.check()
-                self.wait_step(0.005)
-            self.publisher.check()
+            self._await_broadcast()
         with self._part("train", step):
             stats, skipped = self.learner.take_step(step, work.groups, lambda: self._update(step), self._notice)
         lags = step - np.concatenate([np.full(0, step), *(arrays["versions"] for _, arrays in work.groups)])
@@ -211,6 +217,12 @@ class Trainer(Actor):
             self._notice(f"step {step} left out {len(errors)} of {rl.updates_per_step} optimizer steps: {errors[-1]}")
         return merged(found) | {"optimizer/steps": self.learner.accumulator.updates}
 
+    def _await_broadcast(self) -> None:
+        while self.publisher.busy:
+            self.publisher.check()
+            self.wait_step(0.005)
+        self.publisher.check()
+
     def _publish(self, version: int) -> None:
         """Publish the new version of the policy and, when it is due, of the draft."""
         self.publisher.publish(m.Publish("policy", version), self.team.snapshot(), self.control.send)
@@ -251,6 +263,25 @@ class Trainer(Actor):
         self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
         self._notice(f"{error}; the run continues, and earlier checkpoints are intact")
 
+    def _to_export(self) -> bool:
+        """Whether the present version is one of those to export, and has not been."""
+        version, every = self.step_index, self.config.checkpoint.export_every
+        if not every or not version or version % every or version == self.exported_version:
+            return False
+        # A run that resumes from this version has the same weights.
+        return version != self.spec.resume or not export_of(Path(self.spec.run_dir), version).exists()
+
+    def _export(self) -> None:
+        """Write the present version to RUN/exports. If it cannot be written, the run continues."""
+        version = self.exported_version = self.step_index
+        try:
+            self.save_policy(version)
+        except OSError as error:
+            self._notice(
+                f"the export of version {version} was not written: {error}; the run continues; `asyncspec export` "
+                "makes one from a checkpoint"
+            )
+
     def finish(self) -> None:
         """Write a checkpoint to resume from, then the policy: if the second fails, nothing is lost."""
         if self.team.lost or not self._to_save:  # this rank alone has only its share; or nothing was learned yet
@@ -265,14 +296,16 @@ class Trainer(Actor):
                 self.save_policy()
             except OSError as error:
                 self._notice(f"the policy was not written: {error}; its weights are in the newest checkpoint")
+            if self._to_export():
+                self._export()
             self.team.end()
         except StopRequested:  # a rank was lost meanwhile
             pass
 
-    def save_policy(self) -> None:
-        """Write the policy as a Hugging Face directory."""
+    def save_policy(self, version: int | None = None) -> None:
+        """Write the policy as a Hugging Face directory: the result of the run, or the export of a version."""
         directory = self.team.together(
-            lambda: self.learner.save_policy(self.team.snapshot, self.mtp and self.mtp.module)
+            lambda: self.learner.save_policy(self.team.snapshot, self.mtp and self.mtp.module, version)
         )
         self.log(f"policy of version {self.step_index} written to {directory}")
 

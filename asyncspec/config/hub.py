@@ -89,6 +89,12 @@ class HubName(NamedTuple):
         return sorted(file for file in found if self.matches(file.relative_to(self.folder).as_posix()))
 
 
+def repository(text: str) -> bool:
+    """Whether a text names a model's repository to write to: OWNER/NAME."""
+    name = HubName.parse(text)
+    return name is not None and name.repository == text
+
+
 def pinned(text: str) -> HubName | None:
     """Parse a name with a commit; None if the text is anything else."""
     name = HubName.parse(text)

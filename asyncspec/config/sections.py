@@ -256,9 +256,20 @@ class CheckpointConfig:
     keep: int = knob(2, "newest checkpoints to keep", least=1)
     export_dtype: str = knob(
         "float32",
-        "dtype of the policy that is written to checkpoint/policy when the run ends; bfloat16 halves its size and "
-        "rounds the weights",
+        "dtype of the policy that is written to checkpoint/policy when the run ends, and of all exports; bfloat16 "
+        "halves its size and rounds the weights",
         choices=("float32", "bfloat16"),
+    )
+    export_every: int = knob(
+        0,
+        "optimizer steps between exports of the policy to exports/step-N, Hugging Face directories that all stay; "
+        "0: none but checkpoint/policy, at the end",
+        least=0,
+    )
+    push_to: str = knob(
+        "",
+        "repository on a hub, OWNER/NAME, to which the policy is pushed when the run has finished; made private if it "
+        "does not exist; needs a token, for example in HF_TOKEN; empty: none",
     )
 
 

@@ -94,7 +94,8 @@ def stop_s(config: Config, finished: bool = False) -> float:
     seconds = config.deployment.stall_timeout_s if finished else config.deployment.stop_timeout_s
     if config.rl.updates_per_step > 1:  # a batch whose first optimizer step was taken is trained to its end
         seconds += config.deployment.turn_timeout_s
-    return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + export_bytes(config))
+    exports = 2 if config.checkpoint.export_every else 1
+    return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + exports * export_bytes(config))
 
 
 def start_s(config: Config) -> float:
@@ -104,8 +105,15 @@ def start_s(config: Config) -> float:
 
 
 def turn_s(config: Config) -> float:
-    """Seconds that one turn of an actor's main loop may take. In a turn the trainer copies a checkpoint's tensors."""
-    return config.deployment.turn_timeout_s + _writing_s(config, checkpoint_bytes(config))
+    """Seconds that one turn of an actor's main loop may take. In a turn the trainer copies a checkpoint's tensors, or
+    writes an export.
+    """
+    return config.deployment.turn_timeout_s + _writing_s(config, checkpoint_bytes(config)) + _exporting_s(config)
+
+
+def stall_s(config: Config) -> float:
+    """Seconds that a run may go without any progress. While the trainer writes an export, there may be none."""
+    return config.deployment.stall_timeout_s + _exporting_s(config)
 
 
 def data_bytes(config: Config) -> int:
@@ -132,6 +140,11 @@ def told(config: Config) -> str:
 def speed(config: Config) -> float:
     """Bytes per second with which deadlines are computed."""
     return min(FASTEST, 1e6 * config.deployment.disk_mb_s) or UNMEASURED
+
+
+def _exporting_s(config: Config) -> float:
+    """Seconds that an export in the midst of a run may take; 0 if the run makes none."""
+    return _writing_s(config, export_bytes(config)) if config.checkpoint.export_every else 0.0
 
 
 def _writing_s(config: Config, size: float) -> float:

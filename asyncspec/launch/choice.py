@@ -7,6 +7,7 @@ import os
 from asyncspec.config import Config
 from asyncspec.errors import UserError
 from asyncspec.launch.ending import end_at_once
+from asyncspec.launch.push import push_result
 from asyncspec.launch.torchrun import ranks
 
 LAUNCHERS = ("auto", "monarch", "torchrun", "ray")
@@ -43,7 +44,8 @@ def launch(config: Config, resume: bool, launcher: str, node: int | None, hosts:
     if launcher == "torchrun" or launcher == "auto" and world_size > 1:
         from asyncspec.launch import processes
 
-        return processes.launch(config, rank, world_size, resume)
+        code = processes.launch(config, rank, world_size, resume)
+        return code if rank else push_result(config, code)
     if world_size > 1:
         raise UserError(
             f"--launcher {launcher}: expected one process, but torchrun has started {world_size}; "
@@ -52,7 +54,8 @@ def launch(config: Config, resume: bool, launcher: str, node: int | None, hosts:
     if launcher == "ray":
         from asyncspec.launch import ray
 
-        return ray.launch(config, resume)
+        return push_result(config, ray.launch(config, resume))
     from asyncspec.launch import monarch
 
-    end_at_once(monarch.launch(config, resume, node, hosts.split(",") if hosts is not None else ()))
+    code = monarch.launch(config, resume, node, hosts.split(",") if hosts is not None else ())
+    end_at_once(code if node else push_result(config, code))

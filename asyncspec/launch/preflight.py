@@ -16,6 +16,7 @@ from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
 from asyncspec.launch.machine import check_memory
+from asyncspec.launch.push import check_repository
 from asyncspec.models import CheckpointError, contents
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.shape import PolicyShape
@@ -134,6 +135,8 @@ def check_inputs(config: configuration.Config) -> None:
     Raises:
         ConfigError: one of them cannot be used.
     """
+    if config.checkpoint.push_to:
+        check_repository("checkpoint.push_to=", config.checkpoint.push_to)
     check_models(config)
     check_own_algorithms(config)
     if config.deployment.device == "cpu" and not config.deployment.nodes:

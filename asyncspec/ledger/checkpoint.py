@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from asyncspec.ledger.storage import Plan, Word
 
 FOLDER, MANIFEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", ".partial", ".damaged"
+EXPORTS = "exports"  # the folder of the policies that a run exports
 SUMMED_AT_ONCE = 1_000_000_000  # bytes of a checkpoint whose sums are checked before it is chosen: about a second
 _BLOCK = 1 << 22
 _ASK_EVERY_S = 0.1  # whether the other ranks have left word
@@ -221,9 +222,19 @@ def newest(
     return None
 
 
+def versions(run_dir: Path, kind: str) -> list[int]:
+    """Return the versions that have a checkpoint, damaged or not, the oldest first."""
+    return [version for version, _ in reversed(_found(run_dir / FOLDER, kind))]
+
+
 def where(run_dir: Path, kind: str, version: int) -> Path:
     """Return the path of a version's checkpoint, whether it exists or not."""
     return run_dir / FOLDER / f"{kind}-{version:06d}"
+
+
+def export_of(run_dir: Path, version: int) -> Path:
+    """Return where a run exports a version as a Hugging Face directory, whether it has or not."""
+    return run_dir / EXPORTS / f"step-{version}"
 
 
 def learned(module, *optimizers) -> dict[str, Any]:
@@ -286,18 +297,21 @@ def drop_cut_short(run_dir: Path, kind: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def damage(path: Path) -> str:
+def damage(path: Path, thorough: bool = False) -> str:
     """Compare a checkpoint's files with its manifest; return what is wrong, in one line, or "" if nothing is.
 
     Sizes are always compared. Sums are compared if they take about a second; those of a large checkpoint are left to
     `load`, which reads its files anyway.
+
+    Args:
+        thorough: compare the sums of a large checkpoint too.
     """
     try:
         files = _files(path)
         for name, (size, _) in files.items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, expected {size}"
-        return _changed(path, files if _is_small(files) else {})
+        return _changed(path, files if thorough or _is_small(files) else {})
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError):

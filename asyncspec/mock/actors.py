@@ -91,7 +91,7 @@ class MockTrainer(Trainer):
         super().load()
         self.delay.seconds["broadcast"] = self.config.mock.prepare_s * self.config.mock.time_scale
 
-    def save_policy(self) -> None:
+    def save_policy(self, version: int | None = None) -> None:
         """Save nothing: a mock has no policy."""
 
 

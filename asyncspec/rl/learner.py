@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from asyncspec.config import Config, resolve_path, work
+from asyncspec.files import new_folder
 from asyncspec.ledger import checkpoint
 from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks
@@ -187,21 +188,27 @@ class Learner:
             **self.more_state(),
         }
 
-    def save_policy(self, take: Callable[[], Snapshot], mtp=None) -> Path:
+    def save_policy(self, take: Callable[[], Snapshot], mtp=None, version: int | None = None) -> Path:
         """Write the policy as a Hugging Face directory; return the directory. For rank 0 only.
 
         Args:
             take: takes a snapshot in all ranks. A sharded policy is written from it, as its buckets come in. Otherwise
                 the model's weights are written.
+            version: the version to export, into a directory of its own; None: the result of the run.
         """
         import torch
 
         from asyncspec.models import policy
 
         c, parts = self.config, None
-        directory, dtype = self.run_dir / "checkpoint" / "policy", getattr(torch, c.checkpoint.export_dtype)
+        source, dtype = resolve_path(c.model.path), getattr(torch, c.checkpoint.export_dtype)
         if self.ranks.sharded:
             gathered = zip(self.layout.buckets, take().begin())
             parts = (self.layout.views(bucket, names) for (names, _, _), bucket in gathered)
-        policy.save(self.model, self.shape, directory, resolve_path(c.model.path), mtp, dtype, parts)
+        if version is None:
+            directory = self.run_dir / "checkpoint" / "policy"
+            policy.save(self.model, self.shape, directory, source, mtp, dtype, parts)
+        else:
+            with new_folder(directory := checkpoint.export_of(self.run_dir, version)) as partial:
+                policy.save(self.model, self.shape, partial, source, mtp, dtype, parts)
         return directory

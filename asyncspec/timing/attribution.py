@@ -35,7 +35,7 @@ CAUSES = {
 }
 BETWEEN, BEFORE = "transport", "admission"
 WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob", "recovery")
-PARTS = ("data", *WAITED, "train", "other")
+PARTS = ("data", *WAITED, "train", "export", "other")
 COLORS = {  # color of each part of a step, the same in every figure
     "data": "#8c8c8c",
     "transport": "#b5b5b5",
@@ -46,6 +46,7 @@ COLORS = {  # color of each part of a step, the same in every figure
     "exposed_logprob": "#7a4fa3",
     "recovery": "#111111",
     "train": "#2f6db5",
+    "export": "#3d9a8b",
     "other": "#dddddd",
 }
 
@@ -165,7 +166,7 @@ def break_down(
 
     Args:
         start, end: of the trainer's step, which starts when the previous step ends.
-        busy: seconds that the trainer spent on "data", "train" and "prepare".
+        busy: seconds that the trainer spent on "data", "train", "prepare" and "export".
         phases: each group's history, by ticket.
     """
     parts = dict.fromkeys(PARTS, 0.0)

@@ -24,6 +24,7 @@ TABLE_ROWS = (
     ("exposed logprob", "time/exposed_logprob"),
     ("recovery", "time/recovery"),
     ("train", "time/train"),
+    ("export", "time/export"),
     ("other", "time/other"),
     ("step", "time/step"),
     ("generation, exposed or hidden", "time/generation"),
