@@ -91,4 +91,4 @@ def test_a_run_pushes_its_result_and_survives_a_push_that_fails(hub, user, tmp_p
     assert done.returncode == 0 and (tmp_path / "again" / "checkpoint" / "policy").is_dir()
     last = done.stdout.splitlines()[-1]
     assert last.startswith("not pushed: checkpoint.push_to=acme/sums: http://127.0.0.1:9 cannot be reached")
-    assert last.endswith("to push it: asyncspec export again --push acme/sums --private")
+    assert last.endswith(f"to push it: asyncspec export {tmp_path}/again --push acme/sums --private")

@@ -18,7 +18,7 @@ from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.protocol import Request
 from asyncspec.speculation.drafter import Drafter
-from asyncspec.speculation.verify import sampling_distribution
+from asyncspec.speculation.verify import sampling_distributions
 
 PREFILL_CHUNK = 512  # positions prefilled in one pass
 READ_AHEAD_TOKENS = 512  # most prompt tokens that are prefilled together; a single prompt may have more
@@ -79,7 +79,7 @@ class PromptReader:
             prompts = [request.prompt for request in requests[read : read + count]]
             logits.append(self._read_alike(self.first_row + read, prompts, drafting))
             read += count
-        self._p_UV = sampling_distribution(torch.cat(logits), self.sampling)
+        self._p_UV = sampling_distributions(torch.cat(logits), [r.sampling or self.sampling for r in requests])
         self._index, self._requests = {id(request): i for i, request in enumerate(requests)}, tuple(requests)
         return total
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from asyncspec.models.shape import PolicyShape
+from asyncspec.speculation.verify import Sampling
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class Request:
     prompt: Sequence[int]
     seeds: Sequence[int]  # one per sample
     max_response_tokens: int
+    sampling: Sampling | None = None  # of these samples, with the embedded engine; None: the engine's
+
+
+class Partial(NamedTuple):
+    """A sample that has a slot, so far. The tensors are those of a `Completion`."""
+
+    request_id: int
+    sample: int
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,8 @@ class Sample:
 class QueueingEngine:
     """Base class of engines: a queue where samples wait for slots."""
 
+    samples_as_asked = False  # whether a request may have a sampling of its own
+
     def __init__(self, shape: PolicyShape, slots: int, max_prompt_tokens: int, max_response_tokens: int) -> None:
         self.shape, self.slots = shape, slots
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
@@ -112,8 +125,10 @@ class QueueingEngine:
         """Queue all samples of a prompt.
 
         Raises:
-            ValueError: see `check_request`.
+            ValueError: see `check_request`; or the request has a sampling of its own, which this engine does not know.
         """
+        if request.sampling is not None and not self.samples_as_asked:
+            raise ValueError(f"request {request.request_id}: expected the engine's own sampling")
         check_request(request, self.shape.vocab_size, self.max_prompt_tokens, self.max_response_tokens)
         self._queue.extend(Sample(request, i) for i in range(len(request.seeds)))
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from asyncspec.engine import kv_cache
-from asyncspec.engine.protocol import Completion, Sample, at_least
+from asyncspec.engine.protocol import Completion, Partial, Sample, at_least
 from asyncspec.models.shape import PolicyShape
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.drafter import Slots
+from asyncspec.speculation.verify import Sampling
 
 
 class Rows:
@@ -82,6 +83,31 @@ class Rows:
     def forget(self) -> None:
         self.samples.clear()
         self._free.clear()
+
+    @property
+    def samplings(self) -> list[Sampling | None]:
+        """How each live sequence is sampled, by row; None: as the engine does. Call it when no row is free."""
+        return [sample.request.sampling for sample in self.samples if sample is not None]
+
+    def of(self, request_id: int, number: int | None = None) -> list[int]:
+        """Return the rows of a request's samples, or of the one with this number."""
+        return [
+            row
+            for row, sample in enumerate(self.samples)
+            if sample is not None and sample.request.request_id == request_id and number in (None, sample.number)
+        ]
+
+    def partials(self, rows: Sequence[int]) -> list[Partial]:
+        """Return what these rows have so far."""
+        token_BP, logprob_BP = self.tokens.token_SP[rows].cpu(), self.logprob_SP[rows].cpu()
+        found = []
+        for row, token_P, logprob_P in zip(rows, token_BP, logprob_BP):
+            sample = self.samples[row]
+            start, end = len(sample.request.prompt), int(self.tokens.length[row])
+            found.append(
+                Partial(sample.request.request_id, sample.number, token_P[start:end].int(), logprob_P[start:end])
+            )
+        return found
 
     def assign(self, new: Sequence[Sample]) -> list[int]:
         """Assign rows to new samples, free rows first; return the rows."""

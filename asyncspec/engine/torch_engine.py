@@ -9,7 +9,8 @@ Shape suffixes: S slots, P positions, B live rows, K draft length, J = K + 1, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,18 +23,20 @@ from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.prompts import PromptReader
-from asyncspec.engine.protocol import Completion, QueueingEngine, Sample
+from asyncspec.engine.protocol import Completion, Partial, QueueingEngine, Sample
 from asyncspec.engine.rows import Rows
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.draft_length import LONGEST, FixedLength, Observation
-from asyncspec.speculation.drafter import Drafter, NoDrafter, Proposal, Slots
-from asyncspec.speculation.verify import AS_IS, Sampling, sample, sampling_distribution, verify
+from asyncspec.speculation.drafter import Drafter, NoDrafter, Packed, Proposal, Slots
+from asyncspec.speculation.verify import AS_IS, Sampling, sample, sampling_distribution, sampling_distributions, verify
 
 PREFILL_TOKENS = 4096  # prompt tokens prefilled in one engine step; more would delay the live sequences
 
 
 class TorchEngine(QueueingEngine):
+    samples_as_asked = True
+
     def __init__(
         self,
         shape: PolicyShape,
@@ -94,6 +97,22 @@ class TorchEngine(QueueingEngine):
         """
         self.chooser = chooser
         self.drafter.learn = getattr(chooser, "learn", None)
+
+    def cancel(self, request_id: int, number: int | None = None) -> None:
+        """Drop the samples of a request, waiting and live, or the one with this number. They have no completions, and
+        the next poll gives their slots to others. Unknown ones are ignored. Call it between two polls.
+        """
+        self._queue = deque(
+            sample
+            for sample in self._queue
+            if sample.request.request_id != request_id or number not in (None, sample.number)
+        )
+        self._retired(self.rows.of(request_id, number))
+
+    def progress(self, request_ids: Iterable[int]) -> list[Partial]:
+        """Return the samples of these requests that have a slot, as far as they are. Call it between two polls."""
+        rows = [row for request_id in request_ids for row in self.rows.of(request_id)]
+        return self.rows.partials(rows) if rows else []
 
     def abandon(self) -> None:
         """Drop all sequences, waiting and live; they have no completions."""
@@ -292,10 +311,18 @@ class TorchEngine(QueueingEngine):
         spans = self.tokens.spans(0, B, position_BJ.shape[1] - 1)
         aux_layers = self.aux_layers if self._keeping else ()
         hidden_BLD, features_BLD = self.decode.hidden_states(0, token_BJ, position_BJ, spans, aux_layers, packed)
-        p_BJV = sampling_distribution(self.decode.logits(hidden_BLD), self.sampling)
+        p_BJV = self._distributions(self.decode.logits(hidden_BLD), packed, position_BJ.shape[1])
         if of_BJ is not None:
             p_BJV = p_BJV.flatten(0, 1)[torch.from_numpy(of_BJ)]
         return p_BJV, (features_BLD, position_BJ, packed)
+
+    def _distributions(self, logits: torch.Tensor, packed: Packed | None, L: int) -> torch.Tensor:
+        """Turn the logits of L tokens of live rows, or of the T packed ones, into the distributions to sample from."""
+        own_B = self.rows.samplings
+        if not any(own_B):
+            return sampling_distribution(logits, self.sampling)
+        row_N = range(len(own_B)) if packed is None else (packed.at_T // L).tolist()
+        return sampling_distributions(logits, [own_B[row] or self.sampling for row in row_N])
 
     def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
         """Return how many tokens of each row the policy must run over, int64 [B]; None: all.

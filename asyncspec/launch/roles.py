@@ -269,9 +269,11 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
 
 def room_needed(config: configuration.Config) -> int:
     """The bytes that a run's checkpoints take at most. A checkpoint holds the weights and AdamW's two moments in
-    float32. There are checkpoint.keep of them, one more that is being written, and in the end the weights alone.
+    float32. There are checkpoint.keep of them, one more that is being written, and the weights alone: in the end, and
+    every checkpoint.export_every steps.
     """
-    return (config.checkpoint.keep + 1) * work.checkpoint_bytes(config) + work.export_bytes(config)
+    exports = 1 + (config.steps // config.checkpoint.export_every if config.checkpoint.export_every else 0)
+    return (config.checkpoint.keep + 1) * work.checkpoint_bytes(config) + exports * work.export_bytes(config)
 
 
 def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[str]:

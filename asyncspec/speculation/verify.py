@@ -9,6 +9,7 @@ Shape suffixes: B batch, K draft length, J = K + 1 positions verified, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class Sampling(NamedTuple):
 
 
 AS_IS = Sampling()  # the policy's own distribution
+GREEDY = Sampling(top_k=1)  # the most probable token
 
 
 def sampling_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -54,6 +56,18 @@ def sampling_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Ten
         probs = probs.masked_fill(mass_before >= top_p, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return torch.zeros_like(probs).scatter_(-1, order, probs)
+
+
+def sampling_distributions(logits: torch.Tensor, sampling_N: Sequence[Sampling]) -> torch.Tensor:
+    """Turn logits [N, ..., V] into the probabilities to sample from, float32 [N, ..., V], each row in its own way."""
+    kinds = dict.fromkeys(sampling_N)
+    if len(kinds) == 1:
+        return sampling_distribution(logits, sampling_N[0])
+    result = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    for kind in kinds:
+        rows = [row for row, each in enumerate(sampling_N) if each == kind]
+        result[rows] = sampling_distribution(logits[rows], kind)
+    return result
 
 
 def sample(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
