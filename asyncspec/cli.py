@@ -1,4 +1,4 @@
-"""The command line: `asyncspec train`, `host`, `doctor`, `data show`, `draft train`, `report`, `audit` and `bench`."""
+"""The command line: parses what the user typed, and calls what stands in commands/, launch/, report/ and bench/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import BENCHMARKS
-from asyncspec.commands import export
+from asyncspec.commands import export, serve
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     _add_data(commands)
     export.add_parser(commands)
+    serve.add_parser(commands)
     _add_report(commands)
     _add_audit(commands)
     _add_bench(commands)

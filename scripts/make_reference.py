@@ -27,6 +27,8 @@ COMMANDS = (
     "doctor",
     "data show",
     "draft train",
+    "export",
+    "serve",
     "report",
     "audit",
     "bench",

@@ -135,6 +135,7 @@ TWINS = {
 # Functions that refuse what only a running system meets -> why the start cannot know it.
 RUNNING = {
     "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
+    "engine.protocol:QueueingEngine.submit": "no generator asks for a sampling of a request's own",
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
     "faults:_full": "a test asks for a full disk",
     "ledger.checkpoint:load": "a checkpoint has changed, which only who reads it finds",

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from engines import GREEDY, METHODS, PROMPT, check_distribution, engine_of, run
-from scipy.stats import chisquare
 
 from asyncspec.engine.protocol import QueueingEngine, Request
 from asyncspec.speculation.verify import Sampling, sampling_distribution, sampling_distributions
@@ -121,13 +120,12 @@ def test_cancelled_samples_free_their_slots_and_leave_the_others_alone(small_sha
     done = {}
     for _ in range(2):
         done |= {(each.request_id, each.sample): each for each in one.poll()}
-    one.cancel(0)  # live
-    one.cancel(1, 1)  # live, one sample
-    one.cancel(4)  # waiting
-    one.cancel(5, 0)
-    one.cancel(77)
-    live = one.live
-    assert live + one.waiting == 12 - len(done) - sum(key not in done for key in [(0, 0), (0, 1), (1, 1)]) - 3
+    here = {key: key not in done for key in [(0, 0), (0, 1), (1, 1)]}
+    assert one.cancel(0) == here[0, 0] + here[0, 1]  # live
+    assert one.cancel(1, 1) == here[1, 1]  # live, one sample
+    assert one.cancel(4) == 2 and one.cancel(5, 0) == 1  # waiting
+    assert one.cancel(77) == one.cancel(4) == 0
+    assert one.live + one.waiting == 12 - len(done) - sum(here.values()) - 3
     submit(one, [6])
     done |= finished(one)
     gone = {(4, 0), (4, 1), (5, 0)} | ({(0, 0), (0, 1), (1, 1)} - {*done})

@@ -98,16 +98,17 @@ class TorchEngine(QueueingEngine):
         self.chooser = chooser
         self.drafter.learn = getattr(chooser, "learn", None)
 
-    def cancel(self, request_id: int, number: int | None = None) -> None:
-        """Drop the samples of a request, waiting and live, or the one with this number. They have no completions, and
-        the next poll gives their slots to others. Unknown ones are ignored. Call it between two polls.
+    def cancel(self, request_id: int, number: int | None = None) -> int:
+        """Drop the samples of a request, waiting and live, or the one with this number; return how many there were.
+        They have no completions, and the next poll gives their slots to others. Call it between two polls.
         """
+        before = len(self._queue)
         self._queue = deque(
             sample
             for sample in self._queue
             if sample.request.request_id != request_id or number not in (None, sample.number)
         )
-        self._retired(self.rows.of(request_id, number))
+        return before - len(self._queue) + len(self._retired(self.rows.of(request_id, number)))
 
     def progress(self, request_ids: Iterable[int]) -> list[Partial]:
         """Return the samples of these requests that have a slot, as far as they are. Call it between two polls."""
