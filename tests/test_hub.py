@@ -305,6 +305,20 @@ def test_commands_take_names_on_a_hub(hub, user):
     assert "there is no such directory" in refused.stderr and refused.stderr.count("\n") == 1
 
 
+def test_a_model_on_a_hub_is_served(hub, user):
+    sha = hub.commit("acme/tiny", TINY)
+    code = (
+        "from asyncspec.commands.serve import configuration, _name\n"
+        "c = configuration('acme/tiny', ['engine.slots=2'])\n"
+        "print(c.model.path, _name('acme/tiny@main'), c.speculation.method, c.engine.slots, c.engine.max_prompt_tokens)"
+    )
+    done = user("-c", code)
+    assert done.stdout == f"acme/tiny@{sha} acme/tiny ngram 2 240\n", done.stderr
+    refused = user("-m", "asyncspec", "serve", "acme/none", "--port", "0")
+    assert refused.returncode == 2 and refused.stderr.startswith("asyncspec: CHECKPOINT 'acme/none': ")
+    assert refused.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_doctor_and_training_take_names_on_a_hub(hub, user, tmp_path):
     hub.commit("acme/tiny", TINY | {"LICENSE": b"free", "modeling.py": b"exit()"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from itertools import accumulate
 from typing import Any
 
 from starlette.responses import Response
@@ -131,15 +132,17 @@ class Writer:
         ask: Ask = self._call.ask
         if not ask.logprobs:
             return None
-        texts = [self._model.tokenizer.decode([token], skip_special_tokens=False) for token in choice.tokens]
-        found = list(zip(texts, choice.logprobs))[before:]
+        decode = self._model.tokenizer.decode
+        texts = [decode([token], skip_special_tokens=False) for token in choice.tokens[before:]]
+        found = list(zip(texts, choice.logprobs[before:]))
         if ask.chat:
             content = [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, logprob in found
             ]
             return {"content": content, "refusal": None}
-        offsets = [sum(map(len, texts[:at])) for at in range(before, len(texts))]
+        first = len(decode(choice.tokens[:before], skip_special_tokens=False))
+        offsets = list(accumulate(map(len, texts[:-1]), initial=first)) if texts else []
         return {
             "tokens": [text for text, _ in found],
             "token_logprobs": [logprob for _, logprob in found],
