@@ -2,7 +2,9 @@
 
 - A ticket starts only under a version of at least its min_version. Versions only grow, so the lag bound holds for every
   token.
-- Weights arrive in the background and are swapped in between two engine steps.
+- Weights arrive in the background and are swapped in between two engine steps. With `eval.exact` new weights of the
+  policy wait until the groups of an evaluation are generated. The controller sends these before the training tickets
+  that need newer weights, so such a group waits for nothing.
 - A group leaves when all its samples are generated and rewarded. Rewards are computed in other processes, while the
   engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor, except those
   without signal with rl.dynamic_sampling.
@@ -21,7 +23,7 @@ from asyncspec.actors.base import Actor, first_name
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion, Engine, Request
-from asyncspec.tasks.rewarder import Rewarder
+from asyncspec.tasks.rewarder import Rewarder, filled
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
@@ -44,7 +46,7 @@ class _OpenGroup:
     completions: list[Completion] = field(default_factory=list)
     done: float = 0.0  # when its last sample was generated
     phases: list[m.Phase] = field(default_factory=list)  # until then, since it was admitted
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)  # None only in an evaluation
     rewarded: float = 0.0  # when its rewards were known
     due: float = 0.0  # when it may leave; later only if deployment.delays says so
 
@@ -137,6 +139,8 @@ class Generator(Actor):
             kind, version = self._received.popleft()
             self.control.send(m.Received(self.name, kind, version))
         for kind, receiver in self.receivers.items():
+            if kind == "policy" and self._evaluating():
+                continue
             try:
                 new = receiver.take()
             except BroadcastError:
@@ -151,6 +155,10 @@ class Generator(Actor):
                     start = now()
                     (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
                     self._interruptions.append(m.Phase("swap", start, now()))
+
+    def _evaluating(self) -> bool:
+        """Whether a group is being generated that only the present weights may sample."""
+        return self.config.eval.pinned and any(group.ticket.evaluation for group in self.open_groups.values())
 
     def _admit(self) -> None:
         """Submit tickets in order while the engine has room. One that waits for weights holds back all behind it."""
@@ -183,9 +191,9 @@ class Generator(Actor):
 
     def _send_rewarded(self) -> None:
         """Send on the groups whose rewards are known."""
-        for ticket_id, rewards in self.rewarder.poll():
+        for ticket_id, rewards in self.rewarder.found():
             group = self.rewarding[ticket_id]
-            group.rewards, group.rewarded = rewards, now()
+            group.rewards, group.rewarded = rewards if group.ticket.evaluation else filled(rewards), now()
             group.due = group.rewarded + len(rewards) * self.delay.seconds.get("reward", 0.0)
         if self.rewarder.failed:
             if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncspec.actors.base import REPORT_EVERY_S, resource_usage
+from asyncspec.actors.evaluations import NONE, EvaluationFile, Fields
 from asyncspec.files import LineFiles
 from asyncspec.ledger import ledger as ledgers
 from asyncspec.report.console import Console
@@ -38,12 +39,8 @@ class Records:
         self.timeline, self.trace = TimelineFile(self._files, first_step), TraceFile(run_dir, console.line, first_step)
         self.line, self.note = console.line, self.ledger.note
         self.counters: dict[str, float] = {}  # the latest from all actors, for the next row of metrics
-        self._evaluation = {
-            "eval/score": None,
-            "eval/solved": None,
-            "eval/policy_version": -1,
-            "eval/policy_version_max": -1,
-        }
+        self.evaluations = EvaluationFile(self._files, first_step)
+        self._evaluation: Fields = self.evaluations.found[-1] if self.evaluations.found else NONE
         self._latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self._measured = 0.0
 
@@ -65,8 +62,6 @@ class Records:
             )
         void = len(ledgers.open_tickets(before)) - len(cut_short)
         self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version), tickets_void=void)
-        if self.metrics.last is not None:
-            self._evaluation = {key: self.metrics.last[key] for key in self._evaluation}
         self.console.resumed(self.metrics)
 
     def spans(self, message: m.Spans) -> None:
@@ -74,9 +69,10 @@ class Records:
         self.trace.write(message.actor, message.spans)
         self.counters |= message.counters
 
-    def evaluated(self, evaluation: dict, rollouts: int) -> None:
+    def evaluated(self, evaluation: Fields, rollouts: int) -> None:
         """Write the eval/ fields of a version whose evaluation is complete."""
         self._evaluation = evaluation
+        self.evaluations.write(evaluation)
         self.console.evaluated(evaluation, rollouts)
         self.metrics.evaluated(evaluation)
 
@@ -105,4 +101,5 @@ class Records:
     def closing(self) -> list[Callable[[], None]]:
         """Return the calls that close all files. Each may fail on its own."""
         clock_error = max((v for k, v in self.counters.items() if k.startswith("clock/")), default=0.0) / 1e3
-        return [self.ledger.close, self.metrics.close, lambda: self.trace.close(clock_error), self.timeline.close]
+        files = [self.ledger.close, self.metrics.close, self.evaluations.close]
+        return [*files, lambda: self.trace.close(clock_error), self.timeline.close]

@@ -1,17 +1,18 @@
 """The schedule: when tickets are issued, which generator gets each, and how far training and evaluation have come.
 
 A ticket of step s is issued once the policy clock admits it, which means that version s - lag is published. The tickets
-of an evaluation are issued when its version is published. With rl.dynamic_sampling=replace, a ticket whose group has no
-signal is followed by another one for the same place of the same step. So the order of a step's groups does not depend
-on how long each took.
+of an evaluation are issued when its version is published; pending.py says which are sent first. With
+rl.dynamic_sampling=replace, a ticket whose group has no signal is followed by another one for the same place of the
+same step. So the order of a step's groups does not depend on how long each took.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from asyncspec.actors import evaluations
 from asyncspec.actors.run import Run, RunFailed
-from asyncspec.actors.tickets import Evaluations, TicketMaker
+from asyncspec.actors.tickets import TicketMaker
 from asyncspec.config import resolve_path
 from asyncspec.lag import PolicyClock
 from asyncspec.models import tokenizer
@@ -32,7 +33,7 @@ class Schedule:
         self.next_step = first_step  # the step whose tickets are issued next
         self.trained_steps = first_step
         self._unused: dict[int, list[m.GroupRecord]] = {}  # by step, the groups without signal
-        self.evaluations = Evaluations()
+        self.evaluations = evaluations.Evaluations(self.config)
 
     @property
     def finished(self) -> bool:
@@ -52,8 +53,8 @@ class Schedule:
             raise RunFailed(str(error)) from None
 
     def begin(self) -> None:
-        """Evaluate the version that the run starts from, if that is due."""
-        if self._evaluation_due(self.first_step):
+        """Evaluate the version that the run starts from, if that is due or an evaluation before it is missing."""
+        if evaluations.missing(self.config, self.first_step, self.run.records.evaluations.found):
             self._evaluate(self.first_step)
 
     def issue(self) -> None:
@@ -63,14 +64,20 @@ class Schedule:
             self.next_step += 1
 
     def dispatch(self) -> None:
-        """Keep each generator supplied with samples for two engines. The least loaded generator comes first."""
-        book, outboxes = self.run.book, self.run.outboxes
+        """Keep each generator supplied with samples for two engines. The least loaded generator comes first. While
+        training tickets are still to come, evaluations get only what one engine has free, so that these wait less.
+        The evaluation of the version that the run starts from goes first: it is measured before anything is trained.
+        """
+        book, outboxes, slots = self.run.book, self.run.outboxes, self.config.engine.slots
+        coming = self.next_step < self.config.steps
+        first = self.config.eval.pinned or self.clock.version == self.first_step
         load = book.load(self.run.crew.generators)
         while book.pending and load:
             generator = min(load, key=load.get)
-            if load[generator] >= 2 * self.config.engine.slots:
+            if load[generator] >= 2 * slots:
                 break
-            ticket = book.next_for(generator)
+            if (ticket := book.next_for(generator, not coming or load[generator] < slots, first)) is None:
+                break
             outboxes[generator].put(self.maker.encoded(ticket))
             load[generator] += len(ticket.seeds)
         for outbox in outboxes.values():
@@ -85,7 +92,7 @@ class Schedule:
         """Note that a version of the policy was published; evaluate it if that is due."""
         if message.version > self.clock.version:
             self.clock.publish(message.version)
-            if self._evaluation_due(message.version):
+            if evaluations.due(self.config, message.version):
                 self._evaluate(message.version)
 
     def evaluated(self, generator: str, message: m.EvalDone) -> None:
@@ -100,7 +107,7 @@ class Schedule:
         if ticket is None:
             return
         self.run.progress()
-        if (done := self.evaluations.add(ticket.step, message.rewards, message.version_max)) is not None:
+        if (done := self.evaluations.add(ticket, message)) is not None:
             self.run.records.evaluated(*done)
 
     def unused(self, generator: str, message: m.Unused) -> None:
@@ -142,11 +149,7 @@ class Schedule:
                 trained_in=message.step,
             )
 
-    def _evaluation_due(self, version: int) -> bool:
-        every = self.config.eval.every
-        return version in (0, self.config.steps) or bool(every and version % every == 0)
-
     def _evaluate(self, version: int) -> None:
-        if self.maker.held_out:
-            self.evaluations.begin(version, len(self.maker.held_out))
-            self.run.book.issue(self.maker.of_evaluation(version))
+        if tickets := self.maker.of_evaluation(version):
+            self.evaluations.begin(version, tickets)
+            self.run.book.issue(tickets)

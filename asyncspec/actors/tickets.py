@@ -8,13 +8,13 @@ issued again, or ends.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from asyncspec.actors.pending import Pending
 from asyncspec.config import Config
 from asyncspec.ledger.ledger import Ledger
 from asyncspec.models.tokenizer import encode_prompt
@@ -80,6 +80,7 @@ class TicketMaker:
             seeds=seeds,
             issued=time.monotonic(),
             evaluation=evaluation,
+            eval_set=problem.eval_set,
         )
 
 
@@ -99,17 +100,21 @@ class TicketBook:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.pending: deque[m.Ticket] = deque()  # issued, not yet sent
+        self.pending = Pending()  # issued, not yet sent
         self.open: dict[int, _Entry] = {}  # sent, and not ended
 
     def issue(self, tickets: Iterable[m.Ticket]) -> None:
         for ticket in tickets:
-            self.pending.append(ticket)
+            self.pending.add(ticket)
             self.ledger.write("issued", ticket)
 
-    def next_for(self, generator: str) -> m.Ticket:
-        """Take the oldest pending ticket, and note that this generator has it now."""
-        ticket, now = self.pending.popleft(), time.monotonic()
+    def next_for(self, generator: str, room: bool = True, evaluations_first: bool = False) -> m.Ticket | None:
+        """Take the next pending ticket, and note that this generator has it now. For the arguments and None see
+        `Pending.take`.
+        """
+        ticket, now = self.pending.take(room, evaluations_first), time.monotonic()
+        if ticket is None:
+            return None
         if ticket.lost:  # it is issued again, and the time until now was lost
             ticket = msgspec.structs.replace(ticket, issued=now)
         self.open[ticket.ticket_id] = _Entry(ticket, generator, now)
@@ -158,7 +163,7 @@ class TicketBook:
 
     def replace(self, ticket: m.Ticket, by: m.Ticket, **details) -> None:
         """Take a ticket off the book, and issue another in its place. It is the next one to be sent."""
-        self.pending.appendleft(by)
+        self.pending.add_again([by])
         self.ledger.write("issued", by)
         self.end("dropped", ticket.ticket_id, replaced_by=by.ticket_id, **details)
 
@@ -174,7 +179,7 @@ class TicketBook:
                 del self.open[ticket_id]
                 again.append(msgspec.structs.replace(entry.ticket, lost=entry.ticket.lost or entry.ticket.issued))
                 self.ledger.write("reissued", entry.ticket, reason=reason, generator=entry.generator)
-        self.pending.extendleft(sorted(again, key=lambda t: t.ticket_id, reverse=True))
+        self.pending.add_again(again)
         return len(again)
 
     def drop_all(self, reason: str) -> None:
@@ -182,7 +187,7 @@ class TicketBook:
             self.ledger.write("dropped", entry.ticket, reason=reason, generator=entry.generator)
         for ticket in self.pending:
             self.ledger.write("dropped", ticket, reason=reason)
-        self.open, self.pending = {}, deque()
+        self.open, self.pending = {}, Pending()
 
     def training(self) -> tuple[int, int]:
         """Return the number of training tickets in a generator, and of those past it."""
@@ -200,36 +205,3 @@ class TicketBook:
             ARRIVED: "at the trainer, not trained yet",
         }[entry.stage]
         return f"ticket {entry.ticket.ticket_id} of step {entry.ticket.step}, {where}"
-
-
-class Evaluations:
-    """Compute the held-out score of each version as its tickets come back."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, dict] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def begin(self, version: int, tickets: int) -> None:
-        self._open[version] = {"rewards": [], "left": tickets, "newest": version}
-
-    def add(self, version: int, rewards: Sequence[float], version_max: int) -> tuple[dict, int] | None:
-        """Note that a ticket came back. Once all tickets of its version have, return the eval/ fields and the number of
-        rollouts; None before.
-        """
-        evaluation = self._open[version]
-        known = evaluation["rewards"]
-        known += rewards
-        evaluation["left"] -= 1
-        evaluation["newest"] = max(evaluation["newest"], version_max)
-        if evaluation["left"]:
-            return None
-        del self._open[version]
-        # Training continues meanwhile, so later samples may come from newer versions, except after the last version.
-        return {
-            "eval/score": float(np.mean(known)),
-            "eval/solved": float(np.mean([reward >= 1 for reward in known])),
-            "eval/policy_version": version,
-            "eval/policy_version_max": evaluation["newest"],
-        }, len(known)

@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
+from asyncspec.config import check_evaluation, eval_sets
 from asyncspec.config.check_learning import rules
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
@@ -50,7 +52,7 @@ def check_values(config: Config) -> None:
             _need(config, False, name, *refused)
     for part in (_check_notations, _check_ranks, _check_engine, _check_rewards):
         part(config)
-    for rule in rules(config):
+    for rule in chain(rules(config), check_evaluation.rules(config)):
         _need(config, *rule)
 
 
@@ -166,7 +168,8 @@ def _numbers(read: Callable[[], list[float]]) -> list[float]:
 
 
 def _check_sources(config: Config) -> None:
-    for name, text in (("data.train_file", config.data.train_file), ("data.eval_file", config.data.eval_file)):
+    held_out = eval_sets.paths(config.data.eval_file)
+    for name, text in (("data.train_file", config.data.train_file), ("data.eval_file", held_out)):
         for part in sources(text):
             expected = f"JSONL, Parquet or CSV, or {DATA_FORM}"
             if not part or not all(map(os.path.isfile, data_files(part))):

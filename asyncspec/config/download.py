@@ -13,9 +13,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncspec.config import eval_sets
 from asyncspec.config.fields import value_of
 from asyncspec.config.hub import DATA_ENDINGS, DATA_FORM, SCHEME, HubName
 from asyncspec.config.paths import resolve_path, sources
@@ -56,7 +58,8 @@ def fetch(config: Any) -> None:
     for field in _models(config):
         _put(config, field, fetched_model(field + "=", value_of(config, field)))
     for field in DATA:
-        _put(config, field, fetched_data(field + "=", value_of(config, field)))
+        text, fetched = value_of(config, field), partial(fetched_data, field + "=")
+        _put(config, field, eval_sets.mapped(text, fetched) if field == "data.eval_file" else fetched(text))
 
 
 def fetch_weights(config: Any) -> None:

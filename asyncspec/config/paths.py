@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from asyncspec.config import hub
+from asyncspec.config import eval_sets, hub
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 CONFIG_DIR = PACKAGE_DIR / "configs"
@@ -53,8 +53,12 @@ def make_paths_absolute(config: Any) -> None:
     for name in PATHS:
         section, field = name.split(".")
         text = getattr(getattr(config, section), field)
-        parts = [_absolute(part) for part in (sources(text) if section == "data" else [text] if text else [])]
-        setattr(getattr(config, section), field, ",".join(parts))
+        if name == "data.eval_file":
+            absolute = eval_sets.mapped(text, _absolute)
+        else:
+            parts = sources(text) if section == "data" else [text] if text else []
+            absolute = ",".join(map(_absolute, parts))
+        setattr(getattr(config, section), field, absolute)
 
 
 def _absolute(path: str) -> str:

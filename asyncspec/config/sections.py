@@ -45,7 +45,9 @@ class DataConfig:
         False, "leave out prompts of more than engine.max_prompt_tokens tokens, instead of refusing them"
     )
     eval_file: str = knob(
-        "", "held-out prompts, a file as in data.train_file, which must be set; empty: no evaluation there"
+        "",
+        "held-out prompts, a file as in data.train_file, which must be set; name=file,name=file are several sets, each "
+        "with metrics of its own; empty: no evaluation there",
     )
     prompt_column: str = knob("prompt", "column of the prompt in data files")
     answer_column: str = knob(
@@ -245,7 +247,27 @@ class EvalConfig:
         "optimizer steps between evaluations; 0: only of the first and the last version, which are always evaluated",
         least=0,
     )
-    samples: int = knob(1, "rollouts per held-out prompt, sampled as in training", least=1)
+    samples: int = knob(1, "n, rollouts per held-out prompt, sampled as in training", least=1)
+    pass_at: str = knob("", "k of pass@k, numbers up to eval.samples separated by commas; empty: 1 and eval.samples")
+    exact: bool = knob(
+        False,
+        "sample an evaluation with its version only: its prompts go before those for training, and generators take "
+        "newer weights when they are done",
+    )
+    keep_best: bool = knob(
+        False, "keep the version with the best held-out score in the run's best/; makes evaluations exact"
+    )
+    best_set: str = knob("", "the set of data.eval_file whose score says which version is best; empty: all of them")
+
+    @property
+    def ks(self) -> list[int]:
+        """The k of pass@k, in ascending order."""
+        return sorted({int(k) for k in self.pass_at.split(",")} if self.pass_at else {1, self.samples})
+
+    @property
+    def pinned(self) -> bool:
+        """Whether each evaluation is sampled by its version only."""
+        return self.exact or self.keep_best
 
 
 @dataclass

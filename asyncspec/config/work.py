@@ -16,6 +16,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+from asyncspec.config import eval_sets
 from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
 from asyncspec.models import headers
@@ -118,7 +119,7 @@ def stall_s(config: Config) -> float:
 
 def data_bytes(config: Config) -> int:
     """Bytes of the data files."""
-    files = [*data_files(config.data.train_file), *data_files(config.data.eval_file)]
+    files = [*data_files(config.data.train_file), *data_files(eval_sets.paths(config.data.eval_file))]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncspec.config import Config, data_files, resolve_path
+from asyncspec.config import Config, data_files, eval_sets, resolve_path
 from asyncspec.config.fields import value_of
 from asyncspec.errors import ConfigError
 from asyncspec.files import write_json
@@ -87,9 +87,10 @@ def digests(config: Config) -> dict[str, str]:
             files[f"model.path/{name}"] = policy / name
     try:
         digested = {name: _digest(file) for name, file in files.items()}
-        for name in ("data.train_file", "data.eval_file"):
+        data = {"data.train_file": config.data.train_file, "data.eval_file": eval_sets.paths(config.data.eval_file)}
+        for name, text in data.items():
             # One digest for all files, in their order: another number of files has another one.
-            digested[name] = " ".join(_digest(file) for file in data_files(value_of(config, name)))
+            digested[name] = " ".join(_digest(file) for file in data_files(text))
         if config.rl.kl_coef > 0:
             name = "model.reference_path" if config.model.reference_path else "model.path"
             directory = resolve_path(config.model.reference_path or config.model.path)

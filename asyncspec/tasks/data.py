@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from asyncspec.config import Config, DataConfig, data_files, resolve_path, sources
+from asyncspec.config import Config, DataConfig, data_files, eval_sets, resolve_path, sources
 from asyncspec.errors import first_line
 from asyncspec.models import tokenizer as tokenizers
 from asyncspec.models.chat import ChatTemplate, parse_variables
@@ -61,13 +61,14 @@ def load_problems(config: Config) -> Problems:
     if data.train_file:
         preparation, left_out = _Preparation(config), 0
         held_out: list[Problem] = []
-        if data.eval_file:
-            name = f"data.eval_file={data.eval_file!r}"
-            fitting = preparation.problems(load_rows(name, data.eval_file, data))
-            held_out = [problem for problem in fitting if problem is not None]
-            left_out = len(fitting) - len(held_out)
-            if not held_out:
-                raise _too_long(config, len(fitting), name)
+        for each in eval_sets.parse(data.eval_file):
+            name = f"data.eval_file={each.path!r}"
+            found = preparation.problems(load_rows(name, each.path, data))
+            fitting = [msgspec.structs.replace(problem, eval_set=each.name) for problem in found if problem is not None]
+            left_out += len(found) - len(fitting)
+            if not fitting:
+                raise _too_long(config, len(found), name)
+            held_out += fitting
         parts = sources(data.train_file) if data.train_weights else [data.train_file]
         source_N = turns(data.source_weights or [1.0], places).repeat(tries)  # a place has one source
         training: list[Problem] = [Problem("", "")] * (places * tries)

@@ -55,6 +55,7 @@ class Ticket(Message, frozen=True):
     issued: float
     row: str = ""  # the row of the data file as JSON, see tasks.problem
     evaluation: bool = False  # the group is rewarded and reported, but never trained on
+    eval_set: str = ""  # the set of held-out prompts, see tasks.problem
     lost: float = 0.0  # when the ticket was issued to a generator that died; 0: never
     asked: float = 0.0  # when the first ticket of this place was issued; 0: this one is the first
 
@@ -334,7 +335,7 @@ class EvalDone(Message, frozen=True):
     """All rollouts of an evaluation ticket have their rewards."""
 
     ticket_id: int
-    rewards: list[float]
+    rewards: list[float | None]  # None: it failed, or does not apply
     version_min: int
     version_max: int
 
