@@ -15,6 +15,7 @@ from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.tickets import TicketMaker
 from asyncspec.config import resolve_path
 from asyncspec.lag import PolicyClock
+from asyncspec.ledger.best import Best
 from asyncspec.models import tokenizer
 from asyncspec.tasks.data import load_problems
 from asyncspec.wire import messages as m
@@ -34,10 +35,14 @@ class Schedule:
         self.trained_steps = first_step
         self._unused: dict[int, list[m.GroupRecord]] = {}  # by step, the groups without signal
         self.evaluations = evaluations.Evaluations(self.config)
+        keep, records = self.config.eval, run.records
+        self.best = Best(records.run_dir, keep.best_set, records.line) if keep.keep_best else None
 
     @property
     def finished(self) -> bool:
-        return self.trained_steps == self.config.steps and not self.evaluations
+        steps = self.config.steps
+        saving = self.best is not None and self.best.awaits(steps)
+        return self.trained_steps == steps and not self.evaluations and not saving
 
     def load(self) -> None:
         """Read the data, in whatever thread: it takes long if there is much. The launcher has checked it.
@@ -54,7 +59,10 @@ class Schedule:
 
     def begin(self) -> None:
         """Evaluate the version that the run starts from, if that is due or an evaluation before it is missing."""
-        if evaluations.missing(self.config, self.first_step, self.run.records.evaluations.found):
+        found = self.run.records.evaluations.found
+        if self.best is not None:
+            self.best.resume(found)
+        if evaluations.missing(self.config, self.first_step, found):
             self._evaluate(self.first_step)
 
     def issue(self) -> None:
@@ -109,6 +117,15 @@ class Schedule:
         self.run.progress()
         if (done := self.evaluations.add(ticket, message)) is not None:
             self.run.records.evaluated(*done)
+            if self.best is not None:
+                self.best.evaluated(done[0])
+
+    def checkpointed(self, message: m.Checkpointed) -> None:
+        """Note that a checkpoint is complete, or was given up. When the run ends, the best version stays as it is: the
+        trainer writes its policy then.
+        """
+        if self.best is not None and not self.run.stop_reason:
+            (self.best.failed if message.failed else self.best.checkpointed)(message.version)
 
     def unused(self, generator: str, message: m.Unused) -> None:
         """Replace a group without signal by another one, or leave its place out of the step."""

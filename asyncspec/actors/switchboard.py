@@ -110,6 +110,9 @@ class Switchboard:
 
     @_handle.register
     def _(self, message: m.Checkpointed, sender: str) -> None:
+        self.schedule.checkpointed(message)
+        if message.failed:
+            return
         self.records.counters["checkpoint/version"] = message.version
         for member in self.run.crew.playing("draft_adapter"):
             self.server.send(member.name, message)

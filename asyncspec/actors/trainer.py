@@ -9,7 +9,8 @@
   one version.
 - It leads the trainer's other ranks, if there are any: trainer_team.py, trainer_rank.py.
 - With speculation.method=mtp it also trains the policy's MTP module: actors/mtp.py.
-- Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background.
+- Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background; with `eval.keep_best` also of
+  the versions that are evaluated.
 - Every `checkpoint.export_every` steps it exports the version that it is about to train. Generators work meanwhile.
 - Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, export, and the
   rest.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncspec.actors import evaluations
 from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.actors.trainer_team import TrainerTeam
 from asyncspec.config import work
@@ -61,7 +63,8 @@ class Trainer(Actor):
         super().__init__(spec)
         self.threads = self.config.trainer.threads
         self.step_index = max(0, spec.resume)
-        self.saved_version = self.step_index  # version of the newest checkpoint begun
+        # The version of the newest checkpoint begun. The first version may be the best one, too.
+        self.saved_version = -1 if self.config.eval.keep_best and not self.step_index else self.step_index
         self.exported_version = 0  # newest version in RUN/exports that this process has written
         self._saving_since, self._to_save = 0.0, False  # `_to_save`: the ranks have joined
         self.arrived: dict[int, tuple[m.Group, m.Arrays]] = {}  # by place, until its turn
@@ -122,6 +125,9 @@ class Trainer(Actor):
     def turn(self) -> None:
         """Make the next version, waits included; after the last one, idle briefly."""
         self._tend_checkpoint()
+        if self._save_due() and not self.learner.checkpoints.busy:
+            with self.recorder.span("checkpoint", version=self.step_index):
+                self._save()
         if self.step_index == self.config.steps:
             self.publisher.check()
             self.idle = True
@@ -161,10 +167,11 @@ class Trainer(Actor):
         )
         self.step_index, self.step_start = step + 1, end
         self.team.committed = False
-        every = self.config.checkpoint.every
-        if every and self.step_index - self.saved_version >= every and not self.learner.checkpoints.busy:
-            with self.recorder.span("checkpoint", version=self.step_index):
-                self._save()
+
+    def _save_due(self) -> bool:
+        every, new = self.config.checkpoint.every, self.step_index - self.saved_version
+        evaluated = self.config.eval.keep_best and evaluations.due(self.config, self.step_index)
+        return new > 0 and (evaluated or bool(every) and new >= every)
 
     def _accumulate(self, step: int) -> list[m.GroupRecord]:
         """Take a step's groups, in order, and add the gradients of those of the first optimizer step. Return a record
@@ -262,6 +269,7 @@ class Trainer(Actor):
     def _not_saved(self, error: OSError) -> None:
         self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
         self._notice(f"{error}; the run continues, and earlier checkpoints are intact")
+        self.control.send(m.Checkpointed(self.saved_version, failed=True))
 
     def _to_export(self) -> bool:
         """Whether the present version is one of those to export, and has not been."""
@@ -299,8 +307,21 @@ class Trainer(Actor):
             if self._to_export():
                 self._export()
             self.team.end()
+            self.save_best()
         except StopRequested:  # a rank was lost meanwhile
             pass
+
+    def save_best(self) -> None:
+        """Write the policy of the run's best version as a Hugging Face directory, if the run keeps one."""
+        if not self.config.eval.keep_best:
+            return
+        from asyncspec.rl.from_checkpoint import save_best
+
+        try:
+            if said := save_best(self.config, Path(self.spec.run_dir)):
+                self._notice(said)
+        except OSError as error:
+            self._notice(f"the policy of the best version was not written: {error}; its checkpoint is intact")
 
     def save_policy(self, version: int | None = None) -> None:
         """Write the policy as a Hugging Face directory: the result of the run, or the export of a version."""

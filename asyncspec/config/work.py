@@ -66,9 +66,10 @@ def draft_bytes(config: Config) -> int:
 
 
 def export_bytes(config: Config) -> int:
-    """Bytes of the policy and the draft that the run writes when it ends."""
+    """Bytes of the policy, the best version's policy and the draft that the run writes when it ends."""
     shorter = 1 if config.checkpoint.export_dtype == "float32" else 2
-    return policy_bytes(config) // shorter + draft_bytes(config)
+    policies = 2 if config.eval.keep_best else 1
+    return policies * policy_bytes(config) // shorter + draft_bytes(config)
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -94,6 +94,9 @@ class MockTrainer(Trainer):
     def save_policy(self, version: int | None = None) -> None:
         """Save nothing: a mock has no policy."""
 
+    def save_best(self) -> None:
+        """Save nothing, for the same reason."""
+
 
 class MockTrainerRank(TrainerRank):
     learner_class = MockLearner

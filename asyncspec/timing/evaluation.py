@@ -32,10 +32,10 @@ def pass_at(k: int, samples: int, solved: int) -> float:
     return 1.0 - math.prod((samples - solved - i) / (samples - i) for i in range(k)) if samples - solved >= k else 1.0
 
 
-def interval(values: Sequence[float], rollouts: int, share: bool) -> tuple[float, float] | None:
+def interval(values: Sequence[float], draws: int, share: bool) -> tuple[float, float] | None:
     """Return the bounds of the 95% confidence interval of a mean over prompts; None for fewer than two prompts.
 
-    A share gets Wilson's score interval with the effective number of independent rollouts: p (1 - p) over the squared
+    A share gets Wilson's score interval with the effective number of independent draws: p (1 - p) over the squared
     standard error, at most their real number, as Korn and Graubard (1998) define it; Dean and Pagano (2015) recommend
     this for clustered shares. Where all prompts are solved, or none, it is the number of prompts. The interval stays
     within 0 and 1, and always has a width. Any other mean gets Student's interval. Both use Student's t with one degree
@@ -43,7 +43,7 @@ def interval(values: Sequence[float], rollouts: int, share: bool) -> tuple[float
 
     Args:
         values: the statistic of each prompt.
-        rollouts: how many rollouts these come from.
+        draws: how many outcomes they come from that share no rollout: of pass@k, rollouts / k.
         share: whether it is a share: between 0 and 1, with a variance of at most p (1 - p).
     """
     from scipy.special import stdtrit  # scipy.stats takes a second to import
@@ -56,7 +56,7 @@ def interval(values: Sequence[float], rollouts: int, share: bool) -> tuple[float
     if not share:
         return mean - t * error, mean + t * error
     variance = mean * (1 - mean)
-    effective = float(count if variance <= 0 else rollouts if error == 0 else min(rollouts, variance / error**2))
+    effective = float(count if variance <= 0 else draws if error == 0 else min(draws, variance / error**2))
     middle = (mean + t**2 / (2 * effective)) / (1 + t**2 / effective)
     half = t / (1 + t**2 / effective) * math.sqrt(max(0.0, variance) / effective + t**2 / (4 * effective**2))
     return max(0.0, middle - half), min(1.0, middle + half)
@@ -83,7 +83,7 @@ def summary(prompts: Iterable[Rewards], ks: Sequence[int]) -> dict[str, float | 
     }
     for k in ks:
         enough = [(n, c) for n, c in solved if n >= k]
-        found |= _estimate(f"pass@{k}", [pass_at(k, n, c) for n, c in enough], sum(n for n, _ in enough), True)
+        found |= _estimate(f"pass@{k}", [pass_at(k, n, c) for n, c in enough], sum(n // k for n, _ in enough), True)
     missing = sum(len(rewards) for rewards in everything) - sum(map(len, sampled))
     return found | {"prompts": len(counted), "left_out": len(everything) - len(counted), "failed": missing}
 
@@ -110,8 +110,8 @@ def names(evaluation: Mapping[str, object]) -> list[str]:
     return [part[1] for part in parts if len(part) == 3 and part[2] == "score"]
 
 
-def _estimate(name: str, values: Sequence[float], rollouts: int, share: bool) -> dict[str, float | None]:
-    low, high = interval(values, rollouts, share) or (None, None)
+def _estimate(name: str, values: Sequence[float], draws: int, share: bool) -> dict[str, float | None]:
+    low, high = interval(values, draws, share) or (None, None)
     return {name: _mean(values), f"{name}_low": low, f"{name}_high": high}
 
 

@@ -320,9 +320,10 @@ class Arrived(Message, frozen=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """A checkpoint that the run can resume from is complete."""
+    """A checkpoint that the run can resume from is complete, or was given up."""
 
     version: int
+    failed: bool = False
 
 
 class Generated(Message, frozen=True):
