@@ -25,7 +25,7 @@ class Pending:
     def __init__(self) -> None:
         self._training: deque[Ticket] = deque()
         self._evaluation: deque[Ticket] = deque()
-        self._owed = 0.0  # samples that evaluations were due, and have not been sent
+        self._sent = 0  # samples of training that were sent while an evaluation waited, less its share
 
     def __bool__(self) -> bool:
         return bool(self._training or self._evaluation)
@@ -53,16 +53,16 @@ class Pending:
             first: whether evaluations go before training.
         """
         waiting = bool(self._evaluation)
-        owed = waiting and self._owed >= len(self._evaluation[0].seeds)
+        owed = waiting and self._sent >= TRAINING_SHARE * len(self._evaluation[0].seeds)
         if waiting and (first or owed or (room and not self._training)):
             ticket = self._evaluation.popleft()
-            self._owed = max(0.0, self._owed - len(ticket.seeds)) if self._evaluation else 0.0
+            self._sent = max(0, self._sent - TRAINING_SHARE * len(ticket.seeds)) if self._evaluation else 0
             return ticket
         if not self._training:
             return None
         ticket = self._training.popleft()
         if waiting:
-            self._owed += len(ticket.seeds) / TRAINING_SHARE
+            self._sent += len(ticket.seeds)
         return ticket
 
     def _queue(self, ticket: Ticket) -> deque[Ticket]:
