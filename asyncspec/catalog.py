@@ -1,7 +1,8 @@
 """What a run leaves behind: its files, its metrics, and its exit codes.
 
 The reference pages in docs/ are generated from these tables (`scripts/make_reference.py`). A test compares them with
-what a run really writes. In a name, capitals stand for something that varies: ACTOR, POSITION, ROLE, KIND, STEP.
+what a run really writes. In a name, capitals stand for something that varies: ACTOR, POSITION, ROLE, KIND, STEP, SET,
+K.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ RUN_FILES = (
     RunFile("config-until-step-STEP.yaml", "the configuration that was used before the run was resumed at this step"),
     RunFile("inputs.json", "digests of the data and the tokenizer; `--resume` refuses others"),
     RunFile("metrics.jsonl", "one JSON object for each step; see [metrics](metrics.md)"),
+    RunFile("evaluations.jsonl", "one JSON object for each complete evaluation, with the eval/ metrics"),
     RunFile("timeline.jsonl", "for each step its groups, the stages they were in, and what the trainer waited for"),
     RunFile("ledger.jsonl", "one line for each event in a ticket's life and each fault; `asyncspec audit` reads it"),
     RunFile("trace.json", "what each actor did and when; open it in Perfetto (https://ui.perfetto.dev)"),
@@ -41,6 +43,7 @@ RUN_FILES = (
     ),
     RunFile("exports/", "the policy as a Hugging Face directory, step-N, every `checkpoint.export_every` steps"),
     RunFile("checkpoints/", "what `--resume` starts from: trainer-VERSION and draft-VERSION"),
+    RunFile("best/", "with `eval.keep_best`: the version with the best held-out score, its checkpoint and its policy"),
     RunFile("skipped/", "the groups of steps whose gradient was not finite"),
     RunFile("faults/", "a mark for each fault of `deployment.faults` that has happened"),
     RunFile("report.html", "the page that `asyncspec report` writes"),
@@ -63,6 +66,24 @@ METRICS = (
     Metric("reward/ACTOR_failed", "count", "rewards of this generator that failed so far"),
     Metric("eval/score", "reward", "mean reward on the held-out prompts; an accuracy if rewards are 0 or 1"),
     Metric("eval/solved", "share", "held-out rollouts whose reward is at least 1"),
+    Metric("eval/score_low", "reward", "lower bound of its 95% interval; see [evaluation](../how-to/evaluation.md)"),
+    Metric("eval/score_high", "reward", "upper bound"),
+    Metric("eval/pass@K", "share", "prompts that at least one of K rollouts would solve, estimated without bias"),
+    Metric("eval/pass@K_low", "share", "lower bound of its 95% interval"),
+    Metric("eval/pass@K_high", "share", "upper bound"),
+    Metric("eval/prompts", "count", "held-out prompts with at least one reward"),
+    Metric("eval/left_out", "count", "held-out prompts without any, which are left out"),
+    Metric("eval/failed", "count", "held-out rollouts without a reward: it failed or does not apply"),
+    Metric("eval/SET/score", "reward", "the same of one set of `data.eval_file`, as all that follow"),
+    Metric("eval/SET/score_low", "reward", "lower bound of its 95% interval"),
+    Metric("eval/SET/score_high", "reward", "upper bound"),
+    Metric("eval/SET/solved", "share", "rollouts whose reward is at least 1"),
+    Metric("eval/SET/pass@K", "share", "prompts that at least one of K rollouts would solve"),
+    Metric("eval/SET/pass@K_low", "share", "lower bound of its 95% interval"),
+    Metric("eval/SET/pass@K_high", "share", "upper bound"),
+    Metric("eval/SET/prompts", "count", "prompts with at least one reward"),
+    Metric("eval/SET/left_out", "count", "prompts without any"),
+    Metric("eval/SET/failed", "count", "rollouts without a reward"),
     Metric("eval/policy_version", "version", "the oldest policy version that sampled in that evaluation"),
     Metric("eval/policy_version_max", "version", "the newest one"),
     Metric("groups/without_signal", "share", "groups whose rewards are all equal, so that they teach nothing"),
@@ -151,7 +172,7 @@ _VARIES = {
     "ROLE": "[a-z_]+",
     "KIND": "policy|draft",
 }
-_VARIES |= {"STEP": "[0-9]+", "COUNT": "[0-9]+"}
+_VARIES |= {"STEP": "[0-9]+", "COUNT": "[0-9]+", "SET": "[A-Za-z0-9_-]+", "@K": "@[0-9]+"}
 
 
 def pattern(name: str) -> re.Pattern[str]:

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec.actors.base import ActorSpec
-from asyncspec.actors.evaluations import FILE, EvaluationFile, Evaluations, due, missing
+from asyncspec.actors.evaluations import Evaluations, due, missing
 from asyncspec.actors.generator import Generator, _OpenGroup
 from asyncspec.actors.pending import TRAINING_SHARE, Pending
 from asyncspec.config import Config, load, to_yaml
 from asyncspec.engine.protocol import Completion
 from asyncspec.files import LineFiles
+from asyncspec.ledger.evaluations import FILE, EvaluationFile
 from asyncspec.wire import messages as m
 
 

@@ -1,6 +1,4 @@
-"""The evaluations of a run: when a version is evaluated, what came back so far, and which results are on disk.
-
-    RUN/evaluations.jsonl    one line for each complete evaluation: its eval/ fields
+"""The evaluations of a run: when a version is evaluated, and what came back so far.
 
 The version of the start and the last one are always evaluated, and one every `eval.every` steps. Training goes on
 meanwhile, so later samples may come from newer versions: eval/policy_version and eval/policy_version_max say which
@@ -10,21 +8,13 @@ from.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from asyncspec.config import Config
-from asyncspec.files import LineFiles, replace_file
+from asyncspec.ledger.evaluations import NEWEST, OLDEST, Fields
 from asyncspec.timing import evaluation as statistics
-from asyncspec.timing.metrics import read_rows
 from asyncspec.wire import messages as m
-
-FILE = "evaluations.jsonl"
-OLDEST, NEWEST = "eval/policy_version", "eval/policy_version_max"
-Fields = dict[str, float | int | None]
-NONE: Fields = {"eval/score": None, "eval/solved": None, OLDEST: -1, NEWEST: -1}  # before the first evaluation
 
 
 def due(config: Config, version: int) -> bool:
@@ -81,37 +71,3 @@ class Evaluations:
         fields = statistics.fields(found.sets, self.config.eval.ks)
         rollouts = sum(len(rewards) for prompts in found.sets.values() for rewards in prompts)
         return fields | {OLDEST: min(found.versions), NEWEST: max(found.versions)}, rollouts
-
-
-class EvaluationFile:
-    """The results on disk. Those that a rewind has undone are removed: newer versions sampled in them."""
-
-    def __init__(self, files: LineFiles, first_step: int) -> None:
-        """
-        Args:
-            first_step: the version that the run starts or resumes from.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        self.found = read(files.folder)
-        if kept := [fields for fields in self.found if fields[NEWEST] <= first_step]:
-            replace_file(files.folder / FILE, "".join(json.dumps(fields) + "\n" for fields in kept))
-        else:
-            (files.folder / FILE).unlink(missing_ok=True)
-        self.found = kept
-        self._file = files.open(FILE)
-
-    def write(self, fields: Fields) -> None:
-        self.found.append(fields)
-        self._file.write(json.dumps(fields) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def read(run_dir: Path) -> list[dict]:
-    """Return the complete evaluations of a run, in the order in which they ended."""
-    path = run_dir / FILE
-    rows = read_rows(path) if path.exists() else []
-    return [row for row in rows if type(row.get(OLDEST)) is int and type(row.get(NEWEST)) is int]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncspec.actors.base import REPORT_EVERY_S, resource_usage
-from asyncspec.actors.evaluations import NONE, EvaluationFile, Fields
 from asyncspec.files import LineFiles
 from asyncspec.ledger import ledger as ledgers
+from asyncspec.ledger.evaluations import NONE, EvaluationFile, Fields
 from asyncspec.report.console import Console
 from asyncspec.timing.exporters import RunMetrics, TraceFile
 from asyncspec.timing.metrics import step_row

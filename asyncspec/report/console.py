@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from asyncspec.console import terminal
+from asyncspec.report.evaluations import lines
 from asyncspec.timing.exporters import RunMetrics
 from asyncspec.timing.metrics import TABLE_ROWS, scores
 
@@ -23,6 +24,7 @@ RESULTS = (
     "logs/",
     "checkpoint/",
     "checkpoints/",
+    "best/",
 )
 
 
@@ -44,7 +46,7 @@ class Console:
 
     def resumed(self, metrics: RunMetrics) -> None:
         """Say from which version the run resumes. Its first evaluation was before it stopped."""
-        if metrics.first_evaluation is not None and metrics.last is not None:
+        if metrics.first_evaluation is not None and metrics.last is not None and metrics.last["eval/score"] is not None:
             self._evaluations = [metrics.first_evaluation, metrics.last]
         self.line(f"resuming from version {self.first_step}, with {self.first_step} steps trained")
 
@@ -83,10 +85,10 @@ class Console:
             self._bars.update(task, completed=value)
 
     def evaluated(self, evaluation: dict, rollouts: int) -> None:
-        self._evaluations.append(evaluation)
-        oldest, newest = evaluation["eval/policy_version"], evaluation["eval/policy_version_max"]
-        versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-        self.line(f"{_told([evaluation])} with {versions} ({rollouts} rollouts)")
+        if evaluation["eval/score"] is not None:
+            self._evaluations.append(evaluation)
+        for line in lines(evaluation, rollouts):
+            self.line(line)
 
     def step(self, row: dict) -> None:
         done = row["step"] + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,11 @@ import numpy as np
 from asyncspec.config import Config, from_yaml, sources
 from asyncspec.errors import UserError
 from asyncspec.ledger import ledger
+from asyncspec.ledger.evaluations import read as read_evaluations
+from asyncspec.report import evaluations
 from asyncspec.timing import timeline
 from asyncspec.timing.attribution import PARTS
-from asyncspec.timing.metrics import read_rows, scores
+from asyncspec.timing.metrics import read_rows
 from asyncspec.wire.messages import StepDone
 
 NEEDED = {"step": 0, "time/step": 1e-9, "lag/max": 0}  # metrics that every row has: the least valid value
@@ -30,6 +32,7 @@ class Run:
     rows: list[dict]  # from metrics.jsonl
     steps: list[StepDone]  # from timeline.jsonl; may be fewer than rows, or none
     failures: list[str]  # how many tickets were dropped, one text per reason
+    evaluations: list[dict] = field(default_factory=list)  # from evaluations.jsonl
 
     @classmethod
     def read(cls, directory: Path) -> Run:
@@ -58,7 +61,7 @@ class Run:
                     )
         steps = list(timeline.read(directory)) if (directory / timeline.FILE).is_file() else []
         config = from_yaml((directory / "config.yaml").read_text(encoding="utf-8", errors="replace"))
-        return cls(directory.name, config, rows, steps, dropped)
+        return cls(directory.name, config, rows, steps, dropped, read_evaluations(directory))
 
     def series(self, key: str) -> np.ndarray:
         """Return a metric over the steps, NaN where it is missing."""
@@ -111,7 +114,6 @@ class Run:
     def summary(self) -> list[tuple[str, str]]:
         """Return the numbers that a person asks for first."""
         seconds, steady = self.step_seconds(), self.steady
-        evaluated = [row for row in self.rows if row.get("eval/score") is not None]
         lag = self.series("lag/max")
         rows = [
             ("steps", f"{len(self.rows)} of {self.config.steps}"),
@@ -134,9 +136,7 @@ class Run:
                 f"{np.nanmean(self.series('reward/mean')[-5:]):.3f} over the last five",
             ),
         ]
-        if evaluated:
-            name, numbers = scores([evaluated[0], evaluated[-1]])
-            rows.append((f"held-out {name}", " to ".join(numbers)))
+        rows += evaluations.summary(self.evaluations or self.rows)
         return rows + [("dropped tickets", ", ".join(self.failures) or "none")]
 
 

@@ -119,7 +119,8 @@ class RunMetrics:
         if self._held is not None and self._held["policy_version"] == evaluation["eval/policy_version"]:
             self._held |= evaluation
             self.flush()
-        found = {f"{name}_by_version": evaluation[name] for name in ("eval/score", "eval/solved")}
+        names = [name for name, value in evaluation.items() if value is not None and "policy_version" not in name]
+        found = {f"{name}_by_version": evaluation[name] for name in names}
         self._board.scalars(found, evaluation["eval/policy_version"])
 
     def picture(self, steps: Sequence[StepDone]) -> None:
