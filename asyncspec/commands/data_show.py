@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
@@ -30,7 +31,9 @@ def show(config: Config, count: int, samples: int, held_out: bool, tell: Callabl
         raise ConfigError(str(error)) from None
     source = config.data.train_file or f"the built-in task {config.data.task}"
     training = found.training[:: config.rl.tries]  # without those that may replace them
-    tell(f"{source}: {len(training)} prompts in {config.steps} steps, {len(found.held_out)} held out")
+    counts = Counter(problem.eval_set for problem in found.held_out)
+    sets = f" ({', '.join(f'{name} {count}' for name, count in counts.items())})" if len(counts) > 1 else ""
+    tell(f"{source}: {len(training)} prompts in {config.steps} steps, {len(found.held_out)} held out{sets}")
     if found.left_out:
         tell(told_left_out(config, found.left_out))
     problems = (found.held_out if held_out else training)[:count]

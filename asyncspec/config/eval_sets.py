@@ -41,6 +41,8 @@ def mapped(text: str, change: Callable[[str], str]) -> str:
 def fault(text: str) -> tuple[str, str] | None:
     """Return what was expected of the names and the nearest valid text; None if all names can be used."""
     sets = parse(text)
+    if not all(each.path for each in sets):
+        return "a file for each set", mapped(",".join(part for part in text.split(",") if paths(part)), str)
     if wrong := next((each.name for each in sets if not NAME.fullmatch(each.name)), None):
         nearest = ",".join(f"{_cleaned(each.name)}={each.path}" for each in sets)
         return f"names of letters, digits, - and _, not {wrong!r}", nearest
@@ -62,8 +64,8 @@ def _parts(text: str) -> list[tuple[str, str]]:
     """Return (given name or "", path) of each set."""
     found = []
     for part in map(str.strip, text.split(",")) if text else ():
-        name, mark, path = part.partition("=")
-        found.append((name.strip(), path.strip()) if mark and not {"/", ":"} & {*name} else ("", part))
+        name, mark, path = map(str.strip, part.partition("="))
+        found.append((name, path) if name and mark and not {"/", ":"} & {*name} else ("", part))
     return found
 
 
