@@ -29,7 +29,7 @@ def test_of_scores_that_rise_and_fall_the_best_is_kept_with_its_weights(tmp_path
     kept = Best(tmp_path, "", told.append)
     for version, score in ((1, 0.2), (2, 0.4), (3, 0.7), (4, 0.7), (5, 0.3), (6, 0.1)):
         states |= saved(tmp_path, [version], keep=2)
-        kept.checkpointed(version)
+        kept.settled(version)
         kept.evaluated(scored(version, score))
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["trainer-000005", "trainer-000006"]
     record = best.read(tmp_path)
@@ -47,7 +47,7 @@ def test_a_checkpoint_may_be_complete_after_its_evaluation(tmp_path):
     kept.evaluated(scored(1, 0.5))
     assert kept.awaits(1) and best.read(tmp_path) is None
     saved(tmp_path, [1])
-    kept.checkpointed(1)
+    kept.settled(1)
     assert best.read(tmp_path)["version"] == 1 and not kept.awaits(1)
 
 
@@ -55,12 +55,16 @@ def test_a_version_whose_checkpoint_was_not_written_is_named_and_not_waited_for(
     told = []
     kept = Best(tmp_path, "", told.append)
     kept.evaluated(scored(4, 0.5))
-    kept.failed(4)
-    assert not kept.awaits(4) and told == ["version 4 scored best, but its checkpoint was not written; it is not kept"]
+    kept.settled(4)
+    assert not kept.awaits(4) and told == ["version 4 scored best, but has no checkpoint; it is not kept"]
     saved(tmp_path, [6])
     kept.evaluated(scored(5, 0.4))  # the trainer was still writing another one
-    kept.checkpointed(6)
+    assert kept.awaits(5)
+    kept.settled(6)
     assert best.read(tmp_path) is None and len(told) == 2
+    kept.settled(8)  # before the evaluation is complete
+    kept.evaluated(scored(8, 0.6))
+    assert not kept.awaits(8) and len(told) == 3
 
 
 def test_samples_of_several_versions_and_unknown_scores_do_not_count(tmp_path):

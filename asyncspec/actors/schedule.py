@@ -125,7 +125,7 @@ class Schedule:
         trainer writes its policy then.
         """
         if self.best is not None and not self.run.stop_reason:
-            (self.best.failed if message.failed else self.best.checkpointed)(message.version)
+            self.best.settled(message.version)
 
     def unused(self, generator: str, message: m.Unused) -> None:
         """Replace a group without signal by another one, or leave its place out of the step."""

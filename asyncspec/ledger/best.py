@@ -39,6 +39,7 @@ class Best:
         self._score = f"eval/{eval_set}/score" if eval_set else "eval/score"
         self._kept = read(run_dir)
         self._waiting: dict[str, Any] | None = None  # the record of a better version without a checkpoint so far
+        self._settled = -1  # the newest version whose checkpoint was completed or given up
 
     def evaluated(self, evaluation: Mapping[str, Any]) -> None:
         """Note the eval/ fields of a complete evaluation."""
@@ -54,17 +55,35 @@ class Best:
             "set": self.eval_set,
             "checkpoint": checkpoint.where(self.run_dir, "trainer", version).name,
         }
-        if checkpoint.where(self.run_dir, "trainer", version).is_dir():
-            self.checkpointed(version)
+        self._settle()
 
-    def checkpointed(self, version: int) -> None:
-        """Note that the checkpoint of a version is complete."""
-        record = self._waiting
-        if record is None or version < record["version"]:
+    def settled(self, version: int) -> None:
+        """Note that the trainer has completed the checkpoint of a version, or given it up."""
+        self._settled = max(self._settled, version)
+        self._settle()
+
+    def resume(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
+        """Note the evaluations of an earlier part of the run, as far as their checkpoints are there."""
+        for evaluation in evaluations:
+            if checkpoint.where(self.run_dir, "trainer", evaluation["eval/policy_version"]).is_dir():
+                self.evaluated(evaluation)
+
+    def awaits(self, version: int) -> bool:
+        """Whether a version scored best, and its checkpoint is still to come."""
+        return self._waiting is not None and self._waiting["version"] == version
+
+    def _settle(self) -> None:
+        """Keep the better version if its checkpoint is there. One that never comes is not waited for: checkpoints are
+        written one at a time, in the order of their versions.
+        """
+        if (record := self._waiting) is None:
+            return
+        version, there = record["version"], (self.run_dir / checkpoint.FOLDER / record["checkpoint"]).is_dir()
+        if not there and self._settled < version:
             return
         self._waiting = None
-        if version > record["version"]:  # one is written at a time, so there is none of that version
-            self._tell(f"version {record['version']} scored best, but its checkpoint was not written; it is not kept")
+        if not there:
+            self._tell(f"version {version} scored best, but has no checkpoint; it is not kept")
             return
         try:
             self._keep(record)
@@ -73,21 +92,6 @@ class Best:
             return
         self._kept = record
         self._tell(f"version {version} scored best so far: kept in {self.run_dir / FOLDER}")
-
-    def resume(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
-        """Note the evaluations of an earlier part of the run, as far as their checkpoints are there."""
-        for evaluation in evaluations:
-            if checkpoint.where(self.run_dir, "trainer", evaluation["eval/policy_version"]).is_dir():
-                self.evaluated(evaluation)
-
-    def failed(self, version: int) -> None:
-        """Note that the checkpoint of a version could not be written."""
-        if self._waiting is not None and self._waiting["version"] == version:
-            self.checkpointed(version + 1)
-
-    def awaits(self, version: int) -> bool:
-        """Whether a version scored best, and its checkpoint is still to come."""
-        return self._waiting is not None and self._waiting["version"] == version
 
     def _keep(self, record: dict[str, Any]) -> None:
         folder, name = self.run_dir / FOLDER, record["checkpoint"]
