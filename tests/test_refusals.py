@@ -148,7 +148,7 @@ RUNNING = {
     "models.fill:_mapped": "the disk fails while a file is read",
     "models.parallel:Ranks.meet": "a rank was lost while it loaded",
     "models.hf_files:read_tensors": "the disk fails while a file is read",
-    "rl.from_checkpoint:parts": "a checkpoint has changed, which only who reads it finds",
+    "rl.from_checkpoint:save_best": "a checkpoint has changed, which only who reads it finds",
     "speculation.drafter:NoDrafter.propose": "the engine would break its own rule",
     "wire.transport:use_keys": "the keys that the launcher has just written are gone",
 }

@@ -112,28 +112,14 @@ def _write(config: Config, path: Path, directory: Path, dtype: str) -> None:
     Raises:
         UserError: the checkpoint cannot be read, or the model that the run began with is gone.
     """
-    import torch
+    from asyncspec.rl.from_checkpoint import write_policy
 
-    from asyncspec.ledger import reading
-    from asyncspec.models import mtp, policy
-    from asyncspec.models.shape import PolicyShape
-
-    text = fetched_model("model.path=", config.model.path)
+    config.model.path = text = fetched_model("model.path=", config.model.path)
     fetched_weights("model.path=", text)  # tensors that training does not change are in its files
-    source = resolve_path(text)
-    if not source.is_dir():
+    if not resolve_path(text).is_dir():
         raise UserError(f"model.path={text!r}: no such directory; expected the model that the run began with")
-    shape = PolicyShape.from_hf(source)
-    model, module = policy.skeleton(shape, 1), None
     try:
-        if config.draft_trainer == "trainer":
-            module = mtp.load(resolve_path(config.draft_directory), shape, model.lm_head.weight, 1)
-            own = dict(module.named_parameters())
-            for part in reading.parts(path, "mtp", own):
-                for name, tensor in part.items():
-                    own[name].data.copy_(tensor)
-        parts = reading.parts(path, "trainer", dict(model.named_parameters()))
-        policy.save(model, shape, directory, source, module, getattr(torch, dtype), parts)
+        write_policy(config, path, directory, dtype)
     except (OSError, CheckpointError):
         raise
     except Exception as error:  # torch has many types for a checkpoint that cannot be read

@@ -6,59 +6,42 @@ and no other rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from asyncspec.config import Config, resolve_path
-from asyncspec.ledger import best, checkpoint
-
-PART_BYTES = 1 << 30  # weights that are read at once
+from asyncspec.ledger import best, checkpoint, reading
 
 
-def parts(path: Path, sizes: dict[str, torch.Size]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a checkpoint's parameters in float32, some at a time.
-
-    Args:
-        path: the checkpoint.
-        sizes: name -> shape of each parameter.
-
-    Raises:
-        OSError: a file of it has changed.
-    """
-    if fault := checkpoint.damage(path):
-        raise OSError(f"checkpoint {path.name}: {fault}")
-    part: dict[str, torch.Tensor] = {}
-    for name, size in sizes.items():
-        part[name] = torch.empty(size)
-        if sum(4 * tensor.numel() for tensor in part.values()) >= PART_BYTES:
-            yield _read(path, part)
-            part = {}
-    if part:
-        yield _read(path, part)
-
-
-def save_policy(config: Config, path: Path, directory: Path) -> None:
-    """Write a checkpoint's policy. An MTP module is not in it.
+def write_policy(config: Config, path: Path, directory: Path, dtype: str) -> None:
+    """Write a checkpoint's policy, and its MTP module if the trainer has trained one.
 
     Args:
         config: of the run.
         path: the checkpoint.
         directory: the directory to write.
+        dtype: of the weights.
 
     Raises:
-        OSError: the checkpoint has changed, or the directory cannot be written.
+        CheckpointError: a file of the model that the run began with is damaged.
+        OSError: the directory cannot be written.
+        Exception: the checkpoint cannot be read; of what type depends on torch.
     """
-    from asyncspec.models import policy
-    from asyncspec.models.contents import check_policy
+    from asyncspec.models import mtp, policy
+    from asyncspec.models.shape import PolicyShape
 
     source = resolve_path(config.model.path)
-    shape = check_policy(source)
-    model = policy.skeleton(shape, config.positions)
-    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    dtype = getattr(torch, config.checkpoint.export_dtype)
-    policy.save(model, shape, directory, source, None, dtype, parts(path, sizes))
+    shape = PolicyShape.from_hf(source)
+    model, module = policy.skeleton(shape, 1), None
+    if config.draft_trainer == "trainer":
+        module = mtp.load(resolve_path(config.draft_directory), shape, model.lm_head.weight, 1)
+        own = dict(module.named_parameters())
+        for part in reading.parts(path, "mtp", own):
+            for name, tensor in part.items():
+                own[name].data.copy_(tensor)
+    parts = reading.parts(path, "trainer", dict(model.named_parameters()))
+    policy.save(model, shape, directory, source, module, getattr(torch, dtype), parts)
 
 
 def save_best(config: Config, run_dir: Path) -> str:
@@ -66,19 +49,14 @@ def save_best(config: Config, run_dir: Path) -> str:
     nothing was written.
 
     Raises:
-        OSError: see `save_policy`.
+        OSError: a file of the checkpoint has changed, or the directory cannot be written.
     """
     record, folder = best.read(run_dir), run_dir / best.FOLDER
     if record is None or (folder / best.POLICY).is_dir():
         return ""
-    partial = folder / f"{best.POLICY}{checkpoint.PARTIAL}"
-    save_policy(config, folder / record["checkpoint"], partial)
+    path, partial = folder / record["checkpoint"], folder / f"{best.POLICY}{checkpoint.PARTIAL}"
+    if fault := checkpoint.damage(path):
+        raise OSError(f"checkpoint {path.name}: {fault}")
+    write_policy(config, path, partial, config.checkpoint.export_dtype)
     partial.rename(folder / best.POLICY)
     return f"policy of version {record['version']}, the best, written to {folder / best.POLICY}"
-
-
-def _read(path: Path, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.load({"trainer": {"parameters": part}}, checkpoint_id=str(path), no_dist=True)
-    return part
