@@ -188,8 +188,9 @@ def test_losses_and_their_gradients_are_the_papers(c, lengths, seed):
     found = total / divisor(c, n, len(lengths), LONGEST)
     torch.testing.assert_close(found, expected, **EXACT)
     found_grads = torch.autograd.grad(found, [logprob_T, entropy_T], allow_unused=True)
-    for one, other in zip(found_grads, expected_grads):
-        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, **EXACT)
+    for found_T, expected_T in zip(found_grads, expected_grads):  # None: the loss does not depend on it
+        one, other = (torch.zeros(n, dtype=torch.float64) if each is None else each for each in (found_T, expected_T))
+        torch.testing.assert_close(one, other, **EXACT)
     assert set(stats) == set(losses.REPORTED)
 
 

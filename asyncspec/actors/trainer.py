@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from asyncspec.actors import evaluations
 from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.actors.trainer_team import TrainerTeam
@@ -34,6 +32,7 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
 from asyncspec.ledger.checkpoint import export_of
 from asyncspec.rl.learner import Learner, merged
+from asyncspec.rl.observed import observed
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
 from asyncspec.wire.weights import Publisher
@@ -148,8 +147,7 @@ class Trainer(Actor):
             self._await_broadcast()
         with self._part("train", step):
             stats, skipped = self.learner.take_step(step, work.groups, lambda: self._update(step), self._notice)
-        lags = step - np.concatenate([np.full(0, step), *(arrays["versions"] for _, arrays in work.groups)])
-        stats |= {"lag/mean": float(lags.mean()), "lag/max": float(lags.max())} if len(lags) else {}
+        stats |= observed(step, work.groups, self.config.rl)
         with self._part("prepare", step):
             self._publish(step + 1)
         end = now()

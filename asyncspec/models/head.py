@@ -26,6 +26,7 @@ class Chosen(NamedTuple):
     kept_TM, token_TM: the logprobs of the most probable tokens, float32, and these tokens, int64; both None if none are
         kept. token_TM is None if the whole vocabulary is kept, in order.
     entropy_T: the entropies of the distributions, in nats, float32, with a gradient; None if they were not asked for.
+        The gradient costs something only if it is used.
     """
 
     logprob_T: torch.Tensor
@@ -53,6 +54,7 @@ def chosen(
 class _Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, token_T, temperature, keep, group, entropy):
+        ctx.set_materialize_grads(False)  # the gradient of entropies that are only looked at is None, not zeros
         V, sizes = len(weight_VD), _sizes(len(weight_VD), group, hidden_TD.device)
         first = 0 if group is None else sum(sizes[: dist.get_rank(group)])
         token_T = token_T - first
@@ -62,16 +64,16 @@ class _Chosen(torch.autograd.Function):
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         logit_T, lse_T = (torch.empty(len(token_T), dtype=dtype, device=hidden_TD.device) for _ in range(2))
         entropy_T = torch.empty_like(lse_T) if entropy else None
-        kept = []
+        kept, every = [], keep is not None and not 0 < keep < sum(sizes)
         for rows in _chunks(len(token_T)):
             logit_CV = _logits(hidden_TD[rows], computed_VD, temperature)
             logit_T[rows] = logit_CV.gather(-1, token_T[rows].unsqueeze(-1)).squeeze(-1)
             lse_T[rows] = logit_CV.logsumexp(-1)
             if keep is not None:
-                every = not 0 < keep < sum(sizes)
                 kept.append((logit_CV, None) if every else logit_CV.topk(min(keep, V)))
             if entropy_T is not None:
-                logprob_CV = logit_CV - lse_T[rows].unsqueeze(-1)
+                lse_C1 = lse_T[rows].unsqueeze(-1)
+                logprob_CV = logit_CV - lse_C1 if every else logit_CV.sub_(lse_C1)
                 entropy_T[rows] = -logprob_CV.exp().mul_(logprob_CV).sum(-1)
         if group is not None:
             logit_T = torch.where(mine_T, logit_T, 0)
@@ -104,12 +106,13 @@ class _Chosen(torch.autograd.Function):
         grad_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         grad_VD = torch.zeros_like(weight_VD, dtype=lse_T.dtype) if ctx.needs_input_grad[1] else None
         computed_VD = _computed(hidden_TD, weight_VD)
+        grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         for rows in _chunks(len(token_T)):
             # d logprob / d logit is 1 at the token, minus the probability of each token.
             logit_CV = _logits(hidden_TD[rows], computed_VD, ctx.temperature)
             scaled_C = grad_T[rows] / ctx.temperature
             logprob_CV = logit_CV.sub_(lse_T[rows].unsqueeze(-1))
-            if entropy_T is None:
+            if grad_entropy_T is None:
                 grad_CV = logprob_CV.exp_().mul_(-scaled_C.unsqueeze(-1))
             else:
                 # d entropy / d logit is -p (logprob + entropy).

@@ -13,7 +13,7 @@ A policy loss is a function
     loss(logprob_T, tokens, config) -> loss_T, clipped_T
 
 of the logprobs under the policy being trained, with gradient, and of `Tokens`. It is not yet weighted or added up;
-clipped_T tells which tokens' ratios were clipped.
+clipped_T tells which tokens' ratios were clipped: -1 at the lower bound, 1 at the upper bound, 0 not at all.
 
 Shape suffixes: T tokens, R responses.
 """
@@ -33,6 +33,8 @@ REPORTED = (
     "loss/kl",
     "loss/entropy",
     "ppo/clipped",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
     "correction/weight_mean",
     "correction/truncated",
     "correction/kl_behavior_proximal",
@@ -68,7 +70,7 @@ def ppo(logprob_T, tokens: Tokens, config: RLConfig) -> tuple[torch.Tensor, torc
     surrogate_T, clipped_T = _clipped(ratio_T, advantage_T, config)
     if config.clip_dual:
         bound_T = config.clip_dual * advantage_T
-        clipped_T = clipped_T | ((advantage_T < 0) & (surrogate_T < bound_T))
+        clipped_T = torch.where((advantage_T < 0) & (surrogate_T < bound_T), 1, clipped_T)
         surrogate_T = torch.where(advantage_T < 0, torch.maximum(surrogate_T, bound_T), surrogate_T)
     return -surrogate_T, clipped_T
 
@@ -79,7 +81,7 @@ def cispo(logprob_T, tokens: Tokens, config: RLConfig) -> tuple[torch.Tensor, to
     """
     ratio_T = _ratio(logprob_T.detach(), tokens.proximal_T)
     weight_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -(weight_T * tokens.advantage_T * logprob_T), ratio_T != weight_T
+    return -(weight_T * tokens.advantage_T * logprob_T), (ratio_T - weight_T).sign()
 
 
 def gspo(logprob_T, tokens: Tokens, config: RLConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +104,7 @@ def _clipped(ratio_T, advantage_T, config: RLConfig) -> tuple[torch.Tensor, torc
     clipped_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
     return (
         torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T),
-        (ratio_T * advantage_T > clipped_T * advantage_T).detach(),
+        torch.where(ratio_T * advantage_T > clipped_T * advantage_T, (ratio_T - 1).sign(), 0).detach(),
     )
 
 
@@ -162,7 +164,7 @@ def policy_loss(
     Args:
         logprob_T: logprobs under the policy being trained, with gradient.
         loss: the function that rl.loss_type names.
-        entropy_T: entropies of the distributions before the tokens, with gradient; None without an entropy bonus.
+        entropy_T: entropies of the distributions before the tokens, with gradient; None: they are not known.
 
     Returns:
         The loss, and the values of REPORTED, summed over tokens whatever the aggregation.
@@ -182,14 +184,16 @@ def policy_loss(
     kl_T = zero_T if tokens.reference_T is None else kl_estimate(logprob_T, tokens.reference_T, config.kl_estimator)
     if config.kl_in == "loss":
         total = total + config.kl_coef * added(kl_T)
-    if entropy_T is not None:
+    if config.entropy_coef > 0:
         total = total - config.entropy_coef * added(entropy_T)
     with torch.no_grad():
         stats = {
             "loss/policy": (weight_T * loss_T).sum(),
             "loss/kl": kl_T.sum(),
             "loss/entropy": (zero_T if entropy_T is None else entropy_T).sum(),
-            "ppo/clipped": clipped_T.sum(),
+            "ppo/clipped": (clipped_T != 0).sum(),
+            "clip_ratio/low_mean": (clipped_T < 0).sum(),
+            "clip_ratio/high_mean": (clipped_T > 0).sum(),
             "correction/weight_mean": weight_T.sum(),
             "correction/truncated": outside_T.sum(),
             # How far behavior and proximal disagree: the effect of the lag on the logprobs (k1 estimator of their KL).

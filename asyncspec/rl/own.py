@@ -62,7 +62,7 @@ def loss_of(name: str):
         loss_T = _checked(LOSS, name, function(logprob_T, tokens, config), logprob_T, "token")
         if not loss_T.requires_grad:
             raise _wrong(LOSS, name, "returned a loss without a gradient", "one that depends on logprob_T")
-        return loss_T, torch.zeros_like(logprob_T, dtype=torch.bool)
+        return loss_T, torch.zeros_like(logprob_T)
 
     return own
 

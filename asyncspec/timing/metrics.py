@@ -32,12 +32,28 @@ TABLE_ROWS = (
 )
 
 
-def step_row(done: StepDone, counters: dict[str, float], evaluation: dict) -> dict:
+# Metrics that TRL and what follows it have under another name: (ours, the well-known name). Both are written.
+KNOWN_AS = (
+    ("reward/mean", "reward"),
+    ("groups/without_signal", "frac_reward_zero_std"),
+    ("tokens/response_mean", "completions/mean_length"),
+    ("tokens/response_max", "completions/max_length"),
+    ("tokens/truncated", "completions/clipped_ratio"),
+    ("loss/kl", "kl"),
+    ("loss/entropy", "entropy"),
+    ("ppo/clipped", "clip_ratio/region_mean"),
+    ("grad/norm", "grad_norm"),
+    ("optimizer/lr", "learning_rate"),
+)
+
+
+def step_row(done: StepDone, counters: dict[str, float], evaluation: dict, kl: bool = False) -> dict:
     """Return the metrics of step `done.step`.
 
     Args:
         counters: the actors' latest counters.
         evaluation: the eval/ fields of the latest evaluation.
+        kl: whether the run has a KL term; `kl` is written only then.
     """
     groups = [*done.groups, *done.unused]
     phases = {g.ticket_id: g.phases for g in groups}
@@ -62,6 +78,7 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict) -> di
         **done.stats,
         "tokens/response_mean": float(lengths.mean()),
         "tokens/response_max": int(lengths.max()),
+        "completions/min_length": int(lengths.min()),
         "tokens/truncated": sum(g.truncated for g in groups) / len(lengths),
         "time/step": seconds,
         **{f"time/{part}": value for part, value in parts.items()},
@@ -86,6 +103,7 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict) -> di
     if "draft/policy_version" in counters:
         # the versions by which the draft's training lags behind the step's policy
         row["draft/lag"] = done.step - counters["draft/policy_version"]
+    row |= {known: row[ours] for ours, known in KNOWN_AS if ours in row and (kl or known != "kl")}
     return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
 
 

@@ -1,0 +1,55 @@
+"""What a step's groups show before anything is learned from them: their lag, their rewards, and how far the trainer's
+logprobs are from the generator's.
+
+The trainer's first rank has all groups of a step, so nothing here has to be added up over ranks. Groups without a
+gradient count too.
+
+Shape suffixes: T response tokens, R responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncspec.config import RLConfig
+from asyncspec.wire import messages as m
+
+LOG_RATIO_CAP = 20.0  # as in loss.py, so that the largest ratio is a number
+
+
+def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLConfig) -> dict[str, float]:
+    """Return the metrics of a step's groups; none if all of them were left out."""
+    if not groups:
+        return {}
+    lag_T = step - np.concatenate([arrays["versions"] for _, arrays in groups])
+    gap_T = np.concatenate([logprob_gap(arrays) for _, arrays in groups])
+    ratio = np.concatenate([_ratio(arrays, config.correction_level) for _, arrays in groups])
+    spreads = [np.std(group.rewards, ddof=1) for group, _ in groups if len(group.rewards) > 1]
+    found = {
+        "lag/mean": lag_T.mean(),
+        "lag/max": lag_T.max(),
+        "reward_std": np.mean(spreads) if spreads else 0.0,
+        "sampling/importance_sampling_ratio/min": ratio.min(),
+        "sampling/importance_sampling_ratio/mean": ratio.mean(),
+        "sampling/importance_sampling_ratio/max": ratio.max(),
+        "sampling/sampling_logp_difference/mean": np.abs(gap_T).mean(),
+        "sampling/sampling_logp_difference/max": np.abs(gap_T).max(),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+def logprob_gap(arrays: m.Arrays) -> np.ndarray:
+    """Return proximal less behavior logprob of each token of a group, float64 [T]. Its exponential is the token's
+    importance weight, before it is truncated or masked.
+    """
+    return arrays["proximal"].astype(np.float64) - arrays["behavior"]
+
+
+def _ratio(arrays: m.Arrays, level: str) -> np.ndarray:
+    """Return the importance weights of a group, of its tokens or of its responses."""
+    log = logprob_gap(arrays)
+    if level == "sequence":
+        log = np.add.reduceat(log, np.cumsum(arrays["lengths"]) - arrays["lengths"])
+    return np.exp(log.clip(-LOG_RATIO_CAP, LOG_RATIO_CAP))
