@@ -32,11 +32,13 @@ RUN_FILES = (
     RunFile("metrics.jsonl", "one JSON object for each step; see [metrics](metrics.md)"),
     RunFile("evaluations.jsonl", "one JSON object for each complete evaluation, with the eval/ metrics"),
     RunFile("timeline.jsonl", "for each step its groups, the stages they were in, and what the trainer waited for"),
+    RunFile("rollouts.jsonl", "rollouts to read: prompt, response, reward, and what was thought of each token"),
     RunFile("ledger.jsonl", "one line for each event in a ticket's life and each fault; `asyncspec audit` reads it"),
     RunFile("trace.json", "what each actor did and when; open it in Perfetto (https://ui.perfetto.dev)"),
     RunFile("trace-from-step-STEP.json", "the same after the run was resumed at this step"),
     RunFile("trace-from-step-STEP-COUNT.json", "the same, where the run was resumed more than once at this step"),
     RunFile("tb/", "the metrics for TensorBoard: `tensorboard --logdir runs`"),
+    RunFile("wandb/", "the files of wandb, and the id of its run, with `logging.backends=wandb`"),
     RunFile("logs/", "one log file for each actor"),
     RunFile(
         "checkpoint/", "the result: the final policy, and the draft if it was adapted, as Hugging Face directories"
@@ -47,6 +49,7 @@ RUN_FILES = (
     RunFile("skipped/", "the groups of steps whose gradient was not finite"),
     RunFile("faults/", "a mark for each fault of `deployment.faults` that has happened"),
     RunFile("report.html", "the page that `asyncspec report` writes"),
+    RunFile("rollouts.html", "the page of rollouts that it writes beside"),
     RunFile("keys", "the keys that encrypt the run's sockets, readable by their owner only"),
     RunFile("lock", "held while a process trains in this directory"),
     RunFile("rendezvous.json", "where the controller listens, for nodes that join by themselves"),
@@ -105,7 +108,7 @@ METRICS = (
     Metric(
         "loss/entropy",
         "nats",
-        "entropy of the policy's distributions, mean over the tokens of groups with a gradient; computed over the whole "
+        "entropy of the policy's distributions, mean over the tokens of groups with a gradient; over the whole "
         "vocabulary",
     ),
     Metric("entropy", "nats", "the same, under its well-known name"),

@@ -42,4 +42,5 @@ SERVER_WEIGHTS_S = 120.0  # for an SGLang server to load a version from files, b
 # closes earlier.
 SERVER_SAMPLE_S = 1800.0
 LAST_WORDS_S = 0.2  # for a process that is ended by force to write the stacks of its threads
+BOARDS_S = 10.0  # for TensorBoard, wandb and trackio to write or send what they still hold when a run ends
 EXIT_GRACE_S = 0.5  # that a launcher waits beyond deployment.stop_timeout_s

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import pty
-import shutil
 import subprocess
 import sys
 import termios
@@ -12,7 +11,7 @@ import termios
 import pytest
 
 from asyncspec import console
-from asyncspec.timing.exporters import Board, TraceFile
+from asyncspec.timing.exporters import TraceFile
 
 # Prints more than a pipe holds, in all ways in which a program prints, then proves that it is still there.
 PRINTS = """
@@ -135,31 +134,6 @@ def test_an_actor_without_a_log_says_so_and_runs(tmp_path):
     log = tmp_path / "logs" / "generator0.log"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"generator0 writes no log: {log}: File exists\n"
-
-
-def test_tensorboard_files_that_cannot_be_written_are_dropped_and_named_once(tmp_path, capfd):
-    said = []
-    (tmp_path / "a file").touch()
-    board = Board(tmp_path / "a file", said.append)
-    board.scalars({"loss": 1.0}, 1)
-    board.close()
-    assert said == [f"{tmp_path}/a file cannot be written: File exists; the rest goes on without it"]
-    gone = Board(tmp_path / "tb", said.append)
-    gone.scalars({"loss": 1.0}, 1)
-    shutil.rmtree(tmp_path / "tb")
-    gone.scalars({"loss": 2.0}, 2)
-    gone.close()
-    gone.scalars({"loss": 3.0}, 3)
-    gone.figure("time/gantt", lambda: pytest.fail("nobody would see it"), 3)
-    assert said[1:] == [f"{tmp_path}/tb cannot be written: No such file or directory; the rest goes on without it"]
-    assert capfd.readouterr() == ("", "")  # no traceback of the thread that writes
-
-
-def test_a_picture_that_cannot_be_drawn_is_dropped(tmp_path):
-    said = []
-    board = Board(tmp_path / "tb", said.append)
-    board.figure("time/gantt", lambda: [][0], 1)
-    assert len(said) == 1 and "list index out of range" in said[0]
 
 
 def test_a_trace_that_cannot_be_written_is_dropped_and_named_once(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def tokens_of(ratio, advantage):
             [1.0, -1.0, 1.0, -1.0],
             2,
             1,
-        ),  # a weight, whatever the sign
+        ),  # whatever the sign
     ],
 )
 def test_a_clipped_token_counts_on_the_side_of_its_bound(config, ratio, advantage, low, high):

@@ -25,6 +25,7 @@ from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion, Engine, Request
 from asyncspec.tasks.rewarder import Rewarder, filled
 from asyncspec.timing.metrics import summed
+from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
@@ -207,14 +208,22 @@ class Generator(Actor):
         if group.due > group.rewarded:
             self.delay.record("reward", group.rewarded, group.due, ticket.ticket_id)
         versions = np.concatenate([c.versions.numpy() for c in completions])
+        arrays = {
+            "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
+            "behavior": np.concatenate([c.logprobs.numpy() for c in completions]),
+            "versions": versions,
+            "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
+        }
+        truncated = [bool(c.truncated) for c in completions]
         if ticket.evaluation:
-            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max())))
+            read = shown(ticket, arrays, rewards, truncated) if ticket.shown else None
+            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max()), read))
             return
         made = m.Group(
             ticket=ticket,
             generator=self.name,
             rewards=rewards,
-            truncated=[bool(c.truncated) for c in completions],
+            truncated=truncated,
             verifications=sum(c.verifications for c in completions),
             proposed=sum(c.proposed for c in completions),
             accepted=sum(c.accepted for c in completions),
@@ -230,12 +239,6 @@ class Generator(Actor):
             reached_at=summed(c.reached_at for c in completions),
             accepted_at=summed(c.accepted_at for c in completions),
         )
-        arrays = {
-            "tokens": np.concatenate([c.tokens.numpy() for c in completions]),
-            "behavior": np.concatenate([c.logprobs.numpy() for c in completions]),
-            "versions": versions,
-            "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
-        }
         if self._keeps(made):
             self.control.send(m.Generated(ticket.ticket_id))
             self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(made, arrays)

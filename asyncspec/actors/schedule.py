@@ -115,6 +115,8 @@ class Schedule:
         if ticket is None:
             return
         self.run.progress()
+        if message.shown is not None:
+            self.run.records.rollouts([message.shown], self.maker.tokenizer)
         if (done := self.evaluations.add(ticket, message)) is not None:
             self.run.records.evaluated(*done)
             if self.best is not None:
@@ -151,6 +153,7 @@ class Schedule:
             self._end_ticket(message, record)
         final = self.trained_steps == self.config.steps and bool(self.maker.held_out)
         self.run.records.step(message, final)
+        self.run.records.rollouts(message.shown, self.maker.tokenizer)
 
     def _end_ticket(self, message: m.StepDone, record: m.GroupRecord) -> None:
         if message.skipped:

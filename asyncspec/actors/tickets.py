@@ -34,6 +34,8 @@ class TicketMaker:
             problems: the problem of each try for each place, in order; see `load_problems`.
         """
         self.config, self.tokenizer, self.problems, self.held_out = config, tokenizer, problems, held_out
+        # Mocks produce nothing to read.
+        self._shown = 0 if config.trainer.kind == "mock" else config.logging.rollouts
 
     def of_step(self, step: int, min_version: int) -> list[m.Ticket]:
         count = self.config.rl.groups_per_step
@@ -50,12 +52,13 @@ class TicketMaker:
     def _of_place(self, place: int, number: int, step: int, min_version: int) -> m.Ticket:
         rl = self.config.rl
         problem = self.problems[place * rl.tries + number]
-        return self._make(number * m.TRY_IDS + place, step, min_version, problem, rl.group_size)
+        shown = step % self.config.logging.rollouts_every == 0 and place % rl.groups_per_step < self._shown
+        return self._make(number * m.TRY_IDS + place, step, min_version, problem, rl.group_size, shown=shown)
 
     def of_evaluation(self, version: int) -> list[m.Ticket]:
         first = EVALUATION_IDS + version * len(self.held_out)
         return [
-            self._make(first + i, version, version, problem, self.config.eval.samples, evaluation=True)
+            self._make(first + i, version, version, problem, self.config.eval.samples, True, i < self._shown)
             for i, problem in enumerate(self.held_out)
         ]
 
@@ -66,7 +69,14 @@ class TicketMaker:
         return msgspec.structs.replace(ticket, prompt_tokens=encode_prompt(self.tokenizer, ticket.prompt))
 
     def _make(
-        self, ticket_id: int, step: int, min_version: int, problem: Problem, samples: int, evaluation: bool = False
+        self,
+        ticket_id: int,
+        step: int,
+        min_version: int,
+        problem: Problem,
+        samples: int,
+        evaluation: bool = False,
+        shown: bool = False,
     ) -> m.Ticket:
         seeds = np.random.default_rng([self.config.seed, ticket_id]).integers(0, 2**62, samples).tolist()
         return m.Ticket(
@@ -81,6 +91,7 @@ class TicketMaker:
             issued=time.monotonic(),
             evaluation=evaluation,
             eval_set=problem.eval_set,
+            shown=shown,
         )
 
 

@@ -33,8 +33,10 @@ from asyncspec.lag import check_lag
 from asyncspec.ledger.checkpoint import export_of
 from asyncspec.rl.learner import Learner, merged
 from asyncspec.rl.observed import observed
+from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.shown import Shown
 from asyncspec.wire.weights import Publisher
 
 if TYPE_CHECKING:
@@ -161,6 +163,7 @@ class Trainer(Actor):
                 stats=stats,
                 groups=records,
                 skipped=skipped,
+                shown=self._shown(),
             )
         )
         self.step_index, self.step_start = step + 1, end
@@ -170,6 +173,17 @@ class Trainer(Actor):
         every, new = self.config.checkpoint.every, self.step_index - self.saved_version
         evaluated = self.config.eval.keep_best and evaluations.due(self.config, self.step_index)
         return new > 0 and (evaluated or bool(every) and new >= every)
+
+    def _shown(self) -> list[Shown]:
+        """Return the groups of the step whose tickets ask for it, as people read them."""
+        groups = self.step.groups
+        if not any(group.ticket.shown for group, _ in groups):
+            return []
+        return [
+            shown(group.ticket, arrays, group.rewards, group.truncated, advantages.tolist())
+            for (group, arrays), advantages in zip(groups, self.learner.accumulator.advantages(groups))
+            if group.ticket.shown
+        ]
 
     def _accumulate(self, step: int) -> list[m.GroupRecord]:
         """Take a step's groups, in order, and add the gradients of those of the first optimizer step. Return a record

@@ -29,7 +29,7 @@ from asyncspec.errors import UserError
 from asyncspec.loading import use_threads
 from asyncspec.models import CheckpointError, policy
 from asyncspec.models import tokenizer as tokenizers
-from asyncspec.timing.exporters import Board
+from asyncspec.timing.boards import Boards, TensorBoard
 
 SEEN = 4  # training steps on each batch for one forward pass of the policy over it
 TRAINING_SHARE = 0.75  # of --minutes; the rest is for measuring
@@ -125,7 +125,8 @@ def run(settings: Training, began: float) -> int:
         before, _ = measurer.acceptance_length(measurer.sampler(drafting(draft)), min(0.1 * seconds, MEASURING_S))
         console.print(f"acceptance length before: {before:.3f} at k={k}")
     lines = [time.monotonic()]
-    board = Board(out / "tensorboard", console.print)
+    tensorboard = out / "tensorboard"
+    board = Boards({str(tensorboard): lambda: TensorBoard(tensorboard)}, console.print)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

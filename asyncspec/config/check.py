@@ -16,8 +16,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncspec.config import check_evaluation, eval_sets
-from asyncspec.config.check_learning import rules
+from asyncspec.config import check_evaluation, check_learning, check_logging, eval_sets
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.config.paths import data_files, resolve_path, sources
@@ -52,7 +51,7 @@ def check_values(config: Config) -> None:
             _need(config, False, name, *refused)
     for part in (_check_notations, _check_ranks, _check_engine, _check_rewards):
         part(config)
-    for rule in chain(rules(config), check_evaluation.rules(config)):
+    for rule in chain(*(part.rules(config) for part in (check_learning, check_evaluation, check_logging))):
         _need(config, *rule)
 
 

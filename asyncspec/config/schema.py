@@ -25,6 +25,7 @@ from asyncspec.config.sections import (
     SpeculationConfig,
     TrainerConfig,
 )
+from asyncspec.config.showing import LoggingConfig
 
 LONGEST_DRAFT = 15  # the longest draft that speculation.draft_length=auto considers
 
@@ -55,6 +56,7 @@ class Config:
     logprob: LogprobConfig = field(default_factory=LogprobConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     mock: MockConfig = field(default_factory=MockConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deployment: DeploymentConfig = field(default_factory=DeploymentConfig)

@@ -15,6 +15,7 @@ from asyncspec import config as configuration
 from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
+from asyncspec.launch.boards import check_boards
 from asyncspec.launch.machine import check_memory
 from asyncspec.launch.push import check_repository
 from asyncspec.models import CheckpointError, contents
@@ -155,6 +156,7 @@ def check_inputs(config: configuration.Config) -> None:
                     f"engine.url={config.engine.url!r}: {error}; expected an SGLang server; nearest valid choice: "
                     "engine.kind=torch"
                 ) from None
+    check_boards(config)
     _check_data(config)
 
 

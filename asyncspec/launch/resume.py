@@ -26,6 +26,7 @@ CHANGEABLE = (
     "deployment.",
     "trainer.",
     "logprob.",
+    "logging.",
     "speculation.draft_length",
     "data.reward_timeout_s",
     "data.reward_failures",

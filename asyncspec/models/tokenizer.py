@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from asyncspec.errors import first_line
 from asyncspec.models import CheckpointError
@@ -22,6 +23,8 @@ from asyncspec.models.headers import read_json
 
 # A process that has encoded in parallel may fork later. Unless this is set, the library then warns on the console.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+MOST_HELD = 8  # tokens without a whole character, after which their bytes count as no text; a character has 4 bytes
 
 
 class Prompt(NamedTuple):
@@ -109,6 +112,26 @@ def response_text(tokenizer: Tokenizer, tokens: Sequence[int], truncated: bool, 
         special: whether to keep special tokens.
     """
     return tokenizer.decode(tokens if truncated else tokens[:-1], skip_special_tokens=not special)
+
+
+def response_pieces(tokenizer: Tokenizer, tokens: Sequence[int], truncated: bool) -> tuple[str, list[str]]:
+    """Return the text of a response, special tokens included, and the text that each token adds, that of the end
+    included. The bytes of one character may be in several tokens: the last of them adds it.
+    """
+    pieces: list[str] = []
+    stream, held = DecodeStream(skip_special_tokens=False), []
+    for token in tokens:
+        held.append(token)
+        try:
+            piece, stuck = stream.step(tokenizer, token), len(held) == MOST_HELD
+        except Exception:  # the library gives up on some bytes that are no text
+            piece, stuck = None, True
+        if piece is None and stuck:
+            piece = tokenizer.decode(held, skip_special_tokens=False)
+            stream = DecodeStream(skip_special_tokens=False)
+        held = held if piece is None else []
+        pieces.append(piece or "")
+    return response_text(tokenizer, tokens, truncated, special=True), pieces
 
 
 def loses(tokenizer: Tokenizer, prompt: Prompt) -> bool:

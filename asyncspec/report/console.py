@@ -18,6 +18,7 @@ from asyncspec.timing.metrics import TABLE_ROWS, scores
 RESULTS = (
     "metrics.jsonl",
     "timeline.jsonl",
+    "rollouts.jsonl",
     "tb/",
     "trace.json",
     "ledger.jsonl",

@@ -1,98 +1,39 @@
-"""Files that a run leaves behind: metrics.jsonl, its copy for TensorBoard, and trace.json."""
+"""Files that a run leaves behind: metrics.jsonl, its copy for the boards, and trace.json."""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncspec.errors import first_line
 from asyncspec.files import LineFile, LineFiles, replace_file
+from asyncspec.timing.boards import BY_VERSION, Boards
 from asyncspec.timing.metrics import TABLE_ROWS, read_rows
 from asyncspec.wire.messages import GroupRecord, Span, StepDone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch.utils.tensorboard import SummaryWriter
-
-
-class Board:
-    """Writer of TensorBoard's files. It is for people: what it cannot write is dropped, and it says so once."""
-
-    def __init__(self, folder: Path, tell: Callable[[str], None], purge_step: int | None = None) -> None:
-        """
-        Args:
-            folder: the directory for the files.
-            tell: called with one line when they cannot be written.
-            purge_step: the step of a resumed run; TensorBoard shows nothing that was written for it or later ones.
-        """
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._folder, self._tell = folder, tell
-        self._writer: SummaryWriter | None = None
-        _leave_out_writer_threads()
-        with self._dropping():
-            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        with self._dropping():
-            for name, value in values.items():
-                if self._writer is not None:
-                    self._writer.add_scalar(name, value, step)
-
-    def figure(self, name: str, draw: Callable[[], Figure], step: int) -> None:
-        """Add what `draw` returns."""
-        with self._dropping():
-            if self._writer is not None:
-                self._writer.add_figure(name, draw(), step)
-
-    def close(self) -> None:
-        with self._dropping():
-            if self._writer is not None:
-                self._writer.close()
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # also from the writer's thread
-            self._writer = None
-            why = getattr(error, "strerror", None) or first_line(error)
-            self._tell(f"{self._folder} cannot be written: {why}; the rest goes on without it")
-
-
-def _leave_out_writer_threads() -> None:
-    """Have no traceback printed when the thread that writes TensorBoard's files fails. `Board` says it in a line."""
-    before = threading.excepthook
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            before(failed)
-
-    threading.excepthook = hook
 
 
 class RunMetrics:
-    """Writer of metrics.jsonl, one object per step, and of the same numbers as TensorBoard scalars."""
+    """Writer of metrics.jsonl, one object per step, and of the same numbers to boards."""
 
-    def __init__(self, files: LineFiles, tell: Callable[[str], None], first_step: int = 0) -> None:
-        """Open the files.
+    def __init__(self, files: LineFiles, open_boards: Callable[[int], Boards], first_step: int = 0) -> None:
+        """Open the file and the boards.
 
         Args:
             files: the run's files.
-            tell: called with one line when TensorBoard's files cannot be written.
+            open_boards: callable(steps that an earlier part of the run has shown) -> the boards.
             first_step: the step that the run starts or resumes with. Rows of this step and later ones, which an
                 earlier part of the run wrote, are removed.
         """
         path = files.folder / "metrics.jsonl"
-        rows = [row for row in read_rows(path) if row["step"] < first_step] if path.exists() else []
+        before = read_rows(path) if path.exists() else []
+        rows = [row for row in before if row["step"] < first_step]
         if path.exists():
             replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.last = rows[-1] if rows else None
@@ -103,7 +44,7 @@ class RunMetrics:
         }
         self.first_evaluation = next((row for row in rows if row.get("eval/score") is not None), None)
         self._file = files.open(path.name)
-        self._board = Board(files.folder / "tb", tell, first_step or None)
+        self.boards = open_boards(before[-1]["step"] + 1 if before else 0)
         self._held: dict | None = None
 
     def write(self, row: dict, final: bool = False) -> None:
@@ -115,24 +56,23 @@ class RunMetrics:
             self.flush()
 
     def evaluated(self, evaluation: dict) -> None:
-        """Write an evaluation's eval/ fields to TensorBoard, and into the row that was held back for them."""
+        """Write an evaluation's eval/ fields to the boards, and into the row that was held back for them."""
         if self._held is not None and self._held["policy_version"] == evaluation["eval/policy_version"]:
             self._held |= evaluation
             self.flush()
         names = [name for name, value in evaluation.items() if value is not None and "policy_version" not in name]
-        found = {f"{name}_by_version": evaluation[name] for name in names}
-        self._board.scalars(found, evaluation["eval/policy_version"])
+        found = {f"{name}{BY_VERSION}": evaluation[name] for name in names}
+        self.boards.scalars(found, evaluation["eval/policy_version"])
 
     def picture(self, steps: Sequence[StepDone]) -> None:
-        """Draw what the trainer and each group did during some steps, in a thread, as a TensorBoard figure."""
+        """Draw what the trainer and each group did during some steps, as a figure for the boards."""
 
         def draw() -> Figure:
             from asyncspec.timing.gantt import gantt
 
             return gantt(steps)
 
-        add = partial(self._board.figure, "time/gantt", draw, steps[-1].step)
-        threading.Thread(target=add, name="gantt", daemon=True).start()
+        self.boards.figure("time/gantt", draw, steps[-1].step)
 
     def flush(self) -> None:
         if self._held is None:
@@ -146,12 +86,11 @@ class RunMetrics:
             for key, value in clean.items()
             if isinstance(value, (int, float)) and key not in ("step", "policy_version")
         }
-        self._board.scalars(shown, row["step"])
+        self.boards.scalars(shown, row["step"])
 
     def close(self) -> None:
         self.flush()
         self._file.close()
-        self._board.close()
 
 
 FLOW = {"logprob": "t", "train": "f"}  # spans that a ticket's arrow passes through ("t") or ends in ("f")

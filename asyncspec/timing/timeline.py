@@ -32,7 +32,7 @@ class TimelineFile:
         self._file = files.open(FILE)
 
     def write(self, step: StepDone) -> None:
-        self._file.write(msgspec.json.encode(step) + b"\n")
+        self._file.write(msgspec.json.encode(msgspec.structs.replace(step, shown=[])) + b"\n")
 
     def close(self) -> None:
         self._file.close()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from asyncspec.wire.shown import Shown
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -57,6 +59,7 @@ class Ticket(Message, frozen=True):
     evaluation: bool = False  # the group is rewarded and reported, but never trained on
     eval_set: str = ""  # the set of held-out prompts, see tasks.problem
     lost: float = 0.0  # when the ticket was issued to a generator that died; 0: never
+    shown: bool = False  # the rollouts are reported in full, for people to read
     asked: float = 0.0  # when the first ticket of this place was issued; 0: this one is the first
 
     @property
@@ -311,6 +314,7 @@ class StepDone(Message, frozen=True):
     groups: list[GroupRecord]
     skipped: str = ""  # why the update was skipped; "": it was not
     unused: list[GroupRecord] = []  # groups without signal that were generated for the step; the controller knows them
+    shown: list[Shown] = []  # the groups whose tickets ask for it
 
 
 class Arrived(Message, frozen=True):
@@ -339,6 +343,7 @@ class EvalDone(Message, frozen=True):
     rewards: list[float | None]  # None: it failed, or does not apply
     version_min: int
     version_max: int
+    shown: Shown | None = None  # if the ticket asks for it
 
 
 class Spans(Message, frozen=True):
