@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from asyncspec.report.learning import learning
 from asyncspec.report.run import Run
 from asyncspec.timing import whatif
 
@@ -18,7 +19,7 @@ CHANGES = {  # label: (change to replay the run with, how to make it)
     "policy lag larger by one": (whatif.Change(lag=1), "policy_lag"),
 }
 WORTH = 0.95  # of a step's time: a change that leaves more than this is not named
-MOSTLY, MUCH, SOME = 0.85, 0.5, 0.1  # shares from which a step counts as training, and a fault is named
+MOSTLY, SOME = 0.85, 0.1  # shares from which a step counts as training, and recovery is named
 
 
 Replayed = dict[str, tuple[float, float]]  # change: (seconds that a step would take, their ratio to now)
@@ -40,7 +41,7 @@ def advice(run: Run, changes: Replayed) -> list[str]:
     Args:
         changes: what `replayed` returns for the run.
     """
-    return [*_speed(run, changes), *_learning(run)]
+    return [*_speed(run, changes), *learning(run)]
 
 
 def _speed(run: Run, changes: Replayed) -> list[str]:
@@ -49,7 +50,7 @@ def _speed(run: Run, changes: Replayed) -> list[str]:
     if parts["train"] >= MOSTLY * seconds:
         said.append(
             f"Training takes {parts['train'] / seconds:.0%} of a step, so generation is hidden already. "
-            "Only faster training makes a step shorter."
+            "To make a step shorter, give the trainer more ranks, or a faster device."
         )
     else:
         name = max((part for part in parts if part != "train"), key=lambda part: parts[part])
@@ -69,31 +70,3 @@ def _speed(run: Run, changes: Replayed) -> list[str]:
     if parts["recovery"] >= SOME * seconds:
         said.append(f"Recovery takes {parts['recovery'] / seconds:.0%} of a step: find out why actors are lost.")
     return said
-
-
-def _learning(run: Run) -> list[str]:
-    found = (
-        (
-            _mean(run, "groups/without_signal"),
-            "of the groups have equal rewards and teach nothing: use prompts of another difficulty, or a larger "
-            "rl.group_size.",
-            MUCH,
-        ),
-        (
-            _mean(run, "tokens/truncated"),
-            "of the responses are cut off: raise sampling.max_response_tokens.",
-            SOME,
-        ),
-        (
-            _mean(run, "ppo/clipped"),
-            "of the tokens are clipped: lower trainer.optimizer.lr or policy_lag.",
-            MUCH,
-        ),
-    )
-    return [f"{share:.0%} {text}" for share, text, least in found if share >= least]
-
-
-def _mean(run: Run, key: str) -> float:
-    """Return a metric's mean over the steady steps, 0 if the run does not have it."""
-    values = run.series(key)[run.steady]
-    return float(np.nanmean(values)) if np.isfinite(values).any() else 0.0

@@ -13,6 +13,7 @@ from rich.table import Table
 from asyncspec.config import resolve_path, to_yaml
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
+from asyncspec.report import rollouts
 from asyncspec.report.advice import CHANGES, Replayed, advice, replayed
 from asyncspec.report.run import STATES, Run
 from asyncspec.timing.attribution import COLORS, PARTS, explain
@@ -39,8 +40,12 @@ def what_ifs(replays: Sequence[Replayed]) -> list[SimpleNamespace]:
     return [SimpleNamespace(change=name, values=[changes[name] for changes in replays]) for name in CHANGES]
 
 
-def html(runs: Sequence[Run]) -> str:
-    """Return the report as an HTML page."""
+def html(runs: Sequence[Run], beside: str = "") -> str:
+    """Return the report as an HTML page.
+
+    Args:
+        beside: the file name of the page of rollouts; "": there is none.
+    """
     import jinja2
     from markupsafe import Markup
 
@@ -93,6 +98,7 @@ def html(runs: Sequence[Run]) -> str:
     )
     return environment.get_template("page.html").render(
         title=title(runs),
+        rollouts=beside,
         advice=[(run, advice(run, changes)) for run, changes in zip(runs, replays)],
         runs=[SimpleNamespace(name=r.name, label=r.label, yaml=to_yaml(r.config)) for r in runs],
         states=[state.replace("_", " on ") for state in STATES],
@@ -164,11 +170,16 @@ def report(directories: Sequence[str], out: str, as_text: bool) -> int:
     if as_text:
         text(runs, console)
         return 0
-    path = resolve_path(out) if out else resolve_path(directories[0]) / "report.html"
-    page = html(runs)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"report: --out {path}: {error.strerror}; expected a writable file") from None
-    console.print(f"written: {path}", soft_wrap=True)
+    folders = [resolve_path(directory) for directory in directories]
+    path = resolve_path(out) if out else folders[0] / "report.html"
+    beside = path.with_name(rollouts.FILE if not out else f"{path.stem}-{rollouts.FILE}")
+    read = rollouts.page(folders)
+    for file, page in ((path, html(runs, beside.name if read else "")), (beside, read)):
+        if not page:
+            continue
+        try:
+            file.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"report: --out {file}: {error.strerror}; expected a writable file") from None
+        console.print(f"written: {file}", soft_wrap=True)
     return 0
