@@ -1,0 +1,92 @@
+"""What messages say about groups and about time: parts of messages, which carry no tensors. Times are in seconds of the
+run's clock.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from asyncspec.wire.messages import Arrays, Group
+
+TRY_IDS = 1 << 32  # the n-th ticket for a place, n from 0, has the id n * TRY_IDS + place
+
+
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One activity of a group, from start to end. A group carries all its phases with it."""
+
+    name: str  # a key of timing.attribution.CAUSES
+    start: float
+    end: float
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named interval of an actor's time, for the trace."""
+
+    name: str
+    start: float
+    end: float
+    step: int = -1
+    ticket: int = -1
+    version: int = -1
+    device: str = ""  # the GPU on which the time was measured; "": on the host
+
+
+class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The trainer waited for a ticket's group from start to end."""
+
+    ticket_id: int
+    start: float
+    end: float
+
+
+class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The facts of a group that are kept after training on it, without its tensors."""
+
+    ticket_id: int
+    generator: str
+    reward_mean: float
+    rewards_differ: bool
+    response_tokens: list[int]
+    version_min: int
+    version_max: int
+    proximal_version: int
+    verifications: int
+    proposed: int
+    accepted: int
+    truncated: int
+    draft_version: int
+    phases: list[Phase]
+    reached_at: list[int] = []  # by position, as in engine.protocol.Completion
+    accepted_at: list[int] = []
+
+    @property
+    def place(self) -> int:
+        """As of `Ticket`."""
+        return self.ticket_id % TRY_IDS
+
+    @classmethod
+    def of(cls, group: Group, arrays: Arrays) -> GroupRecord:
+        """Return the record of a group."""
+        versions = arrays["versions"]
+        return cls(
+            ticket_id=group.ticket.ticket_id,
+            generator=group.generator,
+            reward_mean=float(np.mean(group.rewards)),
+            rewards_differ=len(set(group.rewards)) > 1,
+            response_tokens=arrays["lengths"].tolist(),
+            version_min=int(versions.min()),
+            version_max=int(versions.max()),
+            proximal_version=group.proximal_version,
+            verifications=group.verifications,
+            proposed=group.proposed,
+            accepted=group.accepted,
+            truncated=sum(group.truncated),
+            draft_version=group.draft_version,
+            phases=group.phases,
+            reached_at=group.reached_at,
+            accepted_at=group.accepted_at,
+        )
