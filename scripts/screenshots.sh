@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Take pictures of a run's report and of its TensorBoard page with a headless Chromium.
+# Take pictures of a run's report, of its rollouts and of its TensorBoard page with a headless Chromium.
 #
 #     scripts/screenshots.sh RUN OUT_DIRECTORY
 set -euo pipefail
@@ -17,10 +17,13 @@ shot() { # URL FILE SIZE; there is no GPU for WebGL; without WebGL TensorBoard d
 page=$(mktemp --suffix=.html)
 asyncspec report "$run" --out "$page"
 shot "file://$page" report.png 1300,2500
+rollouts=${page%.html}-rollouts.html
+last=$(python3 -c "import json, sys; print(max(row['step'] for row in map(json.loads, open(sys.argv[1])) if not row['evaluation']))" "$run/rollouts.jsonl")
+shot "file://$rollouts#kind=training&step=$last" rollouts.png 1300,1250
 port=$((20000 + RANDOM % 20000))
 tensorboard --logdir "$run/tb" --port "$port" --host 127.0.0.1 >/dev/null 2>&1 &
 board=$!
-trap 'kill "$board"; rm -f "$page"' EXIT
+trap 'kill "$board"; rm -f "$page" "$rollouts"' EXIT
 for _ in $(seq 60); do # until TensorBoard has loaded the run
     python3 -c "import sys, urllib.request as u; sys.exit(b'time/step' not in u.urlopen('http://127.0.0.1:$port/data/plugin/scalars/tags').read())" \
         2>/dev/null && break
