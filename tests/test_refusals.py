@@ -150,6 +150,7 @@ RUNNING = {
     "models.hf_files:read_tensors": "the disk fails while a file is read",
     "rl.from_checkpoint:save_best": "a checkpoint has changed, which only who reads it finds",
     "speculation.drafter:NoDrafter.propose": "the engine would break its own rule",
+    "timing.boards:Trackio._check": "trackio could not write, and has only warned of it",
     "wire.transport:use_keys": "the keys that the launcher has just written are gone",
 }
 
