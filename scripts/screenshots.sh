@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Take pictures of a run's report, of its rollouts and of its TensorBoard page with a headless Chromium.
 #
-#     scripts/screenshots.sh RUN OUT_DIRECTORY
+#     scripts/screenshots.sh RUN OUT_DIRECTORY [STEP]
+#
+# STEP is the one whose rollouts are shown; the last one that has some, if it is left out.
 set -euo pipefail
 run=${1:?usage: screenshots.sh RUN OUT_DIRECTORY}
 out=${2:?usage: screenshots.sh RUN OUT_DIRECTORY}
@@ -18,8 +20,8 @@ page=$(mktemp --suffix=.html)
 asyncspec report "$run" --out "$page"
 shot "file://$page" report.png 1300,2500
 rollouts=${page%.html}-rollouts.html
-last=$(python3 -c "import json, sys; print(max(row['step'] for row in map(json.loads, open(sys.argv[1])) if not row['evaluation']))" "$run/rollouts.jsonl")
-shot "file://$rollouts#kind=training&step=$last" rollouts.png 1300,1250
+step=${3:-$(python3 -c "import json, sys; print(max(row['step'] for row in map(json.loads, open(sys.argv[1])) if not row['evaluation']))" "$run/rollouts.jsonl")}
+shot "file://$rollouts#kind=training&step=$step" rollouts.png 1300,1250
 port=$((20000 + RANDOM % 20000))
 tensorboard --logdir "$run/tb" --port "$port" --host 127.0.0.1 >/dev/null 2>&1 &
 board=$!
