@@ -266,8 +266,8 @@ def test_a_reference_with_another_vocabulary_is_refused_if_it_is_used(tmp_path):
         (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
         (
             ["trian"],
-            "'trian': expected one of train, host, draft, doctor, data, export, serve, report, audit, bench, before any flag; "
-            "nearest: train",
+            "'trian': expected one of train, host, draft, doctor, data, export, serve, report, audit, bench, "
+            "before any flag; nearest: train",
         ),
         (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
         (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),
