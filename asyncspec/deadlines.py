@@ -8,9 +8,13 @@ BEAT_EVERY_S = 0.25  # between two heartbeats of a process
 # Factor on deployment.silent_timeout_s for a process that is still loading, and on deployment.start_timeout_s for a
 # process that waits for others to start.
 LOADING_PATIENCE = 3
-# Limit of one broadcast, or of another collective. Longer than any version should take: most failures are found
-# earlier, by a closed connection.
+# Limit of a collective among the ranks of a model. Longer than any should take: most failures are found earlier, by a
+# closed connection.
 COLLECTIVE_S = 60.0
+MEET_S = 60.0  # for the members of a broadcast group to come to a broadcast: one may be in a long pass
+BUCKET_S = 10.0  # for a bucket of weights to be broadcast, once all members are there, besides its bytes
+BUCKET_BYTES_S = 50e6  # bytes a second that a bucket's limit allows for
+PREPARED_S = 5.0  # that a version's sender waits for its first bucket, before it announces the version later
 REGROUP_S = 30.0  # from a failed broadcast until the controller must have formed a new epoch
 CONTROL_LINGER_S = 2.0  # for a process that ends to send its last control messages
 DATA_LINGER_S = 1.0  # the same for groups

@@ -19,8 +19,9 @@ from asyncspec.ledger.audit import audit
 from asyncspec.models.policy import build
 from asyncspec.models.shape import Experts
 from asyncspec.speculation.verify import AS_IS, Sampling, sample
+from asyncspec.wire.layout import Layout, WholeSnapshot
 from asyncspec.wire.messages import Membership, Publish
-from asyncspec.wire.weights import Layout, Publisher, WholeSnapshot
+from asyncspec.wire.weights import Publisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 PROMPTS = [list(p) for p in itertools.product(range(2, 6), repeat=3)]
@@ -112,7 +113,7 @@ def test_no_token_of_probability_zero_is_ever_drawn():
 def test_nccl_broadcasts_versions_at_world_size_1():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     live, joined = {name: torch.full(shape, 1.0, device="cuda:0") for name, shape in SHAPES.items()}, threading.Event()
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cuda:0")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cuda:0", Layout.of(tensors(0)))
     publisher.form(Membership("policy", 1, ["trainer"], "nccl"), 60, joined.set)
     assert joined.wait(60)
     for version in range(1, 4):

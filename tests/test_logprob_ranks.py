@@ -15,9 +15,10 @@ from asyncspec.config import load
 from asyncspec.ledger.audit import violations
 from asyncspec.models.parallel import local
 from asyncspec.rl.scorer import Scorer
+from asyncspec.wire import layout as layouts
 from asyncspec.wire import messages as m
-from asyncspec.wire import weights
-from asyncspec.wire.weights import Layout, Publisher, Receiver, WholeSnapshot
+from asyncspec.wire.layout import Layout, WholeSnapshot
+from asyncspec.wire.weights import Publisher, Receiver
 
 SETTINGS = ["rl.kl_coef=0.1", "trainer.tokens_per_pass=70"]
 # For each epoch: (actor, ranks, tensor-parallel ranks). The same four processes play the ranks.
@@ -58,7 +59,7 @@ def wait_for(condition):
 
 def work(process, port, results):
     torch.set_num_threads(1)
-    weights.BUCKET_ELEMENTS = 4000
+    layouts.BUCKET_BYTES = 16000
     for epoch, actors in enumerate(EPOCHS, start=1):
         name, rank, size, tensor_parallel = [
             (name, rank, size, tp) for name, size, tp in actors for rank in range(size)
@@ -106,7 +107,7 @@ def test_several_ranks_score_like_one_and_each_holds_only_its_share(monkeypatch)
     """Tolerance: float32 sums in another order change a logprob by up to 1e-4. The weights compared are from the second
     of two broadcast versions.
     """
-    monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 4000)
+    monkeypatch.setattr(layouts, "BUCKET_BYTES", 16000)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forking()
     results = context.Queue()
@@ -117,7 +118,7 @@ def test_several_ranks_score_like_one_and_each_holds_only_its_share(monkeypatch)
     alone.load()
     alone.join("", 0, 0)
     whole = {name: parameter.clone() for name, parameter in alone.parameters.items()}
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(whole))
     for epoch in range(1, len(EPOCHS) + 1):
         joined = []
         publisher.form(

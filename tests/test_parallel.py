@@ -23,8 +23,8 @@ from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.batch import Part, from_message, to_message
 from asyncspec.rl.learner import Learner
 from asyncspec.rl.scorer import Scorer
-from asyncspec.wire import weights
-from asyncspec.wire.weights import Layout
+from asyncspec.wire import layout as layouts
+from asyncspec.wire.layout import Layout
 
 GROUPS = 5
 
@@ -123,7 +123,7 @@ def alone(tied, kind, steps=2, algorithm="grpo"):
 def work(rank, config, tied, kind, steps, dtype, algorithm, port, results):
     """Take the same steps as one of several ranks. A rank without a group of its own adds nothing."""
     torch.set_num_threads(1)
-    weights.BUCKET_ELEMENTS = 4000
+    layouts.BUCKET_BYTES = 16000
     ranks = Ranks("trainer", rank, config.ranks, config.tensor_parallel, dtype, config.replicas, config.reduce_dtype)
     ranks.join("127.0.0.1", port, "cpu", 60, 60)
     model, gathered = policy(tied, kind), {}
@@ -318,11 +318,11 @@ def test_each_rank_loads_its_share_of_a_file(tmp_path, kind, ranks, tensor_paral
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=12), st.integers(1, 300))
 def test_buckets_hold_whole_tensors_and_leave_none_out(shapes, most):
     layout = Layout.of({str(i): torch.empty(s) for i, s in enumerate(shapes)})
-    weights.BUCKET_ELEMENTS, before = most, weights.BUCKET_ELEMENTS
+    layouts.BUCKET_BYTES, before = 4 * most, layouts.BUCKET_BYTES
     try:
         buckets = layout.buckets
     finally:
-        weights.BUCKET_ELEMENTS = before
+        layouts.BUCKET_BYTES = before
     assert [end for _, _, end in buckets[:-1]] == [first for _, first, _ in buckets[1:]]
     if layout.elements:
         assert buckets[0][1] == 0 and buckets[-1][2] == layout.elements

@@ -12,9 +12,12 @@ from runs import forking
 from versions import SHAPES, tensors, wait_until_idle
 
 from asyncspec.actors.broadcasts import broadcast_backend
+from asyncspec.wire import layout as layouts
 from asyncspec.wire import weights
+from asyncspec.wire.broadcast import BroadcastError
+from asyncspec.wire.layout import Layout, WholeSnapshot
 from asyncspec.wire.messages import Membership, Publish
-from asyncspec.wire.weights import BroadcastError, Layout, Publisher, Receiver, WholeSnapshot
+from asyncspec.wire.weights import Publisher, Receiver
 
 MEMBERS = ["trainer", "generator0", "logprob"]
 MEMBERSHIP = Membership("policy", 1, MEMBERS, "gloo")
@@ -50,7 +53,7 @@ def test_each_version_arrives_whole_and_in_order():
     for child in children:
         child.start()
     live = tensors(0)
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(live))
     joined = threading.Event()
     publisher.form(MEMBERSHIP, 60, joined.set)
     assert joined.wait(60)
@@ -94,10 +97,10 @@ class DiesHalfway(WholeSnapshot):
 
 def short_lived(port, me, membership):
     """Send, or receive, half of a version, then die."""
-    weights.BUCKET_ELEMENTS = 1 << 20
+    layouts.BUCKET_BYTES = 4 << 20
     layout = Layout.of(LARGE)
     if me == "trainer":
-        worker = Publisher("127.0.0.1", port, "policy", me, "cpu")
+        worker = Publisher("127.0.0.1", port, "policy", me, "cpu", layout)
         worker.begin_with(Publish("policy", 1), DiesHalfway(layout, LARGE, "cpu"))
     else:
         worker = Receiver(
@@ -113,12 +116,12 @@ def short_lived(port, me, membership):
 
 @pytest.mark.parametrize("dies", ["trainer", "generator0"])
 def test_a_version_broken_off_halfway_reaches_nobody_until_the_next_epoch(monkeypatch, dies):
-    monkeypatch.setattr(weights, "BUCKET_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(layouts, "BUCKET_BYTES", 4 << 20)
     layout, store = Layout.of(LARGE), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert len(layout.buckets) == 12
     child = forking().Process(target=short_lived, args=(store.port, dies, MEMBERSHIP), daemon=True)
     child.start()
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", layout)
     publisher.begin_with(Publish("policy", 1), WholeSnapshot(layout, LARGE, "cpu"))
     receivers = {
         name: Receiver("127.0.0.1", store.port, "policy", name, "cpu", layout, lambda version: None)
@@ -162,7 +165,7 @@ def test_a_version_broken_off_halfway_reaches_nobody_until_the_next_epoch(monkey
 def test_a_version_is_held_back_just_before_it_is_sent():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     members, live = Membership("policy", 1, MEMBERS[:2], "gloo"), tensors(1)
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(live))
     held, go = [], threading.Event()
     publisher.hold_back = lambda version: (held.append(version), go.wait(60))
     receiver = Receiver("127.0.0.1", store.port, "policy", "generator0", "cpu", Layout.of(live), lambda version: None)
@@ -188,7 +191,7 @@ def test_a_version_is_held_back_just_before_it_is_sent():
 def test_a_member_that_never_joins_is_reported_and_then_raises_an_error(monkeypatch):
     monkeypatch.setattr(weights, "REGROUP_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cpu", Layout.of(tensors(0)))
     publisher.form(Membership("policy", 1, ["trainer", "absent"], "gloo"), 1.0, lambda: None)
     told = []
     with pytest.raises(BroadcastError, match="absent"):

@@ -236,6 +236,9 @@ class Actor(ABC):
 
     def join(self, worker, membership: m.Membership) -> None:
         """Join a broadcast group, in the worker's thread. Ready is sent once all groups are joined."""
+        if membership.catch_up:
+            worker.form(membership, work.start_s(self.config), lambda: None)
+            return
         worker.form(membership, work.start_s(self.config), lambda: self._to_join.discard(membership.kind))
         self.fault("join")
 

@@ -44,6 +44,8 @@ class Broadcasts:
         self.epochs: dict[str, int] = {}
         self.versions = {"policy": 0, "draft": 0}  # kind -> the newest published version
         self.devices: dict[str, str] = {}  # member -> device
+        self._has: dict[tuple[str, str], int] = {}  # (kind, member) -> the newest version that it has received
+        self._lacking: dict[str, list[str]] = {}  # kind -> the receivers of the present epoch's catch-up group
         self._broken: dict[str, int] = {}  # kind -> epochs that failed in a row
         self._headless: set[str] = set()  # kinds whose sender is gone and may be replaced
 
@@ -52,7 +54,9 @@ class Broadcasts:
         self.form(kind)
 
     def form(self, kind: str) -> None:
-        """Start a new epoch of a group, with its present members."""
+        """Start a new epoch of a group, with its present members. Those that lack its newest version form a second
+        group with its sender, in which they get it.
+        """
         if kind in self._headless:
             return
         self.epochs[kind] += 1
@@ -60,6 +64,10 @@ class Broadcasts:
         backend = broadcast_backend([self.devices[name] for name in members])
         for name in members:
             self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
+        lacking = [name for name in members[1:] if self._has.get((kind, name), 0) < self.versions[kind]]
+        self._lacking[kind] = lacking
+        for name in [members[0], *lacking] if lacking else ():
+            self._send(name, m.Membership(kind, self.epochs[kind], [members[0], *lacking], backend, catch_up=True))
 
     def end_draft(self) -> None:
         """Dissolve the draft's group: nobody sends drafts any more."""
@@ -108,15 +116,18 @@ class Broadcasts:
         self.form(kind)
         return True
 
-    def received(self, kind: str) -> None:
+    def received(self, message: m.Received) -> None:
         """Note that a member has received a version."""
-        self._broken.pop(kind, None)
+        self._broken.pop(message.kind, None)
+        key = message.kind, message.name
+        self._has[key] = max(self._has.get(key, 0), message.version)
 
     def relay(self, sender: str, message: m.Publish) -> bool:
         """Tell the receivers to take part in a broadcast. Return False if `sender` does not lead such a group."""
         if sender not in self.members.get(message.kind, [])[:1]:
             return False
         self.versions[message.kind] = max(self.versions[message.kind], message.version)
-        for name in self.members[message.kind][1:]:
-            self._send(name, m.Receive(message.kind, message.version, message.epoch))
+        receivers = self._lacking[message.kind] if message.catch_up else self.members[message.kind][1:]
+        for name in receivers:
+            self._send(name, m.Receive(message.kind, message.version, message.epoch, message.catch_up))
         return True

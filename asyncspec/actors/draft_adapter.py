@@ -19,7 +19,8 @@ from asyncspec.wire import messages as m
 if TYPE_CHECKING:
     from asyncspec.drafts.draft import Draft
     from asyncspec.drafts.training import DraftTrainer
-    from asyncspec.wire.weights import Layout, Publisher
+    from asyncspec.wire.layout import Layout
+    from asyncspec.wire.weights import Publisher
 
 NICENESS = 10  # the adapter gets the processor time that the other actors leave
 
@@ -67,10 +68,11 @@ class DraftAdapter(Actor):
         return {"trainer": self.trainer.state(), "versions": [self.published, self.policy_version]}
 
     def connect(self, welcome: m.Welcome) -> set[str]:
-        from asyncspec.wire.weights import Layout, Publisher
+        from asyncspec.wire.layout import Layout
+        from asyncspec.wire.weights import Publisher
 
-        self.publisher = Publisher(welcome.store_host, welcome.store_port, "draft", self.name, self.device)
-        self.layout = Layout.of(dict(self.module.named_parameters()))
+        self.layout = Layout.of(dict(self.module.named_parameters()), self.config.model.dtype)
+        self.publisher = Publisher(welcome.store_host, welcome.store_port, "draft", self.name, self.device, self.layout)
         if self.published:  # newer than what the generators have, also from a predecessor
             self.published = max(self.published, welcome.versions["draft"] + 1)
             self.publisher.begin_with(m.Publish("draft", self.published, self.policy_version), self._snapshot())
@@ -80,7 +82,7 @@ class DraftAdapter(Actor):
         return {"draft"}
 
     def _snapshot(self):
-        from asyncspec.wire.weights import WholeSnapshot
+        from asyncspec.wire.layout import WholeSnapshot
 
         return WholeSnapshot(self.layout, dict(self.module.named_parameters()), self.device)
 

@@ -28,8 +28,9 @@ from asyncspec.timing.metrics import summed
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import Outbox
-from asyncspec.wire.weights import BroadcastError, Layout, Receiver
+from asyncspec.wire.weights import BroadcastError, Receiver
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -103,7 +104,7 @@ class Generator(Actor):
                 kind,
                 me=self.name,
                 device=self.device,
-                layout=Layout.of(self.engine.parameters(kind)),
+                layout=Layout.of(self.engine.parameters(kind), self.config.model.dtype),
                 received=lambda version, kind=kind: self._received.append((kind, version)),
             )
         self.workers = list(self.receivers.values())
@@ -115,7 +116,7 @@ class Generator(Actor):
         elif isinstance(message, m.Membership) and message.kind in self.receivers:
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
-            self.receivers[message.kind].expect(message.version, message.epoch)
+            self.receivers[message.kind].expect(message.version, message.epoch, message.catch_up)
             self.fault("receive")
 
     def turn(self) -> None:

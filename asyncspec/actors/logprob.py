@@ -64,7 +64,7 @@ class PolicyHolder(Actor):
         if isinstance(message, m.Membership):
             self.join(self.receiver, message)
         elif isinstance(message, m.Receive):
-            self.receiver.expect(message.version, message.epoch)
+            self.receiver.expect(message.version, message.epoch, message.catch_up)
             self.fault("receive")
 
     def tell_received(self) -> list[m.Received]:

@@ -11,7 +11,7 @@ from asyncspec.drafts.supervision import from_pass
 from asyncspec.drafts.training import DraftTrainer
 from asyncspec.models.packed import Row, Scores
 from asyncspec.rl.learner import Learner
-from asyncspec.wire.weights import Layout, WholeSnapshot
+from asyncspec.wire.layout import Layout, WholeSnapshot
 
 
 class MTPTrainer:
@@ -27,6 +27,7 @@ class MTPTrainer:
         loaded = draft.load("mtp", directory, learner.shape, learner.model, config.positions)
         loss = loaded.loss(config.draft.unroll, config.sampling.temperature)
         self.trainer = DraftTrainer(loaded.module.to(device), loss, config.draft.lr)
+        self.layout = Layout.of(dict(self.module.named_parameters()))
         self.groups = 0  # groups trained on in this step
         self._due = config.draft.publish_every  # the module's optimizer step after which it is published next
         learner.more_state = lambda: {"mtp": self.trainer.state()}
@@ -69,5 +70,4 @@ class MTPTrainer:
         return True
 
     def snapshot(self) -> WholeSnapshot:
-        parameters = dict(self.module.named_parameters())
-        return WholeSnapshot(Layout.of(parameters), parameters, self.device)
+        return WholeSnapshot(self.layout, dict(self.module.named_parameters()), self.device)

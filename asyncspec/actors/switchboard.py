@@ -105,7 +105,7 @@ class Switchboard:
 
     @_handle.register
     def _(self, message: m.Received, sender: str) -> None:
-        self.run.broadcasts.received(message.kind)
+        self.run.broadcasts.received(message)
         self.run.progress()
 
     @_handle.register

@@ -93,10 +93,10 @@ class Trainer(Actor):
         where = welcome.store_host, welcome.store_port
         self.team.connect(welcome)
         self.learner.join(*where, COLLECTIVE_S)
-        self.publishers["policy"] = Publisher(*where, "policy", self.name, self.device)
+        self.publishers["policy"] = Publisher(*where, "policy", self.name, self.device, self.learner.layout)
         self.publisher.hold_back = lambda version: self.delay("broadcast", version=version)
         if self.mtp is not None:
-            self.publishers["draft"] = Publisher(*where, "draft", self.name, self.device)
+            self.publishers["draft"] = Publisher(*where, "draft", self.name, self.device, self.mtp.layout)
         if self.step_index:
             self._restore()
         self.workers = list(self.publishers.values())

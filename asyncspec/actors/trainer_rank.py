@@ -19,7 +19,7 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.batch import from_message
 from asyncspec.rl.learner import Learner
 from asyncspec.wire import messages as m
-from asyncspec.wire.weights import Snapshot
+from asyncspec.wire.layout import Snapshot
 
 
 class TrainerRank(Follower):

@@ -39,6 +39,9 @@ BENCHMARKS = {
         "whether each loss, off-policy correction and way to take a step learns the default job",
         75,
     ),
+    "publish": Listed(
+        "asyncspec.bench.publish", "whether weights arrive while the trainer computes, and do not slow it", 3
+    ),
     "trainer": Listed("asyncspec.bench.trainer", "packed passes with shared prompts, against padded passes", 5),
     "adapter": Listed(
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10

@@ -7,28 +7,26 @@ shards of the same part of each matrix. With replicas, the rows are divided even
     4 ranks, tensor_parallel=2:    0 1    read one group
                                    2 3    read another
 
-The trainer publishes weights from a snapshot of each rank's shards. A thread gathers the snapshot bucket by bucket, on
-process groups that training does not use. Of the weights that a logprob actor receives, each rank keeps its `share`. So
-the whole model never has to fit on one rank's device.
+The trainer publishes weights from a snapshot of each rank's shards, see gather.py. Of the weights that a logprob actor
+receives, each rank keeps its `share`. So the whole model never has to fit on one rank's device.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import queue
 import socket
 import struct
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from asyncspec.models.gather import Gatherer, ShardedSnapshot
+from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import own_address
-from asyncspec.wire.weights import Layout
 
 _SIOCGIFADDR = 0x8915
 
@@ -107,7 +105,7 @@ class Ranks:
             spmd_backend="partial_dtensor",
         )  # the default backend needs a later torch than 2.13
         self._dims.build_mesh()
-        self._gatherer = _Gatherer(torch.arange(self.size).view(self.replicas, -1, T), self.rank, timeout)
+        self._gatherer = Gatherer(list(range(self.size // self.replicas)), self.rank, device, timeout)
 
     def meet(self, where: str, timeout_s: float) -> None:
         """Wait for the other ranks, which may take longer than a collective. Collective.
@@ -233,130 +231,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class ShardedSnapshot:
-    """This rank's shards of a version. `begin` gathers them; call it in every rank. Rank 0 gets the result."""
-
-    def __init__(
-        self, layout: Layout, tensors: Mapping[str, torch.Tensor], gatherer: _Gatherer, tell: Callable[[], None]
-    ) -> None:
-        """
-        Args:
-            tell: called by `begin`; in rank 0 it has the other ranks begin too.
-        """
-        self.layout, self.shards, self._gatherer, self._tell = (
-            layout,
-            {k: v.detach().clone() for k, v in tensors.items()},
-            gatherer,
-            tell,
-        )
-
-    def begin(self) -> Iterator[torch.Tensor]:
-        self._tell()
-        return self._gatherer.start(self)
-
-
-class _Job:
-    def __init__(self, snapshot: ShardedSnapshot) -> None:
-        self.snapshot, self.abandoned = snapshot, threading.Event()
-        self.ready: queue.Queue = queue.Queue(maxsize=1)
-
-    def put(self, item) -> None:
-        while not self.abandoned.is_set():
-            try:
-                return self.ready.put(item, timeout=0.05)
-            except queue.Full:
-                pass
-
-
-class _Gatherer:
-    """A thread that gathers snapshots one after the other. Every rank of the first replica gathers the same ones in
-    the same order, and each one completely.
-    """
-
-    def __init__(self, grid: torch.Tensor, rank: int, timeout: timedelta) -> None:
-        """Make the process groups and start the thread. Collective.
-
-        Args:
-            grid: ranks [replica, shard, tensor].
-        """
-        from torch.distributed.device_mesh import DeviceMesh
-
-        column, row = (
-            dist.new_subgroups_by_enumeration(part.flatten(0, 1).tolist(), timeout=timeout, backend="gloo")[0]
-            for part in (grid.mT, grid)
-        )
-        own = next(replica for replica in grid if rank in replica)
-        self._meshes = {
-            ("fsdp",): DeviceMesh.from_group(column, "cpu", mesh_dim_names=("fsdp",)),
-            ("fsdp", "tp"): DeviceMesh.from_group([column, row], "cpu", own, mesh_dim_names=("fsdp", "tp")),
-        }
-        self._leads, self._job, self._takes_part = rank == 0, None, rank in grid[0]
-        self._jobs: queue.Queue[_Job] = queue.Queue()
-        threading.Thread(target=self._run, name="gather", daemon=True).start()
-
-    def start(self, snapshot: ShardedSnapshot) -> Iterator[torch.Tensor]:
-        """Begin to gather a snapshot; in rank 0, return its buckets. Other ranks get an empty iterator.
-
-        The results of the gathering before are dropped, because their consumer may hang in a broadcast.
-        """
-        if self._job is not None:
-            self._job.abandoned.set()
-        if not self._takes_part:
-            return iter(())
-        self._job = _Job(snapshot)
-        self._jobs.put(self._job)
-        if self._leads:
-            return self._results(self._job)
-        self._job.abandoned.set()
-        return iter(())
-
-    @staticmethod
-    def _results(job: _Job) -> Iterator[torch.Tensor]:
-        try:
-            while (item := job.ready.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            job.abandoned.set()
-
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                for names, _, _ in job.snapshot.layout.buckets:
-                    job.put(self._bucket([job.snapshot.shards[name] for name in names]))
-                job.put(None)
-            except Exception as error:  # a rank was lost, which the main thread will notice too
-                job.put(error)
-
-    def _bucket(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Gather tensors into one of float32, one after the other: the largest ones are buckets of their own."""
-        if len(shards) == 1:
-            return self._whole(shards[0]).reshape(-1).float()
-        flat, end = torch.empty(sum(shard.numel() for shard in shards)), 0
-        for shard in shards:
-            first, end = end, end + shard.numel()
-            flat[first:end] = self._whole(shard).reshape(-1)
-        return flat
-
-    def _whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor from all ranks into host memory."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(shard, DTensor):
-            return shard.cpu()
-        names = tuple(name for name in shard.device_mesh.mesh_dim_names if name != "dp_replicate")
-        return DTensor.from_local(
-            shard.to_local().cpu(),
-            self._meshes[names],
-            shard.placements[-len(names) :],
-            run_check=False,
-            shape=shard.shape,
-            stride=shard.stride(),
-        ).full_tensor()
 
 
 def _tell_torchtitan(kind: str) -> None:

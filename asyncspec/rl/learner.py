@@ -19,7 +19,7 @@ from asyncspec.ledger import checkpoint
 from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
-from asyncspec.wire.weights import Layout, Snapshot, WholeSnapshot
+from asyncspec.wire.layout import Layout, Snapshot, WholeSnapshot
 
 if TYPE_CHECKING:
     from asyncspec.models.shape import PolicyShape
@@ -85,7 +85,7 @@ class Learner:
         self._hold()
 
     def _hold(self) -> None:
-        self.layout = Layout.of(dict(self.model.named_parameters()))
+        self.layout = Layout.of(dict(self.model.named_parameters()), self.config.model.dtype)
         self.checkpoints = checkpoint.Checkpoints(
             self.run_dir,
             "trainer",

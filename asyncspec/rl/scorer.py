@@ -17,7 +17,7 @@ from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
 from asyncspec.rl.batch import Part, divide, pack
 from asyncspec.wire import messages as m
-from asyncspec.wire.weights import Layout
+from asyncspec.wire.layout import Layout
 
 
 class Scorer:
@@ -77,7 +77,7 @@ class Scorer:
 
     def _hold(self) -> None:
         self.parameters = dict(self.model.named_parameters())
-        self.layout = Layout.of(self.parameters)
+        self.layout = Layout.of(self.parameters, self.config.model.dtype)
         self._shares = {name: share(parameter) for name, parameter in self.parameters.items()}
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

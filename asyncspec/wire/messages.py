@@ -170,6 +170,7 @@ class Membership(Message, frozen=True):
     epoch: int
     members: list[str]
     backend: str  # nccl or gloo
+    catch_up: bool = False  # a second group of the epoch: the sender, and the members that lack its newest version
 
 
 class DraftEnded(Message, frozen=True):
@@ -177,12 +178,13 @@ class DraftEnded(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """A snapshot of a new version is complete, and its broadcast has begun."""
+    """The first bucket of a version is ready, and its broadcast begins."""
 
     kind: str
     version: int
     policy_version: int = -1  # of a draft: the policy version that it was last trained for
     epoch: int = 1
+    catch_up: bool = False  # as in `Membership`
 
 
 class Receive(Message, frozen=True):
@@ -191,6 +193,7 @@ class Receive(Message, frozen=True):
     kind: str
     version: int
     epoch: int
+    catch_up: bool = False  # as in `Membership`
 
 
 class Broken(Message, frozen=True):
