@@ -63,7 +63,7 @@ def work(rank, run_dir, port, results):
     if rank:
         learner.snapshot().begin()
     else:
-        learner.save_policy(learner.snapshot)
+        learner.save_policy(lambda: learner.snapshot(export=True))
     learner.ranks.meet("end", 60)
     dist.destroy_process_group()
 

@@ -37,7 +37,7 @@ def learned(run_dir, versions, *overrides):
                 parameter.add_(0.01 * version)
         learner.save(version)
         learner.checkpoints.saved(wait=True)
-    learner.save_policy(learner.snapshot, mtp and mtp.module)
+    learner.save_policy(lambda: learner.snapshot(export=True), mtp and mtp.module)
     return learner
 
 

@@ -70,7 +70,7 @@ def exported(learner, port):
         learner.snapshot().begin()
         dist.barrier()
     else:
-        learner.save_policy(learner.snapshot)
+        learner.save_policy(lambda: learner.snapshot(export=True))
         dist.barrier()
     return before
 

@@ -31,7 +31,7 @@ from asyncspec.config import work
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
 from asyncspec.ledger.checkpoint import export_of
-from asyncspec.rl.learner import Learner, merged
+from asyncspec.rl.learner import Learner
 from asyncspec.rl.observed import observed
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
@@ -202,39 +202,11 @@ class Trainer(Actor):
         return records
 
     def _update(self, step: int) -> dict[str, float]:
-        """Take the optimizer steps of a batch. The gradient of the first one is accumulated, except for `flush`. Return
-        their statistics.
-
-        Raises:
-            FloatingPointError: no step had a finite gradient.
-        """
-        rl, groups, errors = self.config.rl, self.step.groups, []
-        self._draft(self.team.flush(step))
-        if rl.updates_per_step == 1:
-            return self.team.update()
-        advantages = self.learner.accumulator.advantages(groups)
-        batches: dict[int, list] = {}
-        for (group, arrays), advantage_G in zip(groups, advantages):
-            number = group.ticket.place % rl.groups_per_step // rl.groups_per_update
-            batches.setdefault(number, []).append((group, arrays, advantage_G))
-        found = []
-        for iteration in range(rl.num_iterations):
-            for number, batch in batches.items():
-                if iteration or number or self.learner.accumulator.whole_step:
-                    for each in batch:
-                        self._draft(self.team.add(step, *each))
-                        self.team.breathe()
-                    self._draft(self.team.flush(step))
-                try:
-                    found.append(self.team.update())
-                    self.team.committed = True
-                except FloatingPointError as error:
-                    errors.append(error)
-        if errors and not found:
-            raise errors[-1]
+        stats, errors = self.team.train(step, self.step.groups, self._draft)
         if errors:
-            self._notice(f"step {step} left out {len(errors)} of {rl.updates_per_step} optimizer steps: {errors[-1]}")
-        return merged(found) | {"optimizer/steps": self.learner.accumulator.updates}
+            count = self.config.rl.updates_per_step
+            self._notice(f"step {step} left out {len(errors)} of {count} optimizer steps: {errors[-1]}")
+        return stats
 
     def _await_broadcast(self) -> None:
         while self.publisher.busy:
@@ -338,7 +310,9 @@ class Trainer(Actor):
     def save_policy(self, version: int | None = None) -> None:
         """Write the policy as a Hugging Face directory: the result of the run, or the export of a version."""
         directory = self.team.together(
-            lambda: self.learner.save_policy(self.team.snapshot, self.mtp and self.mtp.module, version)
+            lambda: self.learner.save_policy(
+                lambda: self.team.snapshot(export=True), self.mtp and self.mtp.module, version
+            )
         )
         self.log(f"policy of version {self.step_index} written to {directory}")
 
@@ -349,10 +323,8 @@ class Trainer(Actor):
         self.step.groups.append((group, arrays))
         self.delay("train", ticket=group.ticket.ticket_id)
         self.fault("work")
-        several = rl.updates_per_step > 1
-        if not several or (
-            group.ticket.place % rl.groups_per_step < rl.groups_per_update and not self.learner.accumulator.whole_step
-        ):
+        in_first = group.ticket.place % rl.groups_per_step < rl.groups_per_update
+        if rl.updates_per_step == 1 or (in_first and not self.learner.accumulator.whole_step):
             self._draft(self.team.add(step, group, arrays))
         return m.GroupRecord.of(group, arrays)
 

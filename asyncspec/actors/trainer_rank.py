@@ -58,7 +58,7 @@ class TrainerRank(Follower):
             except FloatingPointError as error:
                 self.log(str(error))
         elif message.what == SNAPSHOT:
-            self.snapshot = learner.snapshot()
+            self.snapshot = learner.snapshot(export=message.number == 1)
         elif message.what == GATHER:
             self.snapshot.begin()
         elif message.what == SAVE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.actors.team import Team
 from asyncspec.rl.batch import Part, to_message
-from asyncspec.rl.learner import Learner
+from asyncspec.rl.learner import Learner, merged
 from asyncspec.wire import messages as m
 
 # Rank 0's orders to the others, see trainer_rank.py.
@@ -46,6 +47,46 @@ class TrainerTeam(Team):
             found.append(self.together(partial(self.learner.accumulator.run, passes[0], last)))
         return [each for each in found if each is not None]
 
+    def train(
+        self, step: int, groups: list[tuple[m.Group, m.Arrays]], passed: Callable[[list], None]
+    ) -> tuple[dict[str, float], list[FloatingPointError]]:
+        """Take the optimizer steps of a batch. The gradient of the first one is accumulated, except for `flush`.
+
+        Args:
+            groups: those of the batch, in order.
+            passed: called with what `add` and `flush` return.
+
+        Returns:
+            The statistics, and the errors of the optimizer steps that were left out.
+
+        Raises:
+            FloatingPointError: no optimizer step had a finite gradient.
+        """
+        rl, accumulator = self.learner.config.rl, self.learner.accumulator
+        passed(self.flush(step))
+        if rl.updates_per_step == 1:
+            return self.update(), []
+        batches: dict[int, list] = {}
+        for (group, arrays), advantage_G in zip(groups, accumulator.advantages(groups)):
+            number = group.ticket.place % rl.groups_per_step // rl.groups_per_update
+            batches.setdefault(number, []).append((group, arrays, advantage_G))
+        found, errors = [], []
+        for iteration in range(rl.num_iterations):
+            for number, batch in batches.items():
+                if iteration or number or accumulator.whole_step:
+                    for each in batch:
+                        passed(self.add(step, *each))
+                        self.breathe()
+                    passed(self.flush(step))
+                try:
+                    found.append(self.update())
+                    self.committed = True
+                except FloatingPointError as error:
+                    errors.append(error)
+        if errors and not found:
+            raise errors[-1]
+        return merged(found) | {"optimizer/steps": accumulator.updates}, errors
+
     def breathe(self) -> None:
         """Handle messages between two pieces of work.
 
@@ -67,10 +108,10 @@ class TrainerTeam(Team):
         self.order(CLEAR)
         self.learner.accumulator.clear()
 
-    def snapshot(self):
-        """Take a snapshot of the policy, on all ranks."""
-        self.order(SNAPSHOT)
-        return self.learner.snapshot(lambda: self.order(GATHER))
+    def snapshot(self, export: bool = False):
+        """Take a snapshot of the policy, on all ranks. For `export` see `Learner.snapshot`."""
+        self.order(SNAPSHOT, int(export))
+        return self.learner.snapshot(lambda: self.order(GATHER), export)
 
     def save(self, version: int) -> None:
         """Begin a checkpoint, on all ranks."""

@@ -55,7 +55,8 @@ class Learner:
         self.model = None  # None until loaded
         self.shape: PolicyShape | None = None
         self.accumulator: GradientAccumulator | None = None  # None until the ranks have joined
-        self.layout: Layout | None = None
+        self.layout: Layout | None = None  # in which versions are published
+        self.export_layout: Layout | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
 
     def load(self) -> None:
@@ -85,7 +86,9 @@ class Learner:
         self._hold()
 
     def _hold(self) -> None:
-        self.layout = Layout.of(dict(self.model.named_parameters()), self.config.model.dtype)
+        parameters = dict(self.model.named_parameters())
+        self.layout = Layout.of(parameters, self.config.model.dtype)
+        self.export_layout = Layout.of(parameters, self.config.checkpoint.export_dtype)
         self.checkpoints = checkpoint.Checkpoints(
             self.run_dir,
             "trainer",
@@ -148,16 +151,17 @@ class Learner:
                 ) from None
             return {"grad/skipped": self.skipped}, str(error)
 
-    def snapshot(self, tell: Callable[[], None] = lambda: None) -> Snapshot:
+    def snapshot(self, tell: Callable[[], None] = lambda: None, export: bool = False) -> Snapshot:
         """Return a snapshot of the policy.
 
         Args:
             tell: in rank 0, has the other ranks begin to gather their snapshots.
+            export: whether it is for a file, not for other actors: the two may have different dtypes.
         """
-        parameters = dict(self.model.named_parameters())
+        parameters, layout = dict(self.model.named_parameters()), self.export_layout if export else self.layout
         if self.ranks.sharded:
-            return self.ranks.snapshot(self.layout, parameters, tell)
-        return WholeSnapshot(self.layout, parameters, self.device)
+            return self.ranks.snapshot(layout, parameters, tell)
+        return WholeSnapshot(layout, parameters, self.device)
 
     def save(self, version: int) -> None:
         """Begin to write a checkpoint. Collective.
@@ -192,8 +196,8 @@ class Learner:
         """Write the policy as a Hugging Face directory; return the directory. For rank 0 only.
 
         Args:
-            take: takes a snapshot in all ranks. A sharded policy is written from it, as its buckets come in. Otherwise
-                the model's weights are written.
+            take: takes a snapshot for an export in all ranks. A sharded policy is written from it, as its buckets come
+                in. Otherwise the model's weights are written.
             version: the version to export, into a directory of its own; None: the result of the run.
         """
         import torch
@@ -203,8 +207,8 @@ class Learner:
         c, parts = self.config, None
         source, dtype = resolve_path(c.model.path), getattr(torch, c.checkpoint.export_dtype)
         if self.ranks.sharded:
-            gathered = zip(self.layout.buckets, take().begin())
-            parts = (self.layout.views(bucket, names) for (names, _, _), bucket in gathered)
+            gathered = zip(self.export_layout.buckets, take().begin())
+            parts = (self.export_layout.views(bucket, names) for (names, _, _), bucket in gathered)
         if version is None:
             directory = self.run_dir / "checkpoint" / "policy"
             policy.save(self.model, self.shape, directory, source, mtp, dtype, parts)
