@@ -128,14 +128,18 @@ def _await_downloads(config: Config, store, key: Callable[[str], str], rank: int
         store.wait([key(f"downloaded/{other}") for other in range(world_size)], timedelta(seconds=DOWNLOAD_S))
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of an actor's process: this one's, without what torchrun tells its workers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
+
+
 def start(forks: ForkServer, spec: ActorSpec, tells_address: bool = False) -> subprocess.Popen:
     """Start a process that plays a role."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
     read, write = os.pipe() if tells_address else (-1, -1)
     keep = [write] if tells_address else []
     command = forks.command(__name__, str(write), msgspec.json.encode(spec).decode(), keep=keep)
     child = subprocess.Popen(
-        command, env=environment, pass_fds=[forks.descriptor, *keep], start_new_session=True, stdin=subprocess.DEVNULL
+        command, env=environment(), pass_fds=[forks.descriptor, *keep], start_new_session=True, stdin=subprocess.DEVNULL
     )
     if tells_address:
         os.close(write)
