@@ -1,5 +1,6 @@
 """How runs begin and resume: the lock, the paths and the files that must stay the same."""
 
+import errno
 import fcntl
 import json
 import os
@@ -8,9 +9,10 @@ import pytest
 
 from asyncspec.config import ConfigError, load, resolve_path
 from asyncspec.errors import UserError
+from asyncspec.files import LineFiles
 from asyncspec.launch import fingerprints, roles
 from asyncspec.launch.resume import configure
-from asyncspec.ledger import checkpoint
+from asyncspec.ledger import checkpoint, ledger
 
 TINY = resolve_path("asset:tiny/policy")
 
@@ -48,13 +50,18 @@ def test_two_runs_that_start_in_one_second_get_two_directories(tmp_path, monkeyp
         os.close(lock)
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     def unsupported(*args):
-        raise OSError(95, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(ConfigError, match="cannot lock files .Operation not supported.; expected one that can"):
+    with pytest.raises(ConfigError, match=f"cannot lock files .{os.strerror(number)}.; expected one that can"):
         begun(tmp_path)
+    files = LineFiles(tmp_path, print)
+    with pytest.raises(OSError, match=f"ledger.jsonl: its file system cannot lock files: {os.strerror(number)}"):
+        ledger.Ledger(files)
+    assert not ledger.written(tmp_path)
 
 
 def test_a_failed_start_releases_its_lock(tmp_path, monkeypatch):

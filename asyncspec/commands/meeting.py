@@ -47,11 +47,11 @@ def meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks."""
     from torch.distributed import TCPStore
 
-    from asyncspec.wire.transport import own_address
+    from asyncspec.launch import torchrun
 
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
-    here.address = own_address(master, port)
+    here.address = torchrun.address(store, "doctor/own/".__add__, rank, size)
     listener = socket.create_server((here.address, 0))
     store.set(f"doctor/address/{rank}", f"{here.address}:{listener.getsockname()[1]}")
     for other in range(size):

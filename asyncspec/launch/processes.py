@@ -27,13 +27,12 @@ from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, hub_names, topology, use_names, work
 from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S
 from asyncspec.errors import ConfigError, UserError, first_line
-from asyncspec.launch import roles
+from asyncspec.launch import roles, torchrun
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.machine import check_host, check_machine
 from asyncspec.launch.watch import Supervisor
 from asyncspec.wire import transport
-from asyncspec.wire.transport import own_address
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -89,11 +88,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     use_names(config, json.loads(store.get(key("names"))))
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)
     interrupt = InterruptFlag()  # until here a signal simply ends this process
-    host = (
-        own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
-        else "127.0.0.1"
-    )
+    host = torchrun.address(store, key, rank, world_size) if config.deployment.host == "auto" else ""
     mine = roles.specs(config, version, None if nodes is None else rank, host)
     mine = mine[rank::world_size] if nodes is None else mine
     forks, children = ForkServer(roles.libraries(config, mine)), {}

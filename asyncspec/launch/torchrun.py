@@ -1,10 +1,13 @@
-"""What torchrun tells a process through its environment."""
+"""What torchrun tells a process through its environment, and what its workers tell each other."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from ipaddress import ip_address
 
 from asyncspec.errors import UserError
+from asyncspec.wire.transport import own_address
 
 
 def ranks() -> tuple[int, int]:
@@ -24,3 +27,37 @@ def ranks() -> tuple[int, int]:
                 "nearest valid choice: unset WORLD_SIZE"
             )
     return int(os.environ["RANK"]), max(1, int(str(size)))
+
+
+def address(store, key: Callable[[str], str], rank: int, size: int) -> str:
+    """Return the address at which the other workers reach this one; loopback if all are on one host. Collective.
+
+    Many hosts resolve their own name to loopback, so the way to MASTER_ADDR does not show the first node how others
+    reach it. The way to another node does: workers whose own way is loopback ask the others for their addresses.
+
+    Args:
+        store: the workers' store.
+        key: callable(name) -> the name's key in the store.
+        size: the number of workers.
+
+    Raises:
+        UserError: there is no way to another node.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
+        return "127.0.0.1"
+    port = int(os.environ["MASTER_PORT"])
+    own = own_address(os.environ["MASTER_ADDR"], port)
+    store.set(key(f"address/{rank}"), own)
+    if not ip_address(own).is_loopback:
+        return own
+    for other in reversed(range(size)):  # the last one is hardly ever on the first node
+        there = store.get(key(f"address/{other}")).decode()
+        if not ip_address(there).is_loopback:
+            try:
+                return own_address(there, port)
+            except OSError as error:
+                raise UserError(
+                    f"deployment.host='auto': no way to the worker at {there}: {error.strerror}; expected nodes that "
+                    "reach each other; nearest valid choice: deployment.host=ADDRESS on each node"
+                ) from None
+    return own

@@ -101,8 +101,10 @@ def written(run_dir: Path) -> bool:
     with open(run_dir / FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return True
+        except OSError:  # its file system has no locks, so no run can write there
+            return False
     return False
 
 
@@ -153,7 +155,9 @@ def _lock(file: int) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                raise OSError(f"{FILE}: its file system cannot lock files: {error.strerror}") from None
             if time.monotonic() > deadline:
                 raise OSError(f"{FILE}: another process is still writing it after {LEDGER_S:.0f} s") from None
             time.sleep(0.05)
