@@ -45,6 +45,9 @@ SERVER_WEIGHTS_S = 120.0  # for an SGLang server to load a version from files, b
 # For an SGLang server to answer with a whole sample, waiting in its queue included. If the server ends, the connection
 # closes earlier.
 SERVER_SAMPLE_S = 1800.0
+# For actors to stop before all of them start again, besides writing a checkpoint; and for processes to end once the
+# controller has.
+RESTART_S = 4.0
 LAST_WORDS_S = 0.2  # for a process that is ended by force to write the stacks of its threads
 BOARDS_S = 10.0  # for TensorBoard, wandb and trackio to write or send what they still hold when a run ends
 EXIT_GRACE_S = 0.5  # that a launcher waits beyond deployment.stop_timeout_s

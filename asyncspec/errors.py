@@ -17,3 +17,7 @@ class ConfigError(UserError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Damaged(OSError):
+    """A file has changed since it was written."""

@@ -1,9 +1,13 @@
 """Checkpoints: each is whole or ignored, the newest whole one is found, and damage is named."""
 
+import json
+import zlib
+
 import pytest
 import torch
 from directories import limited_files
 
+from asyncspec.errors import Damaged
 from asyncspec.ledger import checkpoint
 
 
@@ -67,13 +71,15 @@ def test_the_newest_checkpoints_are_kept_and_the_newest_is_found(tmp_path):
             "__0_0.distcp has",
         ),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
-        (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp has changed since it was written"),
-        (lambda path: flip(path / ".metadata"), ".metadata has changed since it was written"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"files": 3}'), "manifest.json is damaged"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"files": {"__0_0.distcp": [3, 4]}}'),
+            "another version of asyncspec wrote it",
+        ),
     ],
-    ids=["shortened", "missing", "bit", "metadata", "no manifest", "torn manifest", "other manifest"],
+    ids=["shortened", "missing", "no manifest", "torn manifest", "other manifest", "older manifest"],
 )
 def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, harm, named):
     saved(tmp_path, [1, 2])
@@ -113,23 +119,66 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_system(tmp_path):
     module, optimizer = module_and_optimizer()
     checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 2)
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(OSError, match="checkpoint of version 1: .Errno 17. File exists"):
-        checkpoints.save(1, {"learned": checkpoint.learned(module, optimizer)})
+    checkpoints.save(1, {"learned": checkpoint.learned(module, optimizer)})
+    with pytest.raises(OSError, match="checkpoint of version 1: .Errno 20. Not a directory"):
+        checkpoints.saved(wait=True)
     assert not checkpoints.busy
 
 
-def test_a_large_checkpoint_is_chosen_by_its_sizes_and_summed_by_the_ranks_that_load_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SUMMED_AT_ONCE", 1000)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_changed_bytes_are_found_while_loading_and_the_checkpoint_before_is_the_newest(tmp_path, name):
     module, optimizer = module_and_optimizer()
     saved(tmp_path, [1, 2])
     path = checkpoint.where(tmp_path, "trainer", 2)
-    flip(path / "__0_0.distcp")  # the second of its files by name
-    monkeypatch.setattr(checkpoint, "_crc", lambda file, crc=checkpoint._crc: read.append(file.name) or crc(file))
-    read = []
-    assert checkpoint.newest(tmp_path, "trainer")[0] == 2 and read == []
+    flip(path / name)
     state = {"learned": checkpoint.learned(module, optimizer), "version": 0}
-    checkpoint.load(path, state, 0, 2)
-    assert read == [".metadata"]
-    with pytest.raises(OSError, match="trainer-000002: __0_0.distcp has changed since it was written; it is now .*ed,"):
-        checkpoint.load(path, state, 1, 2)
-    assert checkpoint.newest(tmp_path, "trainer")[0] == 1
+    assert checkpoint.newest(tmp_path, "trainer")[0] == 2  # its sizes are right
+    said = f"checkpoint trainer-000002: {name} has changed since it was written; it is now trainer-000002.damaged"
+    with pytest.raises(Damaged) as found:
+        checkpoint.load(path, state)
+    assert str(found.value) == said
+    with pytest.raises(Damaged, match="another rank has found damage"):  # it read more slowly
+        checkpoint.load(path, state)
+    found = checkpoint.newest(tmp_path, "trainer")
+    assert found[0] == 1
+    checkpoint.load(found[1], state)
+    assert state["version"] == 1
+
+
+def test_every_byte_of_every_piece_is_summed(tmp_path):
+    """A change of any tensor is found; bytes between the pieces, which nothing reads, do not exist."""
+    saved(tmp_path, [1])
+    path = checkpoint.where(tmp_path, "trainer", 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert sorted(files) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
+    for name, (size, pieces) in files.items():
+        content, end = (path / name).read_bytes(), 0
+        assert size == len(content) and (len(pieces) > 10 or name == ".metadata")
+        for first, length, crc in pieces:
+            assert first == end and zlib.crc32(content[first : first + length]) == crc
+            end = first + length
+        assert end == size
+
+
+def test_saving_reads_nothing_back_and_loading_reads_each_file_once(tmp_path):
+    """Counted by the kernel: the bytes that this process has read."""
+    module, optimizer = module_and_optimizer()
+    step(module, optimizer, 1)
+    state = {"learned": checkpoint.learned(module, optimizer), "large": torch.zeros(4_000_000)}
+    checkpoint.Checkpoints(tmp_path, "draft", 1).save(1, state)  # imports what it needs
+    checkpoints = checkpoint.Checkpoints(tmp_path, "trainer", 1)
+    before = bytes_read()
+    checkpoints.save(1, state)
+    assert checkpoints.saved(wait=True) == 1
+    assert bytes_read() - before < 100_000
+    before = bytes_read()
+    _, path = checkpoint.newest(tmp_path, "trainer")
+    assert bytes_read() - before < 100_000
+    checkpoint.load(path, state)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert size > 16_000_000 and size <= bytes_read() - before < size + 200_000
+
+
+def bytes_read():
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])  # rchar

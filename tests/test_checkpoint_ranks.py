@@ -90,9 +90,10 @@ def _check_sums(path):
     files = json.loads((path / "manifest.json").read_text())["files"]
     assert sorted(files) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= set(files)
-    for name, found in files.items():
+    for name, (size, pieces) in files.items():
         content = (path / name).read_bytes()
-        assert found == [len(content), zlib.crc32(content)]
+        assert size == len(content) == sum(length for _, length, _ in pieces)
+        assert all(zlib.crc32(content[first : first + length]) == crc for first, length, crc in pieces)
 
 
 def _check_resuming(run_dir):
@@ -127,3 +128,21 @@ def test_a_run_survives_the_full_disk_of_one_rank(tmp_path):
     Running.resumed(run_dir, "steps=6").end()
     assert [row["step"] for row in rows(run_dir)] == list(range(6))
     assert violations(events(run_dir), 1, 4, 6) == []
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_run_continues_from_the_one_before(tmp_path):
+    """The damage is found by the ranks that load it: one of them reads the byte that has changed."""
+    run_dir = tmp_path / "run"
+    fields = ("trainer.ranks=2", "checkpoint.every=1", "checkpoint.keep=3")
+    Running.new(run_dir, "--steps", "3", *fields).end()
+    file = checkpoint.where(run_dir, "trainer", 3) / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    output = Running.resumed(run_dir, "steps=4").end()
+    said = "checkpoint trainer-000003: __1_0.distcp has changed since it was written; it is now trainer-000003.damaged"
+    assert said in output and "all actors restart from the last checkpoint" in output, output
+    assert "resumed" in output and checkpoint.newest(run_dir, "trainer")[0] == 4
+    assert [row["step"] for row in rows(run_dir)] == list(range(4))
+    assert violations(events(run_dir), 1, 4, 4) == []

@@ -148,19 +148,19 @@ def test_each_mistake_is_one_line(tmp_path, capsys):
     assert not list((run / "exports").iterdir())
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_named(tmp_path, capsys, monkeypatch):
+def test_a_damaged_checkpoint_is_named_and_put_aside(tmp_path, capsys):
     run = tmp_path / "run"
     learned(run, [1, 2])
     file = checkpoint.where(run, "trainer", 2) / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    code, said, _ = asked(capsys, run)
-    assert code == 0 and "checkpoint trainer-000002 is skipped" in said and "version 1 is in" in said
-    monkeypatch.setattr(checkpoint, "SUMMED_AT_ONCE", 1000)  # so the newest is chosen by its size
     code, _, wrong = asked(capsys, run)
-    assert code == 2 and "--version 2: the checkpoint is damaged: __0_0.distcp has changed" in wrong
-    assert wrong.endswith("expected another one, of 1\n")
+    assert code == 2 and "version 2 was not exported: checkpoint trainer-000002: __0_0.distcp has changed" in wrong
+    assert wrong.endswith("it is now trainer-000002.damaged; expected another one, of 1\n") and wrong.count("\n") == 1
+    assert not list((run / "exports").iterdir())
+    code, said, _ = asked(capsys, run)
+    assert code == 0 and "version 1 is in" in said
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

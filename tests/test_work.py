@@ -27,7 +27,7 @@ def test_deadlines_grow_with_the_policy_and_shrink_with_the_speed(monkeypatch):
         # policy and draft have as many parameters here; weights and two moments of each, in float32
         assert work.checkpoint_bytes(config) == 2 * 12 * parameters
         # two checkpoints and the export
-        assert work.stop_s(config) == pytest.approx(4 + 4 * (2 * 24 + 8) * parameters / 100e6)
+        assert work.stop_s(config) == pytest.approx(20 + 4 * (2 * 24 + 8) * parameters / 100e6)
     assert all(small < large for small, large in zip(*found.values()))
     config.deployment.disk_mb_s = 200.0
     assert all(fast < slow for fast, slow in zip([work.stop_s(config), work.start_s(config)], found[350_000_000]))

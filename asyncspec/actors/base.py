@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -25,7 +27,7 @@ from asyncspec import clock
 from asyncspec.config import Config, from_yaml, work
 from asyncspec.console import never_fail
 from asyncspec.deadlines import LOADING_PATIENCE
-from asyncspec.errors import first_line
+from asyncspec.errors import Damaged, first_line
 from asyncspec.faults import Faults
 from asyncspec.loading import gc_paused, use_threads
 from asyncspec.timing.delays import Delays
@@ -154,6 +156,8 @@ class Actor(ABC):
                 self.turn()
         except StopRequested:
             pass
+        except Damaged as error:
+            self._die(error)
         except Exception as error:
             self._failed("", error)
         self.heart.ending()
@@ -175,6 +179,14 @@ class Actor(ABC):
         self.control.send(m.Failed(self.name, f"{type(error).__name__}{when}: {first_line(error)}"))
         self.stopping = self.stopping or f"{self.name} failed"
         self._code = 1
+
+    def _die(self, error: Damaged) -> NoReturn:
+        """End as a process that dies does. All actors start again then, from the checkpoint before the damaged one."""
+        self.log(str(error))
+        self.control.send(m.Notice(self.name, str(error)))
+        self._leave()  # the notice has to leave before
+        while True:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def outbox(self, consumer: str, welcome: m.Welcome, *delay) -> transport.Outbox:
         """Open an outbox to an actor. It is redirected when the actor is replaced. `delay` is `Outbox`'s."""
@@ -253,6 +265,11 @@ class Actor(ABC):
                     f"broadcast groups {sorted(self._to_join)} not joined within deployment.start_timeout_s"
                 )
         self.control.send(m.Ready(self.name))
+
+    def before_checkpoint(self) -> None:
+        """Cause the fault or the delay that is due before this process writes a checkpoint."""
+        self.fault("checkpoint")
+        self.delay("checkpoint")
 
     def report(self, force: bool = False) -> None:
         now = time.monotonic()

@@ -24,7 +24,7 @@ from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.schedule import Schedule
 from asyncspec.actors.switchboard import Switchboard
 from asyncspec.config import work
-from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S
+from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S, RESTART_S
 from asyncspec.faults import Faults
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
@@ -216,17 +216,35 @@ class Conductor:
     # The end.
     def _stop_all(self) -> None:
         run = self.run
-        limit = work.stop_s(self.config, run.stop_reason == "finished") if self.started else EARLY_STOP_S
+        finished = run.stop_reason == "finished"
+        seconds = self.config.deployment.stall_timeout_s if finished else RESTART_S if run.resuming else 0.0
+        limit = work.stop_s(self.config, seconds) if self.started else EARLY_STOP_S
         deadline = time.monotonic() + limit
         while (left := self._awaited()) and time.monotonic() < deadline:
             for member in left:  # repeatedly: an actor that is still starting connects later
                 run.server.send(member.name, m.Stop(run.stop_reason))
             self._listen_for(0.2)
-            if run.stop_reason == "finished":
+            if finished:
                 self._watch()
         missing = self._awaited()
         if missing and self.started and not run.failure:
-            run.failure = f"still running after {limit:.0f} s: {_names(missing)}; the last checkpoint may be missing"
+            self._given_up(missing, f"still running after {limit:.0f} s: {_names(missing)}", finished)
+
+    def _given_up(self, missing: list[Member], text: str, finished: bool) -> None:
+        """Say what is missing of a run whose time to stop is over. An interrupted run that has its checkpoint has
+        failed at nothing.
+        """
+        run, version = self.run, self.schedule.trained_steps
+        if max(self.resume, self.records.counters.get("checkpoint/version", 0)) < version:
+            run.failure = f"{text}; the last checkpoint may be missing"
+            return
+        text += f"; the checkpoint of version {version} is complete" if version else ""
+        if any(member.role == "trainer" for member in missing):
+            text += "; the policy was not exported"
+        if finished:
+            run.failure = text
+        else:
+            self.records.line(text)
 
     def _awaited(self) -> list[Member]:
         """The actors that the run waits for at its end. Of the actors that are cut off, it waits only for the trainer,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from asyncspec.actors.base import Actor
 from asyncspec.config import resolve_path
+from asyncspec.errors import Damaged
 from asyncspec.ledger import checkpoint
 from asyncspec.wire import messages as m
 
@@ -49,20 +50,27 @@ class DraftAdapter(Actor):
         from asyncspec.models import policy
 
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-        c = self.config
+        c, run_dir = self.config, Path(self.spec.run_dir)
         shape = policy.PolicyShape.from_hf(resolve_path(c.model.path))
-        self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape, positions=c.positions)
-        self.module = self.draft.module.to(self.device)
-        self.trainer = DraftTrainer(self.module, self.draft.loss(c.draft.unroll, c.sampling.temperature), c.draft.lr)
-        run_dir = Path(self.spec.run_dir)
         self.checkpoints = checkpoint.Checkpoints(
             run_dir, "draft", c.checkpoint.keep, visit=lambda: self.fault("checkpoint")
         )
-        if (found := checkpoint.newest(run_dir, "draft", self.log)) is not None:
+        while True:
+            self.draft = draft.load(c.speculation.method, resolve_path(c.draft_directory), shape, positions=c.positions)
+            self.module = self.draft.module.to(self.device)
+            loss = self.draft.loss(c.draft.unroll, c.sampling.temperature)
+            self.trainer = DraftTrainer(self.module, loss, c.draft.lr)
+            if (found := checkpoint.newest(run_dir, "draft", self.log)) is None:
+                return
             state = self._state()
-            checkpoint.load(found[1], state)
+            try:
+                checkpoint.load(found[1], state)
+            except Damaged as error:  # the one before is the newest now
+                self.log(str(error))
+                continue
             self.trainer.restore(state["trainer"])
             self.published, self.policy_version = state["versions"]
+            return
 
     def _state(self) -> dict:
         return {"trainer": self.trainer.state(), "versions": [self.published, self.policy_version]}

@@ -74,7 +74,7 @@ class Trainer(Actor):
         self.step = _Step()
         self.next_place = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
-        self.learner.visit = lambda: self.fault("checkpoint")
+        self.learner.visit = self.before_checkpoint
         self.team = TrainerTeam(self, self.learner)
         self.mtp: MTPTrainer | None = None  # set by `load` with speculation.method=mtp
         self.publishers: dict[str, Publisher] = {}  # by kind of weights; set by `connect`
@@ -250,6 +250,12 @@ class Trainer(Actor):
         except OSError as error:
             self._not_saved(error)
 
+    def _end_checkpoint(self) -> None:
+        """Wait until no rank writes a checkpoint, even one that was given up: the next one needs all ranks."""
+        self._tend_checkpoint(wait=True)
+        while self.learner.checkpoints.busy:
+            time.sleep(0.05)
+
     def _not_saved(self, error: OSError) -> None:
         self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
         self._notice(f"{error}; the run continues, and earlier checkpoints are intact")
@@ -275,15 +281,17 @@ class Trainer(Actor):
             )
 
     def finish(self) -> None:
-        """Write a checkpoint to resume from, then the policy: if the second fails, nothing is lost."""
+        """Write a checkpoint to resume from, then the policy: if the second fails, or the time to stop is over before
+        it ends, nothing is lost.
+        """
         if self.team.lost or not self._to_save:  # this rank alone has only its share; or nothing was learned yet
             return
         try:
             self.team.clear()  # an unfinished step is dropped
-            self._tend_checkpoint(wait=True)
+            self._end_checkpoint()
             if self.saved_version < self.step_index and not self._code:
                 self._save()
-                self._tend_checkpoint(wait=True)
+                self._end_checkpoint()
             try:
                 self.save_policy()
             except OSError as error:
@@ -309,6 +317,7 @@ class Trainer(Actor):
 
     def save_policy(self, version: int | None = None) -> None:
         """Write the policy as a Hugging Face directory: the result of the run, or the export of a version."""
+        self.delay("export")
         directory = self.team.together(
             lambda: self.learner.save_policy(
                 lambda: self.team.snapshot(export=True), self.mtp and self.mtp.module, version

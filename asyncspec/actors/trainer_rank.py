@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncspec.actors.base import StopRequested
 from asyncspec.actors.team import Follower
 from asyncspec.actors.trainer_team import CLEAR, GATHER, SAVE, SNAPSHOT, UPDATE
+from asyncspec.config import work
 from asyncspec.config.topology import TRAINER_RANK
 from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.rl.batch import from_message
@@ -33,7 +34,7 @@ class TrainerRank(Follower):
         super().__init__(spec)
         self.threads = self.config.trainer.threads
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device, self.rank)
-        self.learner.visit = lambda: self.fault("checkpoint")
+        self.learner.visit = self.before_checkpoint
         self.step_index = max(0, spec.resume)
         self.snapshot: Snapshot | None = None  # the newest one
 
@@ -73,7 +74,8 @@ class TrainerRank(Follower):
     def finish(self) -> None:
         """Take part in what rank 0 still has to write."""
         try:
-            self.follow_to_the_end(COLLECTIVE_S)
+            # Rank 0 gives no order while any rank writes a checkpoint.
+            self.follow_to_the_end(work.stop_s(self.config, self.config.deployment.stall_timeout_s))
             self.learner.checkpoints.saved(wait=True)
         except (StopRequested, OSError) as error:  # a rank was lost meanwhile; or rank 0 reports what is wrong
             self.log(str(error))

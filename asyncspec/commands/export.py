@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from asyncspec.config import Config, fetched_model, fetched_weights, from_yaml, resolve_path
-from asyncspec.errors import UserError, first_line
+from asyncspec.errors import Damaged, UserError, first_line
 from asyncspec.files import new_folder
 from asyncspec.launch.push import check_repository, push
 from asyncspec.ledger import checkpoint
@@ -62,7 +62,9 @@ def export(run: str, out: str, version: int | None, dtype: str | None, to: str, 
         with new_folder(folder) as partial:
             _write(config, path, partial, name)
     except (OSError, CheckpointError) as error:
-        raise UserError(f"version {found} was not exported: {first_line(error)}") from None
+        others = checkpoint.versions(run_dir, "trainer") if isinstance(error, Damaged) else []
+        more = f"; expected another one, of {', '.join(map(str, others))}" if others else ""
+        raise UserError(f"version {found} was not exported: {first_line(error)}{more}") from None
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"version {found} is in {folder} ({1e-6 * size:,.1f} MB, {name})", flush=True)
     if to:
@@ -97,7 +99,7 @@ def _chosen(run: str, run_dir: Path, version: int | None) -> tuple[int, Path]:
         held = ", ".join(map(str, there))
         raise UserError(f"--version {version}: {run} has no checkpoint of it; expected one of {held}")
     path = checkpoint.where(run_dir, "trainer", version)
-    if fault := checkpoint.damage(path, thorough=True):
+    if fault := checkpoint.damage(path):
         others = ", ".join(str(other) for other in there if other != version)
         raise UserError(
             f"--version {version}: the checkpoint is damaged: {fault}"

@@ -373,7 +373,7 @@ class DeploymentConfig:
         above=0,
     )
     stop_timeout_s: float = knob(
-        4.0,
+        20.0,
         "seconds that an interrupted run may take to stop, besides writing its checkpoint; then its processes are "
         "killed",
         above=0,
@@ -393,5 +393,5 @@ class DeploymentConfig:
     delays: str = knob(
         "",
         "delays to inject, for tests of the time measurement: place=seconds, separated by commas; places: generate, "
-        "reward, queue, logprob, broadcast, train; empty: none",
+        "reward, queue, logprob, broadcast, train, checkpoint, export; empty: none",
     )

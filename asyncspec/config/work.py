@@ -10,6 +10,7 @@ that hangs, so it is long: what ends earlier waits for nothing.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from asyncspec.config import eval_sets
 from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
+from asyncspec.deadlines import EXIT_GRACE_S
 from asyncspec.models import headers
 
 PATIENCE = 4
@@ -87,17 +89,22 @@ def patience_s(config: Config) -> float:
     return PATIENCE * checkpoint_s(config)
 
 
-def stop_s(config: Config, finished: bool = False) -> float:
+def stop_s(config: Config, seconds: float = 0.0) -> float:
     """Seconds that actors may take to stop: to end the checkpoint that they write, to write another, and to export.
 
     Args:
-        finished: all steps are trained, so nobody waits for the end with a hand on Ctrl-C.
+        seconds: for all but the writing; 0: deployment.stop_timeout_s, as after an interrupt.
     """
-    seconds = config.deployment.stall_timeout_s if finished else config.deployment.stop_timeout_s
+    seconds = seconds or config.deployment.stop_timeout_s
     if config.rl.updates_per_step > 1:  # a batch whose first optimizer step was taken is trained to its end
         seconds += config.deployment.turn_timeout_s
     exports = 2 if config.checkpoint.export_every else 1
     return seconds + _writing_s(config, 2 * checkpoint_bytes(config) + exports * export_bytes(config))
+
+
+def warning_s(config: Config) -> int:
+    """Seconds from an interrupt until the last process of a run has ended: what a scheduler or torchrun has to wait."""
+    return 10 * math.ceil((stop_s(config) + EXIT_GRACE_S) / 10)
 
 
 def start_s(config: Config) -> float:
@@ -136,6 +143,7 @@ def told(config: Config) -> str:
         f"a checkpoint takes {1e-9 * checkpoint_bytes(config):.2g} GB; "
         f"deadlines at {1e-6 * speed(config):.0f} MB/s: "
         + ", ".join(f"{what} {limit:.0f} s" for what, limit in seconds.items())
+        + f"; so under Slurm --signal=B:TERM@{warning_s(config)}, and torchrun --shutdown-timeout {warning_s(config)}"
     )
 
 

@@ -17,7 +17,7 @@ from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
 from asyncspec.config import Config, work
 from asyncspec.console import terminal
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
-from asyncspec.launch import roles
+from asyncspec.launch import roles, torchrun
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
 from asyncspec.wire import transport
@@ -120,6 +120,7 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
     pool, code = None, 1
     try:
         version = roles.prepare_resume(config) if resume else -1
+        torchrun.warn(config)
         interrupt = InterruptFlag()
         pool = start(interrupt)
         for left in range(config.deployment.restarts, -1, -1):

@@ -25,7 +25,7 @@ import msgspec
 from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, hub_names, topology, use_names, work
-from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S
+from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S, RESTART_S
 from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import roles, torchrun
 from asyncspec.launch.forkserver import ForkServer
@@ -81,6 +81,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         lock = roles.hold(config.run_dir) if restart or resume else roles.prepare_run_dir(config)
         if restart or resume:
             version = roles.prepare_resume(config)
+        torchrun.warn(config)
         store.set(key("version"), str(version))
         store.set(key("names"), json.dumps(hub_names(config)))
         store.set(key("run_dir"), config.run_dir)
@@ -190,7 +191,7 @@ def watch(
         supervisor.turn()
         if run_ended or ended("controller" in codes):  # then no controller is left to stop the others
             run_ended = run_ended or time.monotonic()
-            if time.monotonic() - run_ended > work.stop_s(config):
+            if time.monotonic() - run_ended > RESTART_S:  # the controller has waited for them already
                 for name, child in children.items():
                     if name not in codes:
                         killed.add(name)

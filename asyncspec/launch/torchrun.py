@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable
 from ipaddress import ip_address
+from pathlib import Path
 
+from asyncspec.config import Config, work
 from asyncspec.errors import UserError
 from asyncspec.wire.transport import own_address
 
@@ -27,6 +30,36 @@ def ranks() -> tuple[int, int]:
                 "nearest valid choice: unset WORLD_SIZE"
             )
     return int(os.environ["RANK"]), max(1, int(str(size)))
+
+
+def shutdown_s() -> float | None:
+    """Return the seconds after a signal at which torchrun kills its workers; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    flags = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    flags.add_argument("--shutdown-timeout", "--shutdown_timeout", type=float)
+    pid = os.getppid()
+    while pid > 1:  # a script may stand between torchrun and this process
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            given = flags.parse_known_args(command)[0].shutdown_timeout
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, argparse.ArgumentError):
+            break
+        if given is not None:
+            return given
+    told = os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
+    return float(told) if told.isdecimal() else None
+
+
+def warn(config: Config, tell: Callable[[str], None] = print) -> None:
+    """Say in one line if torchrun would kill this run before its own deadline to stop."""
+    limit, needed = shutdown_s(), work.stop_s(config)
+    if limit is not None and limit < needed:
+        tell(
+            f"torchrun kills its workers {limit:.0f} s after it is interrupted, and this run may need {needed:.0f} s "
+            f"to write its checkpoint; expected torchrun --shutdown-timeout {work.warning_s(config)}"
+        )
 
 
 def address(store, key: Callable[[str], str], rank: int, size: int) -> str:

@@ -1,17 +1,17 @@
 """Checkpoints to resume from: written in the background, whole or not at all; the newest few are kept.
 
-    RUN/checkpoints/trainer-000040/    files of torch.distributed.checkpoint, and manifest.json, with the size in bytes
-                                       and the CRC-32 of each file
+    RUN/checkpoints/trainer-000040/    files of torch.distributed.checkpoint, and manifest.json, with the size of each
+                                       file, and the CRC-32 of each tensor in it
 
 A checkpoint is written under a temporary name and renamed when its manifest is on disk, so an interrupted one never has
-a checkpoint's name. A checkpoint that was damaged later does not match its manifest; it is skipped, and the one before
-it is used.
+a checkpoint's name. A checkpoint that was damaged later does not match its manifest; it is passed over, and the one
+before it is used. Sizes are compared before a checkpoint is chosen, and sums while it is loaded.
 
 Several ranks write their files each in a thread of its own, and leave word of it in their store. No rank waits for
 another one to train on, and the first renames the checkpoint when all have left word:
 
-    first rank    plan | train ...  write | all have left word: manifest, rename
-    other rank    plan | train ...     write, slowly | word
+    first rank    plan | train ...  folder, write | all have left word: manifest, rename
+    other rank    plan | train ...                   write, slowly | word
 
 A rank that cannot write, or that is too late, costs this checkpoint. The next one begins when all ranks have ended.
 """
@@ -24,7 +24,6 @@ import re
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,15 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncspec.errors import first_line
+from asyncspec.errors import Damaged, first_line
 
 if TYPE_CHECKING:
-    from asyncspec.ledger.storage import Plan, Word
+    from asyncspec.ledger.storage import File, Plan, Word
 
 FOLDER, MANIFEST, PARTIAL, DAMAGED = "checkpoints", "manifest.json", ".partial", ".damaged"
 EXPORTS = "exports"  # the folder of the policies that a run exports
-SUMMED_AT_ONCE = 1_000_000_000  # bytes of a checkpoint whose sums are checked before it is chosen: about a second
-_BLOCK = 1 << 22
 _ASK_EVERY_S = 0.1  # whether the other ranks have left word
 
 
@@ -54,6 +51,7 @@ class Checkpoints:
         kind: str,
         keep: int,
         ranks=None,
+        group=None,
         patience_s: float = 3600.0,
         visit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -64,7 +62,8 @@ class Checkpoints:
             keep: number of complete checkpoints to keep.
             ranks: the `Ranks` that write a checkpoint together, into a directory that all can reach; None: this process
                 writes alone.
-            patience_s: seconds that the first rank waits for the others.
+            group: their process group to plan a checkpoint in.
+            patience_s: seconds that the ranks wait for each other's threads.
             visit: called in the thread before it writes; an OSError that it raises counts as one of the disk.
         """
         import asyncspec.ledger.storage  # noqa: F401  this takes a second, which should be part of loading
@@ -73,6 +72,7 @@ class Checkpoints:
         self._rank: int = 0 if ranks is None else ranks.rank
         self._size: int = 1 if ranks is None else ranks.size
         self._store: Any = None if ranks is None else ranks.store
+        self._group = group
         self._patience_s, self._visit = patience_s, visit
         if self._rank == 0:
             drop_cut_short(run_dir, kind)  # left by a dead actor that this one replaces
@@ -105,7 +105,7 @@ class Checkpoints:
         from asyncspec.ledger.storage import Plan
 
         try:
-            plan = Plan(state, self._partial(version), self._size, lambda: self._prepare(version))
+            plan = Plan(state, self._partial(version), self._group)
         except CheckpointException as error:
             raise self._lost(version, {rank: _root(failure[0]) for rank, failure in error.failures.items()}) from error
         future: Future = Future()
@@ -139,10 +139,19 @@ class Checkpoints:
             self._writing = None
         return version
 
-    def _prepare(self, version: int) -> None:
-        if self._rank == 0:
-            shutil.rmtree(self._partial(version), ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
+    def _make_folder(self, version: int) -> None:
+        """Make the folder of the checkpoint's files; a rank beyond the first waits until it is made."""
+        made = f"checkpoint/{version}/made"
+        if self._rank:
+            deadline = time.monotonic() + self._patience_s
+            while not self._store.check([made]) and time.monotonic() < deadline:
+                time.sleep(_ASK_EVERY_S)
+            return
+        try:
+            self._partial(version).mkdir(parents=True, exist_ok=True)
+        finally:
+            if self._size > 1:
+                self._store.set(made, "")
 
     def _partial(self, version: int) -> Path:
         final = where(self.run_dir, self.kind, version)
@@ -162,6 +171,7 @@ class Checkpoints:
         try:
             try:
                 self._visit()
+                self._make_folder(version)
                 mine = plan.write()
             except BaseException as error:  # torch wraps the file system's errors in many types
                 mine = Word(error=_root(error))
@@ -191,7 +201,7 @@ class Checkpoints:
             for rank in range(1, self._size)
         }
 
-    def _seal(self, version: int, files: dict[str, tuple[int, int]]) -> None:
+    def _seal(self, version: int, files: dict[str, File]) -> None:
         partial, final = self._partial(version), where(self.run_dir, self.kind, version)
         with open(partial / MANIFEST, "w") as manifest:
             json.dump({"kind": self.kind, "version": version, "files": files}, manifest)
@@ -260,28 +270,33 @@ def learned(module, *optimizers) -> dict[str, Any]:
     return {"parameters": parameters, "moments": moments}
 
 
-def load(path: Path, state: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
-    """Read a checkpoint into `state`, in place. It must have the same structure as the state that was saved.
-
-    The sums of a large checkpoint are checked here: each of the ranks that read it sums its share of the files.
+def load(path: Path, state: dict[str, Any]) -> None:
+    """Read a checkpoint into `state`, in place. It must have the same structure as the state that was saved. Each rank
+    reads what it needs of the files, once, and compares the sums on the way.
 
     Raises:
-        OSError: a file has changed since it was written. The checkpoint no longer has a checkpoint's name then.
+        Damaged: a file has changed since it was written. The checkpoint no longer has a checkpoint's name then, and
+            `state` has some of its values.
+        OSError: a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    files = _files(path)
-    if not _is_small(files):
-        share = dict(list(files.items())[rank::ranks])
-        if changed := _changed(path, share):
-            aside = path.with_name(path.name + DAMAGED)
-            with suppress(OSError):  # another rank has found damage too
+    from asyncspec.ledger.storage import Reader
+
+    aside = path.with_name(path.name + DAMAGED)
+    try:
+        dcp.load(state, storage_reader=Reader(path, _files(path)), no_dist=True)
+    except (CheckpointException, OSError) as error:
+        found = [error, *(failure[0] for failure in getattr(error, "failures", {}).values())]
+        damaged = any(isinstance(each, Damaged) for each in found)
+        if damaged:
+            with suppress(FileNotFoundError):  # another rank has found damage too
                 path.rename(aside)
-            raise OSError(
-                f"checkpoint {path.name}: {changed}; it is now {aside.name}, and `asyncspec train --resume` continues "
-                "from the one before"
-            )
-    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+        elif path.exists() or not aside.exists():
+            raise OSError(f"checkpoint {path.name}: {_root(error)}") from error
+        why = _root(error) if damaged else "another rank has found damage"
+        raise Damaged(f"checkpoint {path.name}: {why}; it is now {aside.name}") from None
 
 
 def drop_after(run_dir: Path, kind: str, version: int) -> None:
@@ -297,41 +312,27 @@ def drop_cut_short(run_dir: Path, kind: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def damage(path: Path, thorough: bool = False) -> str:
-    """Compare a checkpoint's files with its manifest; return what is wrong, in one line, or "" if nothing is.
-
-    Sizes are always compared. Sums are compared if they take about a second; those of a large checkpoint are left to
-    `load`, which reads its files anyway.
-
-    Args:
-        thorough: compare the sums of a large checkpoint too.
+def damage(path: Path) -> str:
+    """Compare the sizes of a checkpoint's files with its manifest; return what is wrong, in one line, or "" if nothing
+    is.
     """
     try:
-        files = _files(path)
-        for name, (size, _) in files.items():
+        for name, (size, _) in _files(path).items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, expected {size}"
-        return _changed(path, files if thorough or _is_small(files) else {})
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError):
-        return f"{MANIFEST} is damaged"
-
-
-def _files(path: Path) -> dict[str, tuple[int, int]]:
-    """Return a checkpoint's files: name -> bytes, CRC-32."""
-    return json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-
-
-def _is_small(files: dict[str, tuple[int, int]]) -> bool:
-    return sum(size for size, _ in files.values()) <= SUMMED_AT_ONCE
-
-
-def _changed(path: Path, files: dict[str, tuple[int, int]]) -> str:
-    for name, (_, crc) in files.items():
-        if _crc(path / name) != crc:
-            return f"{name} has changed since it was written"
+        return f"{MANIFEST} is damaged, or another version of asyncspec wrote it"
     return ""
+
+
+def _files(path: Path) -> dict[str, File]:
+    """Return a checkpoint's files. Their sums have a form of their own in each version of asyncspec."""
+    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    return {
+        name: (size, [(first, length, crc) for first, length, crc in pieces]) for name, (size, pieces) in files.items()
+    }
 
 
 def _found(folder: Path, kind: str) -> list[tuple[int, Path]]:
@@ -340,14 +341,6 @@ def _found(folder: Path, kind: str) -> list[tuple[int, Path]]:
         (re.fullmatch(rf"{kind}-(\d+)", item.name), item) for item in (folder.iterdir() if folder.is_dir() else ())
     ]
     return sorted(((int(match[1]), item) for match, item in named if match), reverse=True)
-
-
-def _crc(file: Path) -> int:
-    value = 0
-    with open(file, "rb") as stream:
-        while block := stream.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _sync(folder: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from asyncspec.ledger import checkpoint
+
 PART_BYTES = 1 << 28  # a part is longer only for one long tensor
 
 
@@ -22,16 +24,16 @@ def parts(
         tensors: the parameters by name, of which only the shapes are used.
 
     Raises:
-        Exception: the checkpoint does not hold them, or a file cannot be read; of what type depends on torch.
+        Damaged: a file has changed, see `checkpoint.load`.
+        OSError: the checkpoint does not hold them, or a file cannot be read.
+        Exception: it was not written by asyncspec; of what type depends on torch.
     """
-    import torch.distributed.checkpoint as dcp
-
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # it warns about a single process
     part: dict[str, torch.Tensor] = {}
     waiting = list(tensors.items())
     for index, (name, tensor) in enumerate(waiting, start=1):
         part[name] = torch.empty(tensor.shape)
         if index == len(waiting) or sum(each.nbytes for each in part.values()) >= part_bytes:
-            dcp.load({owner: {"parameters": part}}, checkpoint_id=str(path), no_dist=True)
+            checkpoint.load(path, {owner: {"parameters": part}})
             yield part
             part = {}

@@ -107,6 +107,14 @@ class Ranks:
         self._dims.build_mesh()
         self._gatherer = Gatherer(list(range(self.size // self.replicas)), self.rank, device, timeout)
 
+    def patient_group(self, collective_s: float) -> dist.ProcessGroup | None:
+        """Return a group of all ranks through host memory, whose collectives may take longer than those of training.
+        None if this is the only rank. Collective.
+        """
+        if self.size == 1:
+            return None
+        return dist.new_group(timeout=timedelta(seconds=collective_s), backend="gloo")
+
     def meet(self, where: str, timeout_s: float) -> None:
         """Wait for the other ranks, which may take longer than a collective. Collective.
 

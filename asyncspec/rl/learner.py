@@ -94,6 +94,7 @@ class Learner:
             "trainer",
             self.config.checkpoint.keep,
             self.ranks,
+            self.ranks.patient_group(work.turn_s(self.config)),
             work.patience_s(self.config),
             lambda: self.visit(),
         )
@@ -175,11 +176,11 @@ class Learner:
         """Resume from a checkpoint, perhaps of another number of ranks; return its entries, `more_state` included.
 
         Raises:
-            OSError: a file of the checkpoint has changed.
+            Damaged: a file of the checkpoint has changed.
         """
         state = self._state()
         path = checkpoint.where(self.run_dir, "trainer", version)
-        checkpoint.load(path, state, self.ranks.rank, self.ranks.size)
+        checkpoint.load(path, state)
         self.accumulator.restore(state["trainer"])
         self.skipped, self.skipped_in_a_row = state["skipped"]
         return state

@@ -14,6 +14,8 @@ PLACES = {  # place: what is delayed, each time it happens
     "logprob": "a group in logprob",
     "broadcast": "a policy version before it is sent",
     "train": "a group in the trainer",
+    "checkpoint": "a trainer rank's part of a checkpoint before it is written",
+    "export": "the policy before it is written as a Hugging Face directory",
 }
 
 
