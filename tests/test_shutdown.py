@@ -1,4 +1,4 @@
-"""torchrun kills its workers some time after an interrupt: a run says so if that is too early to write its checkpoint."""
+"""torchrun kills its workers some time after an interrupt: a run says so if that is too early for its checkpoint."""
 
 import os
 import subprocess

@@ -2,12 +2,18 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from runs import Running, events, rows
 
+from asyncspec.actors import team
+from asyncspec.actors.trainer_rank import TrainerRank
+from asyncspec.actors.trainer_team import SAVE
+from asyncspec.config import load
 from asyncspec.ledger import checkpoint
 from asyncspec.ledger.audit import violations
+from asyncspec.wire import messages as m
 
 SLOW = "checkpoint=3,export=500"  # seconds that the disk takes
 
@@ -43,3 +49,23 @@ def test_a_checkpoint_that_never_ends_is_named(tmp_path):
     output = run.end(1)
     assert "trainer; the last checkpoint may be missing" in output, output
     assert checkpoint.newest(run_dir, "trainer") is None
+
+
+def test_a_rank_that_follows_waits_at_the_end_until_rank_0_has_written(monkeypatch):
+    """Rank 0 gives no order while any rank writes. Here it ends one checkpoint after 200 s, and orders the last one."""
+    now, done = [0.0], []
+    orders = {200.0: m.Order(SAVE, 7), 400.0: m.Order(team.END, -1)}
+
+    def take():
+        due = [at for at in orders if at <= now[0]]
+        return (orders.pop(due[0]), {}) if due else None
+
+    rank = object.__new__(TrainerRank)
+    rank.config, rank.ended, rank.ordered, rank.stopping = load("tiny", ["trainer.ranks=2"]), False, 0.0, "interrupted"
+    rank.inbox = SimpleNamespace(take=take)
+    rank.wait = lambda seconds: now.__setitem__(0, now[0] + 10)
+    checkpoints = SimpleNamespace(saved=lambda wait=False: done.append(f"saved {wait}"))
+    rank.learner = SimpleNamespace(checkpoints=checkpoints, save=lambda version: done.append(f"save {version}"))
+    monkeypatch.setattr(team, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rank.finish()
+    assert rank.ended and done == ["saved False", "save 7", "saved True"]

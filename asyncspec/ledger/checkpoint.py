@@ -323,15 +323,16 @@ def damage(path: Path) -> str:
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError):
-        return f"{MANIFEST} is damaged, or another version of asyncspec wrote it"
+        return f"{MANIFEST} is damaged"
     return ""
 
 
 def _files(path: Path) -> dict[str, File]:
-    """Return a checkpoint's files. Their sums have a form of their own in each version of asyncspec."""
+    """Return a checkpoint's files. A manifest of an earlier version has one sum for each file, which is left out."""
     files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
     return {
-        name: (size, [(first, length, crc) for first, length, crc in pieces]) for name, (size, pieces) in files.items()
+        name: (size, [] if isinstance(pieces, int) else [(first, length, crc) for first, length, crc in pieces])
+        for name, (size, pieces) in files.items()
     }
 
 
