@@ -139,6 +139,7 @@ RUNNING = {
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
     "faults:_full": "a test asks for a full disk",
     "ledger.checkpoint:load": "a checkpoint has changed, which only who reads it finds",
+    "ledger.storage:Reader._checked": "the same",
     "files:LineFile.sync": "a file of the run was removed",
     "ledger.ledger:read": "a ledger was damaged; --resume reads it before anything starts",
     "ledger.ledger:_lock": "another process writes the ledger",
