@@ -5,7 +5,8 @@
     generator0:swap:2:kill,trainer:checkpoint:1:freeze
 
 Each fault happens once in a run, even if the actor starts again under the same name: a file in the run's directory
-notes it.
+notes it. With `asked` among the faults, an actor also raises an exception at the next place that it comes to once
+somebody has called `ask`.
 """
 
 from __future__ import annotations
@@ -29,20 +30,32 @@ PLACES = {  # place -> what the actor does there; an actor visits only some of t
 }
 
 
-def _hold() -> None:
+ASKED = "asked"
+
+
+class InjectedError(RuntimeError):
+    """The exception of the kind `raise`."""
+
+
+def _raise(fault: str) -> None:
+    raise InjectedError(f"deployment.faults={fault}")
+
+
+def _hold(fault: str) -> None:
     ctypes.PyDLL(None).sleep(2**31 - 1)  # a call through PyDLL keeps the interpreter's lock
 
 
-def _full() -> None:
+def _full(fault: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-KINDS = {  # kind -> what the actor does to itself
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+KINDS = {  # kind -> what the actor does to itself; called with the fault, as in deployment.faults
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "freeze": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": _hold,  # freezes in native code; it can still print its stacks
-    "exit": lambda: os._exit(3),
+    "exit": lambda fault: os._exit(3),
     "full": _full,  # the disk is full: what it does at this place fails
+    "raise": _raise,
 }
 
 
@@ -54,9 +67,11 @@ def parse(text: str) -> list[tuple[str, str, int, str]]:
     """
     faults = []
     for item in filter(None, text.split(",")):
+        if item == ASKED:
+            continue
         parts = item.split(":")
         if len(parts) != 4:
-            raise ValueError(f"{item!r}: expected actor:place:times:kind")
+            raise ValueError(f"{item!r}: expected actor:place:times:kind, or {ASKED}")
         actor, place, times, kind = parts
         if place not in PLACES:
             raise ValueError(f"{place!r}: expected one of {', '.join(PLACES)}")
@@ -68,6 +83,39 @@ def parse(text: str) -> list[tuple[str, str, int, str]]:
     return faults
 
 
+def ask(run_dir: Path, actor: str, said: str) -> None:
+    """Have an actor of a run raise an exception with this message at the next place that it comes to."""
+    request = _request(run_dir, actor)
+    request.parent.mkdir(exist_ok=True)
+    whole = request.with_suffix(".partial")  # the actor reads all of it or none
+    whole.write_text(said, encoding="utf-8")
+    whole.replace(request)
+
+
+def asked(run_dir: Path, actor: str) -> bool:
+    """Whether an exception that was asked for has not been raised yet."""
+    return _request(run_dir, actor).exists()
+
+
+def withdraw(run_dir: Path, actor: str) -> bool:
+    """Take back what was asked for. Return whether it had not happened yet."""
+    return bool(_taken(_request(run_dir, actor)))
+
+
+def _request(run_dir: Path, actor: str) -> Path:
+    return run_dir / "faults" / f"{actor}.{ASKED}"
+
+
+def _taken(request: Path) -> str:
+    """Remove a request. Return its text, "" if there is none or another process has taken it."""
+    try:
+        said = request.read_text(encoding="utf-8")
+        request.unlink()
+    except FileNotFoundError:
+        return ""
+    return said
+
+
 class Faults:
     """The faults of one actor."""
 
@@ -75,9 +123,16 @@ class Faults:
         self._at = {(place, times): kind for name, place, times, kind in parse(text) if name == actor}
         self._actor, self._folder = actor, run_dir / "faults"
         self._passed: Counter[str] = Counter()
+        self._asked = _request(run_dir, actor) if ASKED in text.split(",") else None
 
     def __call__(self, place: str) -> None:
-        """Count a visit of this place, and cause the fault that is due at this visit, if there is one."""
+        """Count a visit of this place, and cause the fault that is due at this visit, if there is one.
+
+        Raises:
+            InjectedError: the fault is of the kind `raise`, or was asked for.
+        """
+        if self._asked is not None and (said := _taken(self._asked)):
+            raise InjectedError(said)
         if not self._at:
             return
         self._passed[place] += 1
@@ -89,4 +144,4 @@ class Faults:
             (self._folder / f"{self._actor}-{place}-{self._passed[place]}-{kind}").touch(exist_ok=False)
         except FileExistsError:
             return
-        KINDS[kind]()
+        KINDS[kind](f"{self._actor}:{place}:{self._passed[place]}:{kind}")

@@ -50,6 +50,26 @@ def test_gpus_are_dealt_round_robin_with_the_draft_adapter_last(played, first, g
 
 
 @pytest.mark.parametrize(
+    "played, gpus, beside",
+    [
+        ("trainer logprob", 2, "logprob"),
+        ("trainer trainer_rank logprob", 3, "logprob"),
+        ("trainer trainer_rank generator", 3, "trainer_rank"),
+        ("trainer generator", 2, "trainer"),
+        ("trainer logprob generator", 3, "logprob"),
+        ("generator logprob_rank trainer", 3, "logprob_rank"),
+        ("trainer logprob generator", 2, "logprob"),  # trainer and generator are on the first
+        ("trainer logprob", 3, ""),
+        ("generator", 1, "generator"),
+    ],
+)
+def test_the_draft_adapter_shares_the_gpu_of_the_actor_that_can_best_spare_it(played, gpus, beside):
+    roles = [*played.split(), "draft_adapter"]
+    *dealt, adapted = topology.deal(roles, gpus)
+    assert " ".join(role for role, gpu in zip(roles, dealt) if gpu == adapted) == beside
+
+
+@pytest.mark.parametrize(
     "nodes, said",
     [
         ("trainer,generator", "expected at least one node with role logprob"),
@@ -172,7 +192,7 @@ def test_shipped_topologies_have_the_stated_nodes_and_fit_on_them(name, nodes, g
         said = [f.text for _, _, found in judged for f in found]
         assert not [f.text for _, _, found in judged for f in found if not f.ok]
         assert {
-            "node 0: trainer and draft_adapter share a GPU",
+            "node 0: logprob and draft_adapter share a GPU",
             "policy weights travel over NCCL",
             "draft weights travel over NCCL",
         } == set(said)

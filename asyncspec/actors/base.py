@@ -2,7 +2,8 @@
 
 An actor opens its inbox, loads, and sends Hello. It receives Welcome with the addresses of all actors, joins its
 broadcast groups, and sends Ready. Then it calls `turn` again and again until the controller sends Stop. It calls
-`finish` and sends Stopped. An error goes to the controller as one line, and in full to the actor's log.
+`finish` and sends Stopped. An exception goes to the controller as one line, and in full to the actor's log. The process
+then ends with a code that tells its launcher to handle it like a death.
 
 An actor does not know what launched it: a launcher passes it an `ActorSpec` and nothing else.
 """
@@ -27,7 +28,7 @@ from asyncspec import clock
 from asyncspec.config import Config, from_yaml, work
 from asyncspec.console import never_fail
 from asyncspec.deadlines import LOADING_PATIENCE
-from asyncspec.errors import Damaged, first_line
+from asyncspec.errors import Damaged, UserError, first_line
 from asyncspec.faults import Faults
 from asyncspec.loading import gc_paused, use_threads
 from asyncspec.timing.delays import Delays
@@ -41,6 +42,7 @@ REPORT_EVERY_S = 1.0
 GONE = "the controller or the launcher is gone"
 RESTART = 75  # exit code of a controller: its launcher should restart all actors from the last checkpoint
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
+RAISED = 77  # exit code of an actor in which an exception was raised: its launcher handles it like a death
 
 
 class ActorSpec(msgspec.Struct, frozen=True):
@@ -53,6 +55,7 @@ class ActorSpec(msgspec.Struct, frozen=True):
     device: str = "cpu"
     control_address: str = ""  # empty for the controller, which opens it
     resume: int = -1  # the version to resume from; -1: a new run
+    may_restart: bool = False  # for the controller: whether its launcher can restart all actors
 
 
 def first_name(name: str) -> str:
@@ -124,9 +127,13 @@ class Actor(ABC):
         with suppress(OSError):
             Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes share one command line
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
-        self.fault("start")
-        self.control = ControlClient(self.spec.control_address, self.name)
-        self.heart = Heart(self.spec.control_address, self.name)
+        try:
+            self.fault("start")
+            self.control = ControlClient(self.spec.control_address, self.name)
+            self.heart = Heart(self.spec.control_address, self.name)
+        except Exception:  # nobody but the launcher can be told
+            self.log(traceback.format_exc())
+            return RAISED
         try:
             with gc_paused():
                 import torch
@@ -159,7 +166,7 @@ class Actor(ABC):
         except Damaged as error:
             self._die(error)
         except Exception as error:
-            self._failed("", error)
+            self._failed(error)
         self.heart.ending()
         if self.stopping == GONE:  # the run may continue without this actor, so it must not write
             self._code = LEFT_BEHIND
@@ -167,18 +174,19 @@ class Actor(ABC):
             try:
                 self.finish()
             except Exception as error:
-                self._failed(" while stopping", error)
+                self._failed(error, " while stopping")
         self.report(force=True)
         self.control.send(m.Stopped(self.name))
         self.log(f"{self.name} stopped: {self.stopping}")
         self._leave()
         return self._code
 
-    def _failed(self, when: str, error: Exception) -> None:
+    def _failed(self, error: Exception, when: str = "") -> None:
         self.log(traceback.format_exc())
-        self.control.send(m.Failed(self.name, f"{type(error).__name__}{when}: {first_line(error)}"))
+        text = f"{type(error).__name__}{when}: {first_line(error)}"
+        self.control.send(m.Failed(self.name, text, mistake=isinstance(error, UserError)))
+        self._code = self._code or (1 if self.stopping else RAISED)
         self.stopping = self.stopping or f"{self.name} failed"
-        self._code = 1
 
     def _die(self, error: Damaged) -> NoReturn:
         """End as a process that dies does. All actors start again then, from the checkpoint before the damaged one."""

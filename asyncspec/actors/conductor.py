@@ -4,8 +4,9 @@
   wait has a deadline.
 - Then it loops: it issues and dispatches tickets (schedule.py), handles messages (switchboard.py), finds silent actors
   and replaces lost ones (recovery.py).
-- It ends the run when all steps are trained and the last version is evaluated, on an interrupt, when an actor fails, or
-  when there was no progress for stall_timeout_s. In the last case it says what the run was waiting for.
+- It ends the run when all steps are trained and the last version is evaluated, on an interrupt, when errors in actors
+  are hopeless (failures.py), or when there was no progress for stall_timeout_s. In the last case it says what the run
+  was waiting for.
 - At the end it stops all actors and closes the run's files.
 """
 
@@ -19,12 +20,14 @@ import traceback
 from collections.abc import Callable
 
 from asyncspec.actors.crew import Life, Member
+from asyncspec.actors.failures import Failures
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.schedule import Schedule
 from asyncspec.actors.switchboard import Switchboard
 from asyncspec.config import work
 from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S, RESTART_S
+from asyncspec.errors import UserError, first_line
 from asyncspec.faults import Faults
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
@@ -55,7 +58,7 @@ class Conductor:
         run, schedule = self.run, self.schedule
         try:
             if self.resume >= 0:
-                self.records.resume(self.resume)
+                run.failures = Failures.of(self.records.resume(self.resume))
             self._start()
             while not run.stop_reason:
                 schedule.issue()
@@ -68,7 +71,10 @@ class Conductor:
         except RunFailed as error:
             run.failure = run.stop_reason = str(error)
         except Exception as error:
-            self._note_error(error)
+            self.log("".join(traceback.format_exception(error)))
+            self.recovery.cannot_go_on(
+                "controller", f"{type(error).__name__}: {first_line(error)}", isinstance(error, UserError)
+            )
         self._end()
 
     def _end(self) -> None:
@@ -248,10 +254,15 @@ class Conductor:
 
     def _awaited(self) -> list[Member]:
         """The actors that the run waits for at its end. Of the actors that are cut off, it waits only for the trainer,
-        which may be writing a checkpoint.
+        which may be writing a checkpoint. Before a restart it does not wait for ranks of a model if one of them failed.
         """
+        crew, failed = self.run.crew, set()
+        if self.run.resuming:
+            failed = {member.leader for member in crew.members.values() if member.error}
         return [
-            member for member in self.run.crew.settled if member.life is not Life.CUT_OFF or member.role == "trainer"
+            member
+            for member in crew.settled
+            if (member.life is not Life.CUT_OFF or member.role == "trainer") and member.leader not in failed
         ]
 
     def _listen_for(self, seconds: float) -> None:

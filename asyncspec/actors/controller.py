@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
-from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec, redirect_output
+from asyncspec.actors.base import LEFT_BEHIND, RAISED, RESTART, ActorSpec, redirect_output
 from asyncspec.actors.conductor import Conductor
 from asyncspec.actors.records import Records
 from asyncspec.actors.run import Run
@@ -37,9 +38,16 @@ class Controller:
 
     def run(self) -> int:
         """Run to the end. Return the exit code: 0 if all steps were trained, 1 after a failure, 130 after an interrupt,
-        RESTART, or LEFT_BEHIND.
+        RESTART, LEFT_BEHIND, or RAISED if not even the records could be opened.
         """
         redirect_output(self.spec, [2])  # standard output is the console
+        try:
+            return self._lead()
+        except Exception as error:
+            self._log("".join(traceback.format_exception(error)))
+            return RAISED
+
+    def _lead(self) -> int:
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}")
         self.fault("start")
         first_step = max(0, self.resume)
@@ -49,7 +57,7 @@ class Controller:
         except OSError as error:
             console.line(f"failed: {error}")
             return 1
-        run = Run(self.config, records, self.server)
+        run = Run(self.config, records, self.server, self.spec.may_restart)
         records.failed = run.fail
         conductor = Conductor(run, self.fault, self.resume, self._log)
         conductor.lead()

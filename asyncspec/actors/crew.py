@@ -98,6 +98,14 @@ class Member:
     hello: m.Hello | None = None
     joined: bool = False  # it has sent Ready
     condemned_at: float = 0.0  # when its launcher was last asked to kill it; 0: never
+    error: str = ""  # the exception that was raised in it, in one line; "": none
+    failed_at: float = 0.0  # when it reported that exception
+    noted: bool = False  # the ledger says that it was lost
+
+    @property
+    def leader(self) -> str:
+        """The first name of the rank that leads it: its own, unless it is one of several ranks of a model."""
+        return topology.rank_of(first_name(self.name))[0]
 
     @property
     def present(self) -> bool:

@@ -30,6 +30,13 @@ from asyncspec.wire.weights import Receiver
 SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
 
 
+def turns(groups: int, step: int, index: int, actors: int) -> int:
+    """Return how many groups of a step one of several logprob actors offers to the draft adapter. All of them together
+    offer `groups`. What does not divide goes to other actors in each step.
+    """
+    return groups // actors + ((step + index) % actors < groups % actors)
+
+
 class PolicyHolder(Actor):
     """An actor that holds a policy, or its share of one, and receives new versions."""
 
@@ -90,8 +97,9 @@ class Logprob(PolicyHolder):
         self.waiting: deque[tuple[m.Group, m.Arrays, float]] = deque()
         # newer version -> the other ranks that have received their whole share
         self.complete: defaultdict[int, set[str]] = defaultdict(set)
-        # the newest step with offered groups, the number of these groups, and their bytes
-        self.offered: tuple[int, int, int] = (-1, 0, 0)
+        # the newest step with offered groups and the number of these groups
+        self.offered: tuple[int, int] = (-1, 0)
+        self.largest = 1  # bytes of the largest group that it has offered
 
     def inbox_credits(self) -> int:
         return self.config.rl.groups_per_step
@@ -202,19 +210,23 @@ class Logprob(PolicyHolder):
     def _wants_supervision(self, step: int) -> bool:
         if self.to_adapter is None or self.waiting:
             return False
-        newest, groups, size = self.offered
-        d, actors = self.config.draft, self.config.deployment.logprobs  # each of them offers an equal share
-        return step > newest or (
-            step == newest and groups * actors < d.groups_per_step and size * actors < d.bytes_per_step
-        )
+        newest, groups = self.offered
+        return step >= newest and (groups if step == newest else 0) < self._turns(step)
+
+    def _turns(self, step: int) -> int:
+        """Return how many groups of a step this actor may offer."""
+        d, index = self.config.draft, int(first_name(self.name).removeprefix(self.role) or 0)
+        groups = min(d.groups_per_step, max(1, d.bytes_per_step // self.largest))
+        return turns(groups, step, index, self.config.deployment.logprobs)
 
     def _offer(self, ticket: m.Ticket, supervision) -> None:
         from asyncspec.drafts.supervision import pack, size
 
         d = self.config.draft
         arrays = pack(supervision, d.top_tokens, d.window, np.random.default_rng([self.config.seed, ticket.ticket_id]))
-        newest, groups, offered = self.offered if self.offered[0] == ticket.step else (ticket.step, 0, 0)
-        self.offered = (newest, groups + 1, offered + size(arrays))
+        newest, groups = self.offered
+        self.offered = (ticket.step, groups + 1 if newest == ticket.step else 1)
+        self.largest = max(self.largest, size(arrays))
         self.counters["draft/megabytes"] += size(arrays) / 1e6
         self.counters["draft/groups_dropped"] += self.to_adapter.offer(
             m.Supervision(ticket.ticket_id, self.version),

@@ -61,9 +61,9 @@ class Records:
         place = Place(self.run_dir, config.logging.project, name, asdict(config), self._first_step, shown)
         return Boards(openers(config.logging.boards, place), lambda text: self.console.line(text))
 
-    def resume(self, version: int) -> None:
+    def resume(self, version: int) -> list[dict]:
         """Resume a run. Of the open tickets in its ledger, those of step `version` and later are void: they are issued
-        again. The others are dropped now.
+        again. The others are dropped now. Return the ledger's events before this.
         """
         before = list(ledgers.read(self.run_dir))
         self.counters["recovery/restarts"] = 1 + sum(event["event"] == "resumed" for event in before)
@@ -80,6 +80,7 @@ class Records:
         void = len(ledgers.open_tickets(before)) - len(cut_short)
         self.note("resumed", version=version, tickets_undone=ledgers.undone(before, version), tickets_void=void)
         self.console.resumed(self.metrics)
+        return before
 
     def spans(self, message: m.Spans) -> None:
         """Write an actor's spans and keep its counters."""

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from asyncspec.actors.base import first_name
 from asyncspec.actors.crew import Life, Member, replaceable
+from asyncspec.actors.failures import MOST_ALIKE
 from asyncspec.actors.run import Run
 from asyncspec.actors.tickets import ARRIVED, GENERATED
 from asyncspec.config import work
@@ -26,8 +29,9 @@ class Recovery:
 
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.crew, self.records = run, run.config, run.crew, run.records
-        self._start_s = work.start_s(run.config)
+        self._start_s, self._stop_s = work.start_s(run.config), work.stop_s(run.config)
         self._given_up = 0.0  # when a logprob actor was last given up; 0: never, or dealt with
+        self._without_draft = False  # the draft adapter failed too often, so it is not replaced
 
     # Actors that fall silent.
     def watch(self) -> None:
@@ -43,6 +47,8 @@ class Recovery:
             if member.late and member.life in (Life.STARTING, Life.UP) and now - member.since > limit:
                 self.records.line(f"{member.name} did not join within {limit:.0f} s")
                 crew.condemn(member, "did not join")
+            if member.failed_at and not member.condemned and now - member.failed_at > self._stop_s:
+                crew.condemn(member, "failed, and has not ended since")
         for member in crew.unanswered:
             self._cut_off(member)
         if self._given_up and now - self._given_up > KILLED_S:
@@ -60,7 +66,7 @@ class Recovery:
         if not self.run.stop_reason and self._can_spare(member):
             reason = f"{member.name} is cut off"
             self.crew.leave(member)
-            self.records.note("lost", actor=member.name, reason=reason)
+            self._note_lost(member, reason)
             self._replace(member, reason)
             if member.role == "logprob":
                 self._given_up = time.monotonic()
@@ -91,21 +97,25 @@ class Recovery:
                 self._back(member, message)
             return
         self.crew.died(member)
-        if member.role == "draft_adapter" and not message.replacement and self.run.broadcasts is not None:
-            self._without_adapter(member, message.how)
+        how = self._told(member.name, member.error) if member.error else message.how
+        if member.role == "draft_adapter" and self._without_draft:  # it failed too often; its launcher learned it late
+            self._dismiss(message.replacement)
+        elif member.role == "draft_adapter" and not message.replacement and self.run.broadcasts is not None:
+            self._without_adapter(member, how)
         else:
-            self._go_on_after(member, message)
+            self._go_on_after(member, msgspec.structs.replace(message, how=how))
 
     def _go_on_after(self, member: Member, message: m.Lost) -> None:
         """Replace an actor that is gone, restart all actors, or end the run."""
         run = self.run
-        self.records.note("lost", actor=member.name, reason=message.how)
-        if run.stop_reason and member.role != "trainer":  # an ending run waits only for the trainer's checkpoint
+        self._note_lost(member, message.how)
+        # An ending run waits only for the trainer's checkpoint.
+        if run.resuming or (run.stop_reason and member.role != "trainer"):
             return
         if message.replacement:
             self._replace(member, message.how, message.replacement)
         elif message.may_restart and run.stop_reason in ("", "finished"):
-            run.resuming, run.stop_reason = True, message.how
+            run.restart(message.how)
         else:
             run.fail(message.how)
 
@@ -124,21 +134,87 @@ class Recovery:
             self.records.line(f"{message.how}; no replacement is left, so the others continue")
 
     def failed(self, message: m.Failed) -> None:
-        """Handle an actor's report that it cannot continue."""
-        name, member = message.name, self.crew.members.get(message.name)
-        if member is None or not member.present:
-            self.records.line(f"{name}, which was given up, failed: {message.error}")
-        elif member.role == "draft_adapter" and self.run.broadcasts is not None:
+        """Handle an exception in an actor: it counts as the actor's death. An actor that can be replaced is, once its
+        launcher has reported its end.
+        """
+        member, told = self.crew.members.get(message.name), self._told(message.name, message.error)
+        if member is None or member.life is Life.GIVEN_UP:
+            self.records.line(told)
+        elif member.error:  # it failed while it stopped, too
+            pass
+        else:
+            member.error, member.failed_at = message.error, time.monotonic()
+            alone = member.role in replaceable(self.config)
+            if self.run.stop_reason and alone:
+                self.records.line(told)
+            elif self.run.stop_reason:
+                if not self.run.resuming:
+                    self.run.fail(told)
+            elif not alone:
+                self.cannot_go_on(message.name, message.error, message.mistake)
+            elif (why := self._hopeless(message.error, message.mistake)) is not None:
+                self._end_after(member, f"{told}{why}")
+
+    def cannot_go_on(self, name: str, error: str, mistake: bool) -> None:
+        """Handle an exception in an actor that cannot be replaced alone: restart all actors, or end the run.
+
+        Args:
+            mistake: see `m.Failed`.
+        """
+        told, why = self._told(name, error), self._hopeless(error, mistake)
+        self._note_lost(self.crew.members.get(name) or Member(name, name, error=error), told)
+        if why is not None or not self.run.may_restart:
+            self.run.fail(f"{told}{why or ''}")
+        elif not self.run.stop_reason:
+            self.run.restart(told)
+
+    def _hopeless(self, error: str, mistake: bool) -> str | None:
+        """Note an exception. Return None if the run can go on after it, else what to append to the line about it.
+
+        Args:
+            mistake: see `m.Failed`.
+        """
+        alike = self.run.failures.add(error)
+        if alike < MOST_ALIKE:
+            return "" if mistake else None
+        return f"; {alike} errors were alike and no step was trained meanwhile"
+
+    def _end_after(self, member: Member, told: str) -> None:
+        """End the run after an exception that would come again. Without its draft adapter a run continues."""
+        if member.role == "draft_adapter" and self.run.broadcasts is not None:
+            self._without_adapter(member, told)
+            self._without_draft = True
+            self.crew.tell_launchers(m.Dismiss(member.name))
+        else:
+            self._note_lost(member, told)
+            self.run.fail(told)
+
+    def _told(self, name: str, error: str) -> str:
+        """What the user is told of an exception."""
+        return f"{name} failed: {error}; see {self.records.run_dir}/logs/{name}.log"
+
+    def _note_lost(self, member: Member, reason: str) -> None:
+        if not member.noted:
+            error = {"error": member.error} if member.error else {}
+            self.records.note("lost", actor=member.name, reason=reason, **error)
+        member.noted = True
+
+    def stopped(self, name: str) -> None:
+        """Note that an actor has stopped. If one fails while the run goes on, its launcher reports its end, too."""
+        member = self.crew.members.get(name)
+        if member is not None and (self.run.stop_reason or not member.error):
             self.crew.leave(member)
-            self._without_adapter(member, message.error)
-        elif not self.run.failure:
-            failure = f"{name} failed: {message.error}; see {self.records.run_dir}/logs/{name}.log"
-            self.run.failure = self.run.stop_reason = failure
+
+    def _dismiss(self, name: str) -> None:
+        """Have the replacement of an actor that the run does without killed, if there is one."""
+        if name:
+            self.crew.tell_launchers(m.Dismiss(name))
+            self.crew.tell_launchers(m.Kill(name, "the run continues without it"))
 
     def _without_adapter(self, member: Member, reason: str) -> None:
         """Continue with the present draft: nobody waits for the draft adapter."""
         if "draft" in self.run.broadcasts.members and not self.run.stop_reason:
-            self.records.note("lost", actor=member.name, reason=reason)
+            self._note_lost(member, reason)
             self._end_draft(reason)
 
     def _end_draft(self, reason: str) -> None:
@@ -183,7 +259,7 @@ class Recovery:
         for before in [member for member in self.crew.named(name) if member.present]:
             reason = f"{before.name}'s node has restarted"
             self.crew.leave(before)
-            self.records.note("lost", actor=before.name, reason=reason)
+            self._note_lost(before, reason)
             if not self.run.stop_reason:
                 self._replace(before, reason, new)
         if new not in self.crew.members:

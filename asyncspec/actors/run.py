@@ -8,6 +8,7 @@ import time
 
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.crew import Crew
+from asyncspec.actors.failures import Failures
 from asyncspec.actors.records import Records
 from asyncspec.actors.tickets import TicketBook
 from asyncspec.config import Config
@@ -23,7 +24,11 @@ class RunFailed(RuntimeError):
 class Run:
     """The state of a run that the parts of the controller share."""
 
-    def __init__(self, config: Config, records: Records, server: ControlServer) -> None:
+    def __init__(self, config: Config, records: Records, server: ControlServer, may_restart: bool = False) -> None:
+        """
+        Args:
+            may_restart: whether the launcher can restart all actors.
+        """
         self.config, self.records, self.server = config, records, server
         self.book = TicketBook(records.ledger)
         self.crew = Crew(config, server.send)
@@ -31,7 +36,8 @@ class Run:
         self.outboxes: dict[str, Outbox] = {}  # to the generators
         self.stop_reason = ""  # why it ends; "": it continues
         self.failure = ""  # what went wrong, in one line for the user
-        self.resuming = False  # the launcher should restart all of it
+        self.may_restart, self.resuming = may_restart, False  # `resuming`: the launcher should restart all of it
+        self.failures = Failures()
         self.moved = time.monotonic()  # when the run last made progress
 
     def progress(self) -> None:
@@ -46,6 +52,10 @@ class Run:
         """End the run because something went wrong. The first failure is the one that is reported."""
         self.failure = self.failure or failure
         self.stop(failure)
+
+    def restart(self, reason: str) -> None:
+        """End the run, and have the launcher restart all actors from the last checkpoint."""
+        self.resuming, self.stop_reason = True, reason
 
     def begin_broadcasts(self) -> None:
         """Tell all actors, once they are up, the addresses of all and the members of each broadcast group."""

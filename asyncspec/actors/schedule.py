@@ -148,6 +148,8 @@ class Schedule:
         """Note that a step was trained or skipped."""
         self.run.progress()
         self.trained_steps = message.step + 1
+        if not message.skipped:
+            self.run.failures.trained(self.trained_steps)
         message = msgspec.structs.replace(message, unused=self._unused.pop(message.step, []))
         for record in message.groups:
             self._end_ticket(message, record)

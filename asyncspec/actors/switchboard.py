@@ -85,8 +85,7 @@ class Switchboard:
 
     @_handle.register
     def _(self, message: m.Stopped, sender: str) -> None:
-        if (member := self.run.crew.members.get(message.name)) is not None:
-            self.run.crew.leave(member)
+        self.recovery.stopped(message.name)
 
     # Weights.
     @_handle.register

@@ -73,6 +73,8 @@ class TrainerRank(Follower):
 
     def finish(self) -> None:
         """Take part in what rank 0 still has to write."""
+        if self._code:  # its share of an update may be missing
+            return
         try:
             # Rank 0 gives no order while any rank writes a checkpoint.
             self.follow_to_the_end(work.stop_s(self.config, self.config.deployment.stall_timeout_s))

@@ -1,10 +1,10 @@
-"""bench chaos: faults at random moments of a default run. An actor is killed or frozen, a hundred times. Does the run
-end, learn as well as without faults, and train every ticket once, within the lag?
+"""bench chaos: faults at random moments of a default run. An actor is killed, frozen, or raises an exception, a hundred
+times. Does the run end, learn as well as without faults, and train every ticket once, within the lag?
 
 Variants: the same job without faults; with faults; and with its launcher killed and the run resumed, ten times. A
 fault hits the process that plays a role at that moment, even a replacement that is still starting.
 
-Detection is the time from the signal to the ledger's `lost`. Recovery is the time from the signal to the ledger's
+Detection is the time from the fault to the ledger's `lost`. Recovery is the time from the fault to the ledger's
 `joined`, or to `ready` if the whole run restarts.
 """
 
@@ -24,13 +24,15 @@ from rich.table import Table
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job
 from asyncspec.config import load
+from asyncspec.faults import ask, asked, withdraw
 from asyncspec.ledger import ledger
 from asyncspec.ledger.audit import fates, violations
 from asyncspec.timing.metrics import read_rows
 
 FAULTS = 100
 BETWEEN_S = (0.5, 6.5)  # seconds from one fault to the next, uniformly distributed
-FREEZES = 0.25  # share of faults that freeze an actor instead of killing it
+KINDS = {"killed": 0.5, "frozen": 0.25, "raised": 0.25}  # share of the faults
+RAISED_S = 20.0  # for an actor to come to a place where it raises what it was asked to; a draft adapter may be slow
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
 CUTS = 10
 SETTINGS = (
@@ -38,6 +40,7 @@ SETTINGS = (
     "deployment.restarts=100000",
     "deployment.silent_timeout_s=2",
     "checkpoint.every=5",
+    "deployment.faults=asked",
 )
 
 
@@ -59,14 +62,14 @@ class ChaosBenchmark(Benchmark):
             cut_and_resume(run_dir, arguments) if variant == "resumed" else run_job(run_dir, *arguments, beside=storm)
         )
         events = list(ledger.read(run_dir))
-        faults = [] if storm is None else timed(storm.faults, events)
-        self.faults += faults
+        hits = [] if storm is None else timed(storm.faults, events)
+        self.faults += hits
         config = load(str(run_dir / "config.yaml"))
         ends = fates(events)
         found = violations(events, config.policy_lag, config.rl.groups_per_step, len(rows))
         accuracy = [row["eval/score"] for row in rows if row["eval/score"] is not None]
         return {
-            "faults": CUTS if variant == "resumed" else len(faults),
+            "faults": CUTS if variant == "resumed" else len(hits),
             "seconds": time.monotonic() - started,
             "violations": len(found),
             "tickets_lost": sum(not sum(counts.values()) for counts in ends.values()),
@@ -78,7 +81,7 @@ class ChaosBenchmark(Benchmark):
                 f"{role}_{what}_s": value
                 for role in ROLES
                 for what in ("detected", "recovered")
-                if (value := median_of(faults, role, what)) is not None
+                if (value := median_of(hits, role, what)) is not None
             },
         }
 
@@ -99,11 +102,11 @@ class ChaosBenchmark(Benchmark):
         }
 
     def tables(self, samples: Samples) -> list[Table]:
-        table = Table(title="seconds from the signal: median (largest)", title_justify="left")
+        table = Table(title="seconds from the fault: median (largest)", title_justify="left")
         for heading in ("actor", "fault", "count", "detected", "recovered"):
             table.add_column(heading, justify="left" if heading in ("actor", "fault") else "right")
         for role in ROLES:
-            for kind in ("killed", "frozen"):
+            for kind in KINDS:
                 of = [fault for fault in self.faults if (fault["role"], fault["kind"]) == (role, kind)]
                 cells = [[fault[what] for fault in of if what in fault] for what in ("detected", "recovered")]
                 table.add_row(
@@ -116,25 +119,25 @@ class ChaosBenchmark(Benchmark):
 
     def plot(self, axes, samples: Samples) -> None:
         for place, role in enumerate(ROLES):
-            for kind, mark in (("killed", "o"), ("frozen", "s")):
+            for (kind, mark), beside in zip((("killed", "o"), ("frozen", "s"), ("raised", "^")), (-0.1, 0.1, 0.3)):
                 values = [
                     f["recovered"] for f in self.faults if (f["role"], f["kind"]) == (role, kind) and "recovered" in f
                 ]
                 axes.plot(
-                    [place + (0.1 if kind == "frozen" else -0.1)] * len(values),
+                    [place + beside] * len(values),
                     values,
                     mark,
                     alpha=0.5,
                     label=kind if not place else None,
                 )
         axes.set_xticks(range(len(ROLES)), ROLES)
-        axes.set_ylabel("seconds from the signal to recovery")
+        axes.set_ylabel("seconds from the fault to recovery")
         axes.set_ylim(bottom=0)
         axes.legend()
 
 
 class Storm:
-    """Sends the signals while a run is under way."""
+    """Causes the faults while a run is under way."""
 
     def __init__(self, run_dir: Path, rng: np.random.Generator, count: int = FAULTS) -> None:
         self.run_dir, self.rng, self.count = run_dir, rng, count
@@ -146,14 +149,29 @@ class Storm:
         while process.poll() is None and len(self.faults) < self.count:
             time.sleep(self.rng.uniform(*BETWEEN_S))
             role = str(self.rng.choice(list(ROLES), p=list(ROLES.values())))
-            kind = "frozen" if self.rng.random() < FREEZES else "killed"
+            kind = str(self.rng.choice(list(KINDS), p=list(KINDS.values())))
             actor, pid = self._newest(role)
             try:
-                if pid and not _stopped(pid):
+                if not pid or _stopped(pid):
+                    continue
+                if kind != "raised":
                     os.kill(pid, signal.SIGSTOP if kind == "frozen" else signal.SIGKILL)
-                    self.faults.append({"time": time.time(), "role": role, "kind": kind, "actor": actor})
+                elif not self._raises(actor, process):
+                    continue
+                self.faults.append({"time": time.time(), "role": role, "kind": kind, "actor": actor})
             except ProcessLookupError:  # nobody plays the role at the moment
                 pass
+
+    def _raises(self, actor: str, process) -> bool:
+        """Have an actor raise an exception, and wait until it has. Return whether it did. No two exceptions are alike:
+        those would end the run.
+        """
+        word = "".join(self.rng.choice(list("bcdfghklmnprstvz"), 8))
+        ask(self.run_dir, actor, f"a fault of bench chaos: {word}")
+        deadline = time.monotonic() + RAISED_S
+        while asked(self.run_dir, actor) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not withdraw(self.run_dir, actor)
 
     def _newest(self, role: str) -> tuple[str, int]:
         logs = sorted((self.run_dir / "logs").glob(f"{role}*.log"), key=lambda path: path.stat().st_mtime_ns)

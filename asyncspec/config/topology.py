@@ -18,6 +18,10 @@ ROLES = ("trainer", "logprob", "generator", "draft_adapter")
 TRAINER_RANK, LOGPROB_RANK = "trainer_rank", "logprob_rank"
 _RANK = "_rank"
 _COUNT = "[1-9][0-9]{0,4}"
+# Beside whom the draft adapter computes, the best first. A logprob actor has time to spare. All ranks of a trainer wait
+# for the slowest one, and the first rank has the most to do. A generator is in the draft's broadcast group, whose
+# members need GPUs of their own for NCCL.
+_BESIDE = ("logprob", LOGPROB_RANK, TRAINER_RANK, "trainer", "generator")
 
 
 def parse(text: str) -> list[dict[str, int]]:
@@ -114,7 +118,7 @@ def deal(played: Sequence[str], gpus: int) -> list[int]:
     """Return the index of each actor's GPU on one node.
 
     The GPUs are dealt in turn, so actors of one role share a GPU only if they outnumber the GPUs. The draft adapter is
-    placed last, and shares a GPU with a generator only if it has to: both are members of one broadcast group.
+    placed last, on one of the GPUs with the fewest actors. Among those, `_BESIDE` says which it shares.
 
     Args:
         played: the roles of the node's actors that compute; equal roles are adjacent.
@@ -124,6 +128,8 @@ def deal(played: Sequence[str], gpus: int) -> list[int]:
     dealt = [0] * len(played)
     for i in sorted(range(len(played)), key=lambda i: played[i] == "draft_adapter"):
         adapter = played[i] == "draft_adapter"
-        dealt[i] = min(range(gpus), key=lambda gpu: (len(on[gpu]), adapter and "generator" in on[gpu]))
+        dealt[i] = min(
+            range(gpus), key=lambda gpu: (len(on[gpu]), adapter and max(map(_BESIDE.index, on[gpu]), default=-1))
+        )
         on[dealt[i]].append(played[i])
     return dealt

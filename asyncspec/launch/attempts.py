@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
+from asyncspec.actors.base import LEFT_BEHIND, RAISED, ActorSpec, first_name
 from asyncspec.config import Config, work
 from asyncspec.console import terminal
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles, torchrun
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.launch.watch import Supervisor
+from asyncspec.launch.watch import Supervisor, died_of
 from asyncspec.wire import transport
 
 POLL_S = 0.1
@@ -86,6 +86,12 @@ class Pool(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End every process."""
+
+    def elsewhere(self, spec: ActorSpec) -> str:
+        """Return the device for the replacement of an actor that was lost too often where it is: one that no actor
+        uses, or its own if there is none. The next process made for it is to be there.
+        """
+        return spec.device
 
     def began(self, config: Config, address: str, version: int) -> None:
         """Called once the controller is up at `address`; all actors start from `version`."""
@@ -160,7 +166,8 @@ class _Attempt:
         self.config, self.interrupt, self.restarts_left, self.pool = config, interrupt, restarts_left, pool
         self.resuming = False
         self.playing: dict[str, Process] = {}
-        self.left_behind: dict[str, float] = {}  # actors whose `run` returned LEFT_BEHIND, and when
+        # actors whose `run` returned LEFT_BEHIND or RAISED: the code, and when it did
+        self.alone: dict[str, tuple[int, float]] = {}
         self.started = time.monotonic()
         self.specs, self.version = pool.specs(config, version), version
 
@@ -179,14 +186,21 @@ class _Attempt:
     def watch(self) -> int:
         """Start all actors and look after them until the controller has ended. Returns the exit code."""
         first, *others = [(spec, self.pool.take(spec.name)) for spec in self.specs]
-        self._play(*first)
+        self._play(msgspec.structs.replace(first[0], may_restart=self.restarts_left > 0), first[1])
         if not (address := self._controller()):
             return 1
         self.pool.began(self.config, address, self.version)
         for spec, process in others:
             self._play(msgspec.structs.replace(spec, control_address=address), process)
         self.supervisor = Supervisor(
-            self.config, "launcher", address, self.specs, self.interrupt, self.restarts_left > 0, self._kill
+            self.config,
+            "launcher",
+            address,
+            self.specs,
+            self.interrupt,
+            self.restarts_left > 0,
+            self._kill,
+            self.pool.elsewhere,
         )
         code = None
         while code is None:
@@ -215,14 +229,19 @@ class _Attempt:
         return code
 
     def _result(self, name: str, process: Process) -> int | Exception | None:
-        """The result of the process. An actor that has lost the controller, or its host's Ray, counts as dead, but only
-        after LATE_WORD_S: the controller may just have ended.
+        """The result of the process. An actor that has lost the controller, or its host's Ray, or in which an exception
+        was raised, counts as dead, but only after LATE_WORD_S: the controller may just have ended, or is about to end
+        the run for that exception.
         """
-        since = self.left_behind.get(name)
-        if since is None and (value := process.result()) != LEFT_BEHIND:
-            return value
-        since = self.left_behind.setdefault(name, time.monotonic())
-        return RuntimeError("it lost the controller") if time.monotonic() - since > LATE_WORD_S else None
+        if name not in self.alone:
+            value = process.result()
+            if value not in (LEFT_BEHIND, RAISED):
+                return value
+            self.alone[name] = value, time.monotonic()
+        code, since = self.alone[name]
+        if time.monotonic() - since <= LATE_WORD_S:
+            return None
+        return RuntimeError("it lost the controller" if code == LEFT_BEHIND else died_of(self.config, name, code))
 
     def end(self) -> None:
         """End the processes that still play. Before a restart they have EXIT_GRACE_S to end by themselves, because the
@@ -232,9 +251,12 @@ class _Attempt:
         while self.playing:
             self.pool.wait(POLL_S / 10)
             for name, process in list(self.playing.items()):
-                if name in self.left_behind or (value := process.result()) is not None:
+                value = self.alone[name][0] if name in self.alone else process.result()
+                if value is not None:
                     del self.playing[name]
-                    if name in self.left_behind or not isinstance(value, Exception):
+                    if value == RAISED:  # for example, its GPU may be faulty
+                        process.kill()
+                    elif not isinstance(value, Exception):
                         self.pool.give_back(name, process)
             if time.monotonic() > deadline:
                 break

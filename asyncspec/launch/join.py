@@ -165,6 +165,7 @@ def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag
         interrupt,
         True,
         lambda name: processes.kill(children.get(name)),
+        roles.SpareGPUs(specs),
         alone=True,
     )
     try:

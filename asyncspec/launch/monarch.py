@@ -102,13 +102,18 @@ class _Pool(attempts.Pool):
         self._interrupt, self._node, self._here, self._host, self._hosts = interrupt, node, here, host, hosts
         self._launch = time.time_ns()
         self._forks: ForkServer | None = None
+        self._spare = roles.SpareGPUs([])
         self._meshes: list = []
         self._deaths, self._watched = select.poll(), {}  # descriptor -> process
 
     def specs(self, config: Config, version: int) -> list[ActorSpec]:
         found = roles.specs(config, version, self._node, self._here)
         self._forks = self._forks or ForkServer(roles.libraries(config, found))
+        self._spare = roles.SpareGPUs(found)
         return found
+
+    def elsewhere(self, spec: ActorSpec) -> str:
+        return self._spare(spec)
 
     def began(self, config: Config, address: str, version: int) -> None:
         if self._node is not None:

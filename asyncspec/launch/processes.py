@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import msgspec
 
-from asyncspec.actors.base import LEFT_BEHIND, RESTART, ActorSpec
+from asyncspec.actors.base import LEFT_BEHIND, RAISED, RESTART, ActorSpec
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, hub_names, topology, use_names, work
 from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S, RESTART_S
@@ -31,7 +31,7 @@ from asyncspec.launch import roles, torchrun
 from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.machine import check_host, check_machine
-from asyncspec.launch.watch import Supervisor
+from asyncspec.launch.watch import Supervisor, died_of
 from asyncspec.wire import transport
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -90,11 +90,13 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)
     interrupt = InterruptFlag()  # until here a signal simply ends this process
     host = torchrun.address(store, key, rank, world_size) if config.deployment.host == "auto" else ""
-    mine = roles.specs(config, version, None if nodes is None else rank, host)
-    mine = mine[rank::world_size] if nodes is None else mine
+    here = roles.specs(config, version, None if nodes is None else rank, host)
+    first, every = (rank, world_size) if nodes is None else (0, 1)
+    mine, spare = here[first::every], roles.SpareGPUs(here, first, every)
     forks, children = ForkServer(roles.libraries(config, mine)), {}
     if rank == 0:
-        children["controller"] = start(forks, mine[0], tells_address=True)
+        leading = msgspec.structs.replace(mine[0], may_restart=restart < restarts)
+        children["controller"] = start(forks, leading, tells_address=True)
         store.set(key("control"), _address(children["controller"], config))
     address = store.get(key("control")).decode()
     for spec in mine[1:] if rank == 0 else mine:
@@ -106,7 +108,14 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         return now or store.check([key("ended")])
 
     supervisor = Supervisor(
-        config, f"launcher{rank}", address, mine, interrupt, restart < restarts, lambda name: kill(children.get(name))
+        config,
+        f"launcher{rank}",
+        address,
+        mine,
+        interrupt,
+        restart < restarts,
+        lambda name: kill(children.get(name)),
+        spare,
     )
     try:
         return watch(config, forks, children, supervisor, address, ended)
@@ -184,8 +193,7 @@ def watch(
         ended: callable(whether the controller has ended, as far as this rank knows) -> whether the run has ended.
     """
     codes, run_ended, killed = {}, 0.0, set()
-    # child that has ended by itself -> when, and whether the controller was out of reach then
-    silent: dict[str, tuple[float, bool]] = {}
+    silent: dict[str, float] = {}  # child that has ended by itself -> when
     while len(codes) < len(children):
         time.sleep(0.05)
         supervisor.turn()
@@ -201,9 +209,9 @@ def watch(
                 continue
             # LEFT_BEHIND: the controller has ended, and this rank will soon hear of it; or the network to the
             # controller has failed. Another code: the actor has failed, and has told the controller why if it could.
-            unasked = code > 0 and name != "controller" and not run_ended
-            since, deaf = silent.setdefault(name, (time.monotonic(), supervisor.deaf))
-            if unasked and time.monotonic() - since < LATE_WORD_S:
+            unasked = code > 0 and (name != "controller" or code == RAISED) and not run_ended
+            since = silent.setdefault(name, time.monotonic())
+            if unasked and name != "controller" and time.monotonic() - since < LATE_WORD_S:
                 continue
             codes[name] = 0 if code == LEFT_BEHIND else code
             if name == "controller" and code >= 0:
@@ -211,10 +219,8 @@ def watch(
             how = signal.Signals(-code).name if code < 0 else ""
             if code == LEFT_BEHIND:
                 how = "lost the controller"
-            elif unasked and deaf:  # most likely it waited for something until a deadline ran out
-                how = f"exit code {code}, while the controller was out of reach; see logs/{name}.log"
-            elif unasked:  # a replacement would fail, too
-                supervisor.failed(name, code)
+            elif unasked:
+                how = died_of(config, name, code)
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
                 children[new.name] = start(forks, msgspec.structs.replace(new, control_address=address))

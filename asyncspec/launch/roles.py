@@ -90,6 +90,27 @@ def devices(wanted: str, played: Sequence[str]) -> list[str]:
     return [f"cuda:{gpu}" for gpu in topology.deal(played, gpus)] if gpus else ["cpu"] * len(played)
 
 
+class SpareGPUs:
+    """This host's GPUs that no actor uses, for actors that were lost too often on theirs."""
+
+    def __init__(self, here: Sequence[ActorSpec], first: int = 0, every: int = 1) -> None:
+        """
+        Args:
+            here: the actors on this host.
+            first, every: take the spare GPUs with these indices, where several launchers share this host.
+        """
+        used, gpus = {spec.device for spec in here}, 0
+        if any(device.startswith("cuda") for device in used):
+            import torch
+
+            gpus = torch.cuda.device_count()
+        self._left = [device for device in (f"cuda:{gpu}" for gpu in range(gpus)) if device not in used][first::every]
+
+    def __call__(self, spec: ActorSpec) -> str:
+        """Return the device for the replacement of an actor: a spare GPU, or the actor's own device if none is left."""
+        return self._left.pop(0) if self._left and spec.device.startswith("cuda") else spec.device
+
+
 def specs(
     config: configuration.Config,
     resume: int = -1,

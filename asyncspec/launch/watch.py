@@ -2,25 +2,37 @@
 
 It reports interrupts and deaths to the controller and replaces the actors that can be replaced. When another actor
 dies, the whole run is restarted from its last checkpoint: that is so for the trainer, whose state is the run, for the
-controller, and for one of several ranks.
+controller, and for one of several ranks. A process that ends after an exception is a death like any other.
+
+An actor that was lost LOST_HERE times on one device is replaced on another one, if the launcher has one that no actor
+uses: the device may be faulty.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 
-from asyncspec.actors.base import RESTART, ActorSpec, first_name
+from asyncspec.actors.base import RAISED, RESTART, ActorSpec, first_name
 from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config, work
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Vigil
-from asyncspec.wire.messages import Beat, Interrupt, Kill, Lost, Stop
+from asyncspec.wire.messages import Beat, Dismiss, Interrupt, Kill, Lost, Stop
+
+LOST_HERE = 2  # times; one loss may be chance
+
+
+def died_of(config: Config, name: str, code: int) -> str:
+    """Return how an actor died whose process has ended by itself with this code, as the user sees it."""
+    what = "an exception" if code == RAISED else f"exit code {code}"
+    return f"{what}; see {config.run_dir}/logs/{name}.log"
 
 
 class Supervisor:
@@ -33,6 +45,7 @@ class Supervisor:
         interrupt: InterruptFlag,
         may_restart: bool,
         kill: Callable[[str], None],
+        elsewhere: Callable[[ActorSpec], str],
         alone: bool = False,
     ) -> None:
         """
@@ -42,6 +55,8 @@ class Supervisor:
             specs: the actors that this launcher starts.
             may_restart: whether the whole run may be restarted.
             kill: callable(name of an actor), which ends the actor's process if this launcher has started it.
+            elsewhere: callable(an actor that was lost too often where it is) -> the device for its replacement, which
+                is its own if no other is free.
             alone: an interrupt ends only this launcher's actors. The run continues and treats the node as cut off.
         """
         self.config, self.name, self.interrupt, self.may_restart, self._kill = (
@@ -52,6 +67,7 @@ class Supervisor:
             kill,
         )
         self.alone, self.specs = alone, {spec.name: spec for spec in specs}
+        self._elsewhere, self._lost = elsewhere, Counter[tuple[str, str]]()  # by first name and device
         self.replacements, self._stop_s = config.deployment.replacements, work.stop_s(config) + EXIT_GRACE_S
         self.resuming = False  # the run is to be restarted once it has ended
         self._client = ControlClient(address, name)
@@ -59,7 +75,6 @@ class Supervisor:
         if "controller" in self.specs:
             self._vigil.expect("controller", work.start_s(config))
         self._beaten, self._told = 0.0, False
-        self.deaf = False  # the controller has been silent for too long
 
     def turn(self) -> None:
         """Beat, do what the controller asks, pass on an interrupt, and kill a frozen controller. Call it often."""
@@ -69,14 +84,14 @@ class Supervisor:
         while (message := self._client.receive()) is not None:
             if isinstance(message, Beat):
                 self._vigil.heard(message.name)
-                self.deaf = False
             elif isinstance(message, Stop):  # the controller is about to end and stops its beats
                 self._vigil.forget("controller")
             elif isinstance(message, Kill):
                 self._kill(message.name)
+            elif isinstance(message, Dismiss):
+                self.specs.pop(message.name, None)
         for name, what in self._vigil.overdue():
             print(f"{name} is {what}", flush=True)
-            self.deaf = True
             self._kill(name)
         if self.interrupt.count and not self._told:
             self._told = True
@@ -115,16 +130,23 @@ class Supervisor:
         if spec is not None and spec.role in replaceable(self.config) and going_on and self.replacements:
             self.replacements -= 1
             number = name.removeprefix(first_name(name)).lstrip(".")
-            new = msgspec.structs.replace(spec, name=f"{first_name(name)}.{int(number or 0) + 1}")
+            new = msgspec.structs.replace(
+                spec, name=f"{first_name(name)}.{int(number or 0) + 1}", device=self._device(spec)
+            )
             self.specs[new.name] = new
         self._client.send(
             Lost(name, f"{name} died: {how}", new.name if new else "", may_restart=going_on and self.may_restart)
         )
         return new
 
-    def failed(self, name: str, code: int) -> None:
-        """Report an actor's process that has ended by itself. Adds nothing if the actor has told the controller why."""
-        self._client.send(Lost(name, f"{name} ended with exit code {code}; see {self.config.run_dir}/logs/{name}.log"))
+    def _device(self, spec: ActorSpec) -> str:
+        """Return the device for the replacement of an actor that was lost."""
+        here = first_name(spec.name), spec.device
+        self._lost[here] += 1
+        if self._lost[here] < LOST_HERE:
+            return spec.device
+        del self._lost[here]
+        return self._elsewhere(spec)
 
     def ended(self, code: int) -> None:
         """Handle a controller that has ended by itself."""

@@ -154,6 +154,12 @@ class Kill(Message, frozen=True):
     reason: str
 
 
+class Dismiss(Message, frozen=True):
+    """The run continues without an actor. The launcher that started it does not replace it."""
+
+    name: str
+
+
 class Welcome(Message, frozen=True):
     """The addresses of all inboxes, and of the store where broadcast groups meet. Sent again after each replacement."""
 
@@ -286,10 +292,11 @@ class Notice(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """An actor has failed and ends."""
+    """An exception was raised in an actor, which ends."""
 
     name: str
     error: str
+    mistake: bool = False  # a user has to correct something: the same would happen again
 
 
 class Interrupt(Message, frozen=True):
@@ -331,6 +338,7 @@ AnyMessage = (
     | Ready
     | Beat
     | Kill
+    | Dismiss
     | ClockAsked
     | ClockTold
     | Welcome
