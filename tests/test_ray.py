@@ -16,6 +16,7 @@ from runs import ROOT, Running, alive, descendants, outliving, pid_of, rows
 
 from asyncspec.config import topology
 from asyncspec.launch import ray as launcher
+from asyncspec.launch import ray_group
 from asyncspec.ledger.audit import audit
 
 pytestmark = pytest.mark.ray
@@ -208,13 +209,36 @@ def test_ray_puts_no_two_actors_of_a_role_on_one_gpu():
             group = placement_group([{"GPU": 2}])
             asked: list = []
             actors = [
-                launcher._ask(Asked, group, 0, share, asked, lambda: False) for share in launcher._shares(played, 2)
+                launcher._ask(Asked, ray_group.within(group, 0), share, asked, lambda: False)
+                for share in launcher._shares(played, 2)
             ]
             found = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
             assert all(len(gpus) == 1 for gpus in found) and apart(played, [gpu for (gpu,) in found])
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(group)
+    finally:
+        ray.shutdown()
+
+
+def test_an_actor_may_move_to_a_gpu_outside_the_group_if_one_is_free():
+    import ray
+    from ray.util.placement_group import placement_group
+
+    class Asked:
+        def gpus(self):
+            return ray.get_gpu_ids()
+
+    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        ray.get((group := placement_group([{"GPU": 1}])).ready())
+        here = ray.get_runtime_context().get_node_id()
+        assert ray_group.with_free_gpu() == ray_group.with_free_gpu(here) == here
+        assert ray_group.with_free_gpu("another node") == ""
+        where = (ray_group.within(group, 0), ray_group.on(here))
+        both = [launcher._ask(Asked, place, 1, [], lambda: False) for place in where]
+        [first], [moved] = ray.get([actor.gpus.remote() for actor in both], timeout=60)
+        assert first != moved and ray_group.with_free_gpu() == ""
     finally:
         ray.shutdown()
 

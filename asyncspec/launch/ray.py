@@ -7,6 +7,7 @@ whatever role it is given.
 
 With GPUs, a bundle has one GPU for each actor that computes there, or all GPUs of a host if those are fewer. Each actor
 has a GPU or a share of one. Two actors of one role share a GPU only if there are too few. Ray shows an actor no other.
+An actor that was lost too often on its GPU moves to one outside the group, if the cluster has one that is free.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ try:
     import ray
     from ray.exceptions import RayActorError, RayTaskError
     from ray.util.placement_group import placement_group_table
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
@@ -123,9 +123,10 @@ class _Pool(attempts.Pool):
         self._group = ray_group.reserve(config, bundles, interrupt)
         ray_group.download(config, self._group, len(bundles), interrupt)
         self._here = ray.get_runtime_context().get_node_id()
-        alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
-        self._host = "127.0.0.1" if alone else "auto"  # "auto": each process puts in its node's address
+        self._alone = len(placed) == 1 and placement_group_table(self._group)["bundles_to_node_id"][0] == self._here
+        self._host = "127.0.0.1" if self._alone else "auto"  # "auto": each process puts in its node's address
         self._processes: list[_Process] = []
+        self._moved: dict[str, str] = {}  # first name of an actor -> the Ray node that it has moved to
         self._spares: list[list[_Process]] = [[] for _ in bundles]  # by node
         self._libraries: list[str] = []  # what a spare loads
         self._asked: dict[int, list] = {}  # by node: one reference for each process, ready once the process is up
@@ -146,8 +147,16 @@ class _Pool(attempts.Pool):
         self._libraries = roles.libraries(config, found)
         return found
 
+    def elsewhere(self, spec: ActorSpec) -> str:
+        name = first_name(spec.name)
+        if self._share.get(name, 0) and (node := ray_group.with_free_gpu(self._here if self._alone else None)):
+            self._moved[name] = node
+        return spec.device  # Ray shows it its GPU under the same name
+
     def make(self, name: str) -> _Process:
         place = self._node[name]
+        if name in self._moved:
+            return self._make(place, name)
         waiting = self._spares[place]
         while waiting:
             if (process := waiting.pop(0)).alive():
@@ -168,11 +177,11 @@ class _Pool(attempts.Pool):
         Args:
             name: the first name of the actor that it is for; "": it is a spare.
         """
+        moved = self._moved.get(name)
         host = _ask(
             _Host,
-            self._group,
-            place,
-            self._share.get(name, 0),
+            ray_group.on(moved) if moved else ray_group.within(self._group, place),
+            1 if moved else self._share.get(name, 0),
             self._asked.setdefault(place, []),
             lambda: bool(self._interrupt.count),
         )
@@ -329,11 +338,12 @@ def _shares(played: Sequence[str], gpus: int) -> list[float]:
     return [share / SHARES for share in shares]
 
 
-def _ask(actor: type, group, node: int, share: float, asked: list, stop: Callable[[], bool]):
-    """Start a process on one node of a placement group. Returns its handle. If the process shares a GPU, wait for the
-    node's earlier processes, and for this one: Ray serves concurrent requests in any order.
+def _ask(actor: type, where, share: float, asked: list, stop: Callable[[], bool]):
+    """Start a process on a node. Returns its handle. If the process shares a GPU, wait for the node's earlier
+    processes, and for this one: Ray serves concurrent requests in any order.
 
     Args:
+        where: the node, as a scheduling strategy of Ray.
         share: the share of a GPU that the process asks for.
         asked: references, ready once a process is up, of the node's processes not yet waited for; one is added.
         stop: callable() -> whether to stop waiting.
@@ -349,7 +359,7 @@ def _ask(actor: type, group, node: int, share: float, asked: list, stop: Callabl
             num_gpus=share,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+            scheduling_strategy=where,
         )
         .remote()
     )

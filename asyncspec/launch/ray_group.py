@@ -8,7 +8,7 @@ import time
 import ray
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncspec.config import Config, fetch_all, from_yaml, hub_names, to_yaml
 from asyncspec.deadlines import DOWNLOAD_S
@@ -41,6 +41,28 @@ def reserve(config: Config, bundles: list[dict[str, int]], interrupt: InterruptF
     return group
 
 
+def within(group, node: int) -> PlacementGroupSchedulingStrategy:
+    """Return where a process is to be: on one node of a placement group."""
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+
+
+def on(node: str) -> NodeAffinitySchedulingStrategy:
+    """Return where a process is to be: on a node of the cluster, by its id, and outside every placement group."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def with_free_gpu(only: str | None = None) -> str:
+    """Return the id of a node that has a GPU which nobody has reserved, "" if there is none.
+
+    Args:
+        only: the one node to look at; None: all nodes.
+    """
+    free = ray._private.state.available_resources_per_node()
+    found = {node: resources.get("GPU", 0) for node, resources in free.items() if only in (None, node)}
+    best = max(found, key=found.get, default="")
+    return best if found.get(best, 0) >= 1 else ""
+
+
 def download(config: Config, group, nodes: int, interrupt: InterruptFlag) -> None:
     """Download what a run names on a hub into the cache of each of its nodes. Only then are its actors made.
 
@@ -58,7 +80,7 @@ def download(config: Config, group, nodes: int, interrupt: InterruptFlag) -> Non
         .options(
             num_cpus=0,
             max_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node),
+            scheduling_strategy=within(group, node),
         )
         .remote(to_yaml(config), os.getcwd())
         for node in range(nodes)
