@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from asyncspec.actors.crew import NEXT, ImpossibleTransition, Life, Member
+from asyncspec.actors.failures import Failures
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run
-from asyncspec.config import load
+from asyncspec.config import load, work
 from asyncspec.deadlines import KILLED_S
 from asyncspec.wire import messages as m
 from asyncspec.wire.heartbeat import SUFFIX, Vigil
@@ -22,7 +23,9 @@ def recovery_of(*settings, sent=None):
     """
     lines, sent = [], [] if sent is None else sent
     ledger = SimpleNamespace(write=lambda event, ticket, **of: None)
-    records = SimpleNamespace(note=lambda what, **of: None, line=lines.append, counters={}, ledger=ledger)
+    records = SimpleNamespace(
+        note=lambda what, **of: None, line=lines.append, counters={}, ledger=ledger, run_dir="RUN"
+    )
     run = Run(load("tiny", settings), records, SimpleNamespace(send=lambda name, message: sent.append((name, message))))
     for member in run.crew.present:
         run.crew.expect(member)
@@ -160,6 +163,136 @@ def test_a_run_that_loses_its_trainer_ends_or_restarts(may_restart, under_way):
     run = recovery.run
     assert run.stop_reason == "trainer died: SIGKILL" and run.resuming == may_restart
     assert run.failure == ("" if may_restart else "trainer died: SIGKILL")
+
+
+def raises(recovery, name, error="RuntimeError: CUDA error", **of):
+    recovery.failed(m.Failed(name, error, **of))
+
+
+def end_of(recovery, name, replacement="", may_restart=False):
+    """What a launcher reports of an actor that has raised an exception."""
+    recovery.lost(m.Lost(name, f"{name} died: an exception", replacement, may_restart))
+
+
+def test_an_exception_counts_as_the_death_of_an_actor_that_can_be_replaced(under_way):
+    recovery, lines, _ = under_way("deployment.generators=2")
+    noted = []
+    recovery.records.note = lambda what, **of: noted.append((what, of))
+    raises(recovery, "generator0")
+    recovery.failed(m.Failed("generator0", "OSError while stopping: x"))  # of the same actor
+    recovery.stopped("generator0")
+    assert recovery.crew.members["generator0"].present and not lines  # its launcher reports its end
+    end_of(recovery, "generator0", "generator0.1")
+    told = f"generator0 failed: RuntimeError: CUDA error; see {recovery.records.run_dir}/logs/generator0.log"
+    assert lines == [f"{told}: generator0.1 replaces it"]
+    assert noted == [("lost", {"actor": "generator0", "reason": told, "error": "RuntimeError: CUDA error"})]
+    assert recovery.records.counters["recovery/generators_lost"] == 1 and not recovery.run.stop_reason
+    came(recovery, "generator0.1")
+    assert "generator0.1" in recovery.run.broadcasts.members["policy"]
+
+
+def test_an_exception_may_be_reported_after_the_end_of_its_actor(under_way):
+    recovery, lines, _ = under_way("deployment.generators=2")
+    end_of(recovery, "generator0", "generator0.1")
+    assert lines == ["generator0 died: an exception: generator0.1 replaces it"]
+    raises(recovery, "generator0")
+    assert not recovery.run.stop_reason and recovery.run.failures.add("RuntimeError: CUDA error") == 2
+
+
+def test_exceptions_that_are_alike_end_a_run_in_which_no_step_is_trained(under_way):
+    recovery, _, _ = under_way("deployment.generators=4")
+    for i in range(2):
+        raises(recovery, f"generator{i}", f"RewardError: /of/{i}: failed for {i} of 9 rollouts")
+        end_of(recovery, f"generator{i}", f"generator{i}.1")
+    recovery.run.failures.trained(1)
+    for i in (2, 3):
+        raises(recovery, f"generator{i}", f"RewardError: /of/{i}: failed for {i} of 9 rollouts")
+    raises(recovery, "logprob", "RuntimeError: another one")
+    assert not recovery.run.stop_reason
+    came(recovery, "generator0.1")
+    raises(recovery, "generator0.1", "RewardError: /x: failed for 12 of 17 rollouts")
+    assert (
+        recovery.run.failure
+        == recovery.run.stop_reason
+        == (
+            "generator0.1 failed: RewardError: /x: failed for 12 of 17 rollouts; see RUN/logs/generator0.1.log; 3 errors "
+            "were alike and no step was trained meanwhile"
+        )
+    )
+
+
+def test_a_mistake_of_the_user_ends_the_run_at_once(under_way):
+    recovery, _, _ = under_way()
+    raises(recovery, "generator0", "ConfigError: engine.url: serves another model", mistake=True)
+    assert recovery.run.failure == (
+        "generator0 failed: ConfigError: engine.url: serves another model; see RUN/logs/generator0.log"
+    )
+
+
+@pytest.mark.parametrize("may_restart", [False, True])
+@pytest.mark.parametrize("name", ["trainer", "controller", "logprob_rank1"])
+def test_an_exception_in_an_actor_that_cannot_be_replaced_restarts_all(name, may_restart, under_way):
+    recovery, lines, _ = under_way("logprob.ranks=2")
+    run = recovery.run
+    run.may_restart = may_restart
+    noted = []
+    recovery.records.note = lambda what, **of: noted.append((what, of.get("actor"), of.get("error")))
+    if name == "controller":
+        recovery.cannot_go_on(name, "OSError: gone", False)
+    else:
+        raises(recovery, name, "OSError: gone")
+        recovery.stopped(name)
+        end_of(recovery, name, may_restart=True)
+    told = f"{name} failed: OSError: gone; see RUN/logs/{name}.log"
+    assert (run.stop_reason, run.resuming, run.failure) == (told, may_restart, "" if may_restart else told)
+    assert noted == [("lost", name, "OSError: gone")] and not lines
+
+
+def test_a_trainer_that_always_raises_at_the_same_place_ends_the_run_although_it_may_restart(under_way):
+    recovery, _, _ = under_way()
+    recovery.run.may_restart = True
+    error = "FloatingPointError: 3 steps in a row"
+    recovery.run.failures = Failures.of([{"event": "lost", "error": error}] * 2)  # before the restarts
+    raises(recovery, "trainer", error)
+    assert not recovery.run.resuming and recovery.run.failure.startswith(f"trainer failed: {error}; see ")
+
+
+def test_a_draft_adapter_that_always_raises_is_given_up_and_the_run_continues(under_way):
+    recovery, lines, sent = under_way()
+    recovery.crew.heard("launcher", m.Beat("launcher"))
+    name = "draft_adapter"
+    for i in range(1, 3):
+        raises(recovery, name, "ValueError: x")
+        end_of(recovery, name, name := f"draft_adapter.{i}")
+        came(recovery, name)
+    sent.clear()
+    raises(recovery, name, "ValueError: x")
+    assert ("launcher", m.Dismiss(name)) in sent and not recovery.run.stop_reason
+    assert lines[-1].startswith("the draft adapter is gone (draft_adapter.2 failed: ValueError: x; see ")
+    # Its launcher has heard that too late.
+    end_of(recovery, name, "draft_adapter.3")
+    assert ("launcher", m.Kill("draft_adapter.3", "the run continues without it")) in sent
+    assert "draft_adapter.3" not in recovery.crew.members and not recovery.run.stop_reason
+
+
+def test_an_actor_that_fails_and_does_not_end_is_killed(under_way):
+    recovery, _, sent = under_way("deployment.generators=2")
+    recovery.crew.heard("launcher", m.Beat("launcher"))
+    raises(recovery, "generator0")
+    recovery.watch()
+    assert not recovery.crew.members["generator0"].condemned
+    recovery.crew.members["generator0"].failed_at -= work.stop_s(recovery.config) + 1
+    recovery.watch()
+    assert ("launcher", m.Kill("generator0", "failed, and has not ended since")) in sent
+
+
+def test_a_failure_while_a_run_ends_counts_only_in_an_actor_that_is_needed_then(under_way):
+    recovery, lines, _ = under_way()
+    recovery.run.stop_reason = "finished"
+    raises(recovery, "generator0")
+    assert len(lines) == 1 and not recovery.run.failure
+    raises(recovery, "trainer", "OSError while stopping: full")
+    assert recovery.run.failure == "trainer failed: OSError while stopping: full; see RUN/logs/trainer.log"
 
 
 def test_a_given_up_actor_that_returns_is_killed_and_a_cut_off_one_continues(under_way):

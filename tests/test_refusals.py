@@ -138,6 +138,8 @@ RUNNING = {
     "engine.protocol:QueueingEngine.submit": "no generator asks for a sampling of a request's own",
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
     "faults:_full": "a test asks for a full disk",
+    "faults:_raise": "a test asks for an exception",
+    "faults:Faults.__call__": "a benchmark asks for an exception",
     "ledger.checkpoint:load": "a checkpoint has changed, which only who reads it finds",
     "ledger.storage:Reader._checked": "the same",
     "files:LineFile.sync": "a file of the run was removed",
