@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import numpy as np
@@ -84,6 +85,65 @@ def test_trainer_and_controller_may_be_lost_in_any_state(tmp_path):
     check_finished(run_dir, steps)
     # Each fault of the controller may coincide with one of the trainer; together they cause one restart.
     assert output.count("all actors restart from the last checkpoint") >= count - planned.count("controller:"), output
+
+
+@pytest.mark.parametrize(
+    "launcher", [(sys.executable, SCRIPT), (*TORCHRUN, "--nproc-per-node", "2", SCRIPT)], ids=["monarch", "ranks"]
+)
+@pytest.mark.slow
+def test_an_exception_in_an_actor_that_can_be_replaced_costs_only_time(launcher, tmp_path):
+    """Each is replaced under a new name, which raises at the next place. Nothing restarts as a whole."""
+    planned = {
+        "generator0": "start:1",
+        "generator0.1": "boot:1",
+        "generator0.2": "work:9",
+        "generator0.3": "swap:2",
+        "generator0.4": "send:3",
+        "logprob": "boot:1",
+        "logprob.1": "work:6",
+        "logprob.2": "swap:2",
+        "logprob.3": "send:2",
+        "draft_adapter": "work:2",
+        "draft_adapter.1": "send:1",
+    }
+    run_dir, steps = tmp_path / "run", 24
+    output = Running.new(
+        run_dir,
+        "--steps",
+        str(steps),
+        "draft.publish_every=1",
+        "deployment.replacements=20",
+        "deployment.faults=" + ",".join(f"{actor}:{where}:raise" for actor, where in planned.items()),
+        launcher=launcher,
+    ).end()
+    check_finished(run_dir, steps)
+    lost = {event["actor"]: event for event in events(run_dir) if event["event"] == "lost"}
+    raised = {actor for actor, where in planned.items() if not actor.startswith("draft_adapter")}
+    assert raised <= set(lost) <= set(planned), output
+    for actor, event in lost.items():
+        if (where := planned[actor]).startswith("start"):  # only its launcher can tell
+            assert "error" not in event and f"{actor} died: an exception; see {run_dir}/logs/{actor}.log" in output
+        else:
+            error = f"InjectedError: deployment.faults={actor}:{where}:raise"
+            assert event["error"] == error and output.count(f"{actor} failed: {error}; see {run_dir}/logs/") == 1
+        assert "InjectedError" in (run_dir / "logs" / f"{actor}.log").read_text()
+    assert "all actors restart" not in output
+
+
+@pytest.mark.slow
+def test_an_exception_in_another_actor_restarts_all_from_the_last_checkpoint(tmp_path):
+    run_dir, steps = tmp_path / "run", 8
+    faults = "trainer:boot:1:raise,controller:start:1:raise,controller:work:90:raise,trainer:work:18:raise"
+    output = Running.new(
+        run_dir, "--steps", str(steps), CHECKPOINTS, "deployment.restarts=4", f"deployment.faults={faults}"
+    ).end()
+    check_finished(run_dir, steps)
+    assert output.count("all actors restart from the last checkpoint") == 4, output
+    assert "controller died: an exception; see " in output  # before it had a console
+    for actor, where in (("trainer", "boot:1"), ("controller", "work:90"), ("trainer", "work:18")):
+        told = f"{actor} failed: InjectedError: deployment.faults={actor}:{where}:raise; see {run_dir}/logs/{actor}.log"
+        assert f"{told}: all actors restart from the last checkpoint" in output, output
+    assert sum(event["event"] == "lost" and "error" in event for event in events(run_dir)) == 3
 
 
 @pytest.mark.slow

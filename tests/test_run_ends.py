@@ -191,7 +191,7 @@ def test_an_actor_that_exits_silently_is_named(tmp_path):
         launcher=(*TORCHRUN, "--nproc-per-node", "2", SCRIPT),
     )
     output = run.end(1)
-    assert f"failed: generator0 ended with exit code 3; see {tmp_path}/run/logs/generator0.log" in output, output
+    assert f"failed: generator0 died: exit code 3; see {tmp_path}/run/logs/generator0.log" in output, output
 
 
 @pytest.mark.slow
@@ -213,12 +213,32 @@ def test_the_tickets_of_a_skipped_step_are_dropped_with_its_reason(tmp_path):
 @pytest.mark.slow
 def test_an_error_in_an_actor_gives_one_line_that_names_it(tmp_path):
     (tmp_path / "broken.py").write_text("def two(prompt, response, answer):\n    return float('nan')\n")
-    done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1
-    assert (
-        "failed: generator0 failed: RewardError: data.reward=broken:two: failed for 9 of 9 rollouts, more than"
-        in done.stdout
-    )
-    assert "the last returned nan" in done.stdout
+    told = "{} failed: RewardError: data.reward=broken:two: failed for 9 of 9 rollouts, more than"
+    assert all(told.format(name) in done.stdout for name in ("generator0", "generator0.1", "failed: generator0.2"))
+    assert "the last returned nan" in done.stdout and "generator0.3" not in done.stdout
+    assert "3 errors were alike and no step was trained meanwhile" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
-    assert "Traceback" in (tmp_path / "run" / "logs" / "generator0.log").read_text()
+    assert "Traceback" in (tmp_path / "run" / "logs" / "generator0.2.log").read_text()
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_back_after_each_restart_ends_the_run_before_the_restarts_are_used_up(tmp_path):
+    # Two rewards of each group are so far apart that no gradient is finite: after three such steps the trainer raises.
+    (tmp_path / "mine.py").write_text(
+        "calls = 0\n\n\ndef huge(prompt, response, answer):\n    global calls\n"
+        "    calls += 1\n    return 1e308 if calls % 2 else -1e308\n"
+    )
+    output = Running.new(
+        tmp_path / "run",
+        "--steps",
+        "40",
+        "checkpoint.every=1",
+        "deployment.restarts=9",
+        "data.reward=mine:huge",
+        "data.eval_prompts=0",
+    ).end(1)
+    assert output.count("all actors restart from the last checkpoint") == 2, output
+    assert "\nfailed: trainer failed: FloatingPointError: " in output and "3 errors were alike" in output, output

@@ -53,7 +53,9 @@ BENCHMARKS = {
         10,
     ),
     "chaos": Listed(
-        "asyncspec.bench.chaos", "a default run in which actors are killed or frozen at random, a hundred times", 15
+        "asyncspec.bench.chaos",
+        "a default run in which actors are killed, freeze or raise at random, a hundred times",
+        15,
     ),
     "fuzz": Listed(
         "asyncspec.bench.fuzz", "whether a million damaged frames and a thousand damaged configurations are refused", 5

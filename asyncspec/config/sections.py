@@ -219,7 +219,8 @@ class DraftConfig:
     )
     bytes_per_step: int = knob(
         64_000_000,
-        "bytes per optimizer step after which the draft adapter is sent no more groups; also how many may wait for it",
+        "bytes per optimizer step that the draft adapter is sent at most, but at least one group; also how many may "
+        "wait for it",
         least=1,
         most=10**12,
     )
@@ -347,7 +348,7 @@ class DeploymentConfig:
     )
     restarts: int = knob(
         3,
-        "times that all actors may restart from the last checkpoint, after the death of one that cannot be replaced",
+        "times that all actors may restart from the last checkpoint, after one that cannot be replaced died or failed",
         least=0,
     )
     standby: int = knob(
@@ -388,7 +389,7 @@ class DeploymentConfig:
     faults: str = knob(
         "",
         "faults to inject, for tests of recovery: actor:place:count:kind, separated by commas; "
-        "asyncspec/faults.py lists the places and kinds; empty: none",
+        "docs/reference/faults-and-delays.md lists the places and kinds; empty: none",
     )
     delays: str = knob(
         "",
