@@ -42,6 +42,7 @@ REPORT_EVERY_S = 1.0
 GONE = "the controller or the launcher is gone"
 RESTART = 75  # exit code of a controller: its launcher should restart all actors from the last checkpoint
 LEFT_BEHIND = 76  # exit code of an actor that has lost its controller
+STOPPING = 1  # exit code of an actor in which an exception was raised while it stopped, as it was asked to
 RAISED = 77  # exit code of an actor in which an exception was raised: its launcher handles it like a death
 
 
@@ -121,7 +122,7 @@ class Actor(ABC):
 
     # All roles share these.
     def run(self) -> int:
-        """Run until asked to stop. Return the exit code: 0 if all went well, 1 after an error, or LEFT_BEHIND."""
+        """Run until asked to stop. Return the exit code: 0 if all went well, RAISED, STOPPING, or LEFT_BEHIND."""
         redirect_output(self.spec)
         self.log(f"{self.name} starts, pid {os.getpid()}")
         with suppress(OSError):
@@ -185,7 +186,7 @@ class Actor(ABC):
         self.log(traceback.format_exc())
         text = f"{type(error).__name__}{when}: {first_line(error)}"
         self.control.send(m.Failed(self.name, text, mistake=isinstance(error, UserError)))
-        self._code = self._code or (1 if self.stopping else RAISED)
+        self._code = self._code or (STOPPING if self.stopping else RAISED)
         self.stopping = self.stopping or f"{self.name} failed"
 
     def _die(self, error: Damaged) -> NoReturn:

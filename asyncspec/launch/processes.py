@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
 import msgspec
 
-from asyncspec.actors.base import LEFT_BEHIND, RAISED, RESTART, ActorSpec
+from asyncspec.actors.base import LEFT_BEHIND, RAISED, RESTART, STOPPING, ActorSpec
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, hub_names, topology, use_names, work
 from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S, RESTART_S
@@ -219,7 +220,7 @@ def watch(
             how = signal.Signals(-code).name if code < 0 else ""
             if code == LEFT_BEHIND:
                 how = "lost the controller"
-            elif unasked:
+            elif unasked and code != STOPPING:
                 how = died_of(config, name, code)
             if how and not run_ended and (new := supervisor.died(name, how)) is not None:
                 codes[name] = 0
@@ -244,11 +245,15 @@ def _main() -> int:
     """Entry point of a child process: play the role of the spec in argv."""
     write, text = int(sys.argv[1]), sys.argv[2]
     spec = msgspec.json.decode(text, type=ActorSpec)
-    actor = roles.make(spec)
-    if write >= 0:
-        os.write(write, actor.address.encode())
-        os.close(write)
-    return actor.run()
+    try:
+        actor = roles.make(spec)
+        if write >= 0:
+            os.write(write, actor.address.encode())
+            os.close(write)
+        return actor.run()
+    except Exception:
+        traceback.print_exc()
+        return RAISED
 
 
 if __name__ == "__main__":
