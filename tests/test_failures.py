@@ -20,6 +20,11 @@ def count(failures, *errors):
         ("RuntimeError: at 0x7f3a", "RuntimeError: at 0x10"),
         ("BroadcastError: no answer of 10.0.0.3:4567", "BroadcastError: no answer of 10.0.12.1:99"),
         ("CUDA error in generator0.1", "CUDA error in generator12"),
+        (
+            "RewardError: data.reward=a:b: failed for 9 of 9 rollouts, more than data.reward_failures=0.05 allows; nan",
+            "RewardError: data.reward=a:b: failed for 12 of 17 rollouts, more than data.reward_failures=0.05 allows; 1",
+        ),
+        ("ValueError: 'it\\'s 4', expected a number", "ValueError: 'no', expected a number"),
     ],
 )
 def test_errors_are_alike_whatever_their_numbers_and_paths_are(one, other):

@@ -1,15 +1,17 @@
 """The supervisor's decisions about lost actors: which are replaced, and where. Without processes."""
 
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncspec.actors.base import RAISED, RESTART, ActorSpec
+from asyncspec.actors.base import RAISED, ActorSpec
 from asyncspec.actors.crew import actor_names
-from asyncspec.config import load, to_yaml
-from asyncspec.launch import attempts, roles, watch
+from asyncspec.config import load
+from asyncspec.launch import roles, watch
 from asyncspec.wire import messages as m
 
 
@@ -81,61 +83,14 @@ def test_an_actor_that_the_run_does_without_is_not_replaced(supervisor_of):
     assert supervisor.died("draft_adapter", "an exception") is None and sent[-1].replacement == ""
 
 
-class Process(attempts.Process):
-    """Plays actors that end with these results."""
-
-    def __init__(self, results):
-        self.results, self.played, self.killed = results, [], False
-
-    def play(self, spec):
-        self.played.append(spec)
-
-    def prepared(self):
-        return "tcp://127.0.0.1:1"
-
-    def result(self):
-        return self.results.get(self.played[-1].name)
-
-    def alive(self):
-        return not self.killed
-
-    def kill(self):
-        self.killed = True
-
-
-class Pool(attempts.Pool):
-    def __init__(self, results, specs):
-        super().__init__()
-        self.results, self.made, self._specs = results, {}, specs
-
-    def specs(self, config, version):
-        return self._specs
-
-    def make(self, name):
-        self.made.setdefault(name, []).append(Process(self.results))
-        return self.made[name][-1]
-
-    def wait(self, timeout_s):
-        if sum(map(len, self.made.values())) > 3:  # the replacement is there
-            self.results["controller"] = RESTART
-
-    def stop(self):
-        pass
-
-
-def test_a_process_in_which_an_exception_was_raised_plays_no_other_actor(supervisor_of, monkeypatch, tmp_path):
+def test_a_process_in_which_an_exception_was_raised_ends_and_plays_no_other_actor():
     """Monarch and Ray let a process play several actors, one after the other."""
-    monkeypatch.setattr(attempts, "LATE_WORD_S", 0.0)
-    supervisor_of([])
-    config = load("tiny", [f"run_dir={tmp_path}", "deployment.encrypt=false"])
-    specs = [ActorSpec("controller", "controller", str(tmp_path), to_yaml(config)), spec("trainer"), spec("generator0")]
-    pool = Pool({"generator0": RAISED}, specs)
-    attempt = attempts._Attempt(config, -1, SimpleNamespace(count=0, first=0.0), 1, pool)
-    assert attempt.watch() == RESTART and attempt.resuming
-    raised, replacement = pool.made["generator0"]
-    assert raised.killed and [spec.name for spec in replacement.played] == ["generator0.1"]
-    assert pool.made["controller"][0].played[0].may_restart
-    pool.results["generator0.1"] = RAISED
-    attempt.alone["generator0.1"] = RAISED, 0.0
-    attempt.end()
-    assert replacement.killed and pool.take("generator0.2") not in (raised, replacement)
+    played = """
+from types import SimpleNamespace
+from asyncspec.launch import roles
+print(roles.play(SimpleNamespace(run=lambda: 0)), roles.play(SimpleNamespace(run=lambda: 1)))
+roles.play(SimpleNamespace(run=lambda: roles.RAISED))
+print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", played], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (RAISED, "0 1\n"), done.stderr

@@ -12,8 +12,9 @@ once MOST_ALIKE errors were alike and no step was trained meanwhile:
     trainer raises F in step 8  ->  all restart       2
     trainer raises F in step 8  ->  the run ends      3
 
-Two errors are alike if their texts are, whichever actors raise them. Numbers, addresses and paths in a text do not
-count, since they differ between actors and from one try to the next. A step that is skipped is not trained.
+Two errors are alike if their texts begin alike, whichever actors raise them. Numbers, addresses, paths and what is
+quoted do not count, since they differ between actors and from one try to the next. Neither does what comes after the
+first ALIKE_CHARACTERS, where details stand. A step that is skipped is not trained.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 MOST_ALIKE = 3
-_VARYING = re.compile(r"[^\s'\"]*/[^\s'\"]*|\b0x[0-9a-fA-F]+|\d+(?:[.:]\d+)*")
+ALIKE_CHARACTERS = 80  # the type, the field or function, and what is wrong with it; then come details
+_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_VARYING = re.compile(rf"{_QUOTED}|[^\s'\"]*/[^\s'\"]*|\b0x[0-9a-fA-F]+|\d+(?:[.:]\d+)*")
 
 
 class Failures:
@@ -54,6 +57,6 @@ class Failures:
 
     def add(self, error: str) -> int:
         """Note an error of an actor. Return how many were alike, with this one."""
-        common = _VARYING.sub("#", error)
+        common = _VARYING.sub("#", error)[:ALIKE_CHARACTERS]
         self._alike[common] += 1
         return self._alike[common]

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncspec.actors.base import LEFT_BEHIND, RAISED, ActorSpec, first_name
+from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
 from asyncspec.config import Config, work
 from asyncspec.console import terminal
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
 from asyncspec.launch import roles, torchrun
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.launch.watch import Supervisor, died_of
+from asyncspec.launch.watch import Supervisor
 from asyncspec.wire import transport
 
 POLL_S = 0.1
@@ -166,8 +166,7 @@ class _Attempt:
         self.config, self.interrupt, self.restarts_left, self.pool = config, interrupt, restarts_left, pool
         self.resuming = False
         self.playing: dict[str, Process] = {}
-        # actors whose `run` returned LEFT_BEHIND or RAISED: the code, and when it did
-        self.alone: dict[str, tuple[int, float]] = {}
+        self.left_behind: dict[str, float] = {}  # actors whose `run` returned LEFT_BEHIND, and when
         self.started = time.monotonic()
         self.specs, self.version = pool.specs(config, version), version
 
@@ -229,19 +228,14 @@ class _Attempt:
         return code
 
     def _result(self, name: str, process: Process) -> int | Exception | None:
-        """The result of the process. An actor that has lost the controller, or its host's Ray, or in which an exception
-        was raised, counts as dead, but only after LATE_WORD_S: the controller may just have ended, or is about to end
-        the run for that exception.
+        """The result of the process. An actor that has lost the controller, or its host's Ray, counts as dead, but only
+        after LATE_WORD_S: the controller may just have ended.
         """
-        if name not in self.alone:
-            value = process.result()
-            if value not in (LEFT_BEHIND, RAISED):
-                return value
-            self.alone[name] = value, time.monotonic()
-        code, since = self.alone[name]
-        if time.monotonic() - since <= LATE_WORD_S:
-            return None
-        return RuntimeError("it lost the controller" if code == LEFT_BEHIND else died_of(self.config, name, code))
+        since = self.left_behind.get(name)
+        if since is None and (value := process.result()) != LEFT_BEHIND:
+            return value
+        since = self.left_behind.setdefault(name, time.monotonic())
+        return RuntimeError("it lost the controller") if time.monotonic() - since > LATE_WORD_S else None
 
     def end(self) -> None:
         """End the processes that still play. Before a restart they have EXIT_GRACE_S to end by themselves, because the
@@ -251,12 +245,9 @@ class _Attempt:
         while self.playing:
             self.pool.wait(POLL_S / 10)
             for name, process in list(self.playing.items()):
-                value = self.alone[name][0] if name in self.alone else process.result()
-                if value is not None:
+                if name in self.left_behind or (value := process.result()) is not None:
                     del self.playing[name]
-                    if value == RAISED:  # for example, its GPU may be faulty
-                        process.kill()
-                    elif not isinstance(value, Exception):
+                    if name in self.left_behind or not isinstance(value, Exception):
                         self.pool.give_back(name, process)
             if time.monotonic() > deadline:
                 break

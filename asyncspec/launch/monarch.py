@@ -48,7 +48,7 @@ class _Host(monarch.Actor):
 
     @monarch.endpoint
     def run(self) -> int:
-        return self.actor.run()
+        return roles.play(self.actor)
 
 
 def launch(config: Config, resume: bool = False, node: int | None = None, hosts: Sequence[str] = ()) -> int:

@@ -72,7 +72,7 @@ class _Host:
         return os.getpid(), ray.get_runtime_context().get_node_id(), getattr(self.actor, "address", "")
 
     def run(self) -> int:
-        return self.actor.run()
+        return roles.play(self.actor)
 
 
 def launch(config: Config, resume: bool = False) -> int:

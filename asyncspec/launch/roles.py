@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from asyncspec import config as configuration
-from asyncspec.actors.base import ActorSpec
+from asyncspec.actors.base import RAISED, ActorSpec
 from asyncspec.config import topology, work
 from asyncspec.console import never_fail
 from asyncspec.errors import ConfigError
@@ -66,6 +66,16 @@ def make(spec: ActorSpec):
     module, name = (MOCKED if mocked else CLASSES)[spec.role]
     with gc_paused():
         return getattr(importlib.import_module(module), name)(spec)
+
+
+def play(actor) -> int:
+    """Run an actor. Returns its exit code. If an exception was raised in it, this process ends with that code: it plays
+    no other actor, because its state, or its GPU, may be faulty.
+    """
+    code = actor.run()
+    if code == RAISED:
+        ending.end_at_once(code)
+    return code
 
 
 def devices(wanted: str, played: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ LOST_HERE = 2  # times; one loss may be chance
 
 
 def died_of(config: Config, name: str, code: int) -> str:
-    """Return how an actor died whose process has ended by itself with this code, as the user sees it."""
+    """Return how an actor died whose process has ended by itself with this exit code, as the user sees it."""
     what = "an exception" if code == RAISED else f"exit code {code}"
     return f"{what}; see {config.run_dir}/logs/{name}.log"
 
