@@ -48,7 +48,7 @@ class ChaosBenchmark(Benchmark):
     name = "chaos"
     repeats = 1
     variants = ("undisturbed", "faults", "resumed")
-    columns = ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "accuracy_gain", "seconds")
+    columns = ("faults", "raised", "tickets_lost", "tickets_doubled", "lag_violations", "accuracy_gain", "seconds")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out
@@ -70,6 +70,7 @@ class ChaosBenchmark(Benchmark):
         accuracy = [row["eval/score"] for row in rows if row["eval/score"] is not None]
         return {
             "faults": CUTS if variant == "resumed" else len(hits),
+            "raised": sum(fault["kind"] == "raised" for fault in hits),
             "seconds": time.monotonic() - started,
             "violations": len(found),
             "tickets_lost": sum(not sum(counts.values()) for counts in ends.values()),
@@ -89,7 +90,7 @@ class ChaosBenchmark(Benchmark):
         disturbed = samples["faults"] + samples["resumed"]
         total = {
             key: sum(sample[key] for sample in disturbed)
-            for key in ("faults", "tickets_lost", "tickets_doubled", "lag_violations", "violations")
+            for key in ("faults", "raised", "tickets_lost", "tickets_doubled", "lag_violations", "violations")
         }
         gain = {
             variant: statistics.median(sample["accuracy_gain"] for sample in samples[variant])
