@@ -346,19 +346,29 @@ def test_the_command_serves_until_an_interrupt(tmp_path, number):
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ
     )
-    ready, curl = child.stdout.readline(), child.stdout.readline()
-    assert ready.startswith("serving sums at http://127.0.0.1:") and "draft eagle3 from asset:tiny/eagle3, k=3" in ready
-    assert ready.endswith("200 tokens, 300 s a request; a key\n"), child.stderr.read()
-    address = ready.split()[3].removesuffix(":")
-    client = openai.OpenAI(base_url=address, api_key="a-key-of-16-characters", max_retries=0)
-    assert client.completions.create(model="sums", prompt=PROMPT, temperature=0).choices[0].text
-    shown = subprocess.run(
-        curl.strip(), shell=True, capture_output=True, text=True, env=os.environ | {serve.KEY: "a-key-of-16-characters"}
-    )
-    assert json.loads(shown.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), shown.stderr
-    stream = client.completions.create(model="sums", prompt=PROMPT, stream=True, n=8)
-    next(iter(stream))
-    began = time.monotonic()
-    child.send_signal(number)
-    assert child.wait(30) == 130 and time.monotonic() - began < 15
-    assert child.stderr.read() == "asyncspec serve: interrupted\n" and child.stdout.read() == ""
+    try:
+        ready, curl = child.stdout.readline(), child.stdout.readline()
+        assert (
+            ready.startswith("serving sums at http://127.0.0.1:")
+            and "draft eagle3 from asset:tiny/eagle3, k=3" in ready
+        )
+        assert ready.endswith("responses of up to 200, 300 s a request; a key\n")
+        address = ready.split()[3].removesuffix(":")
+        client = openai.OpenAI(base_url=address, api_key="a-key-of-16-characters", max_retries=0)
+        assert client.completions.create(model="sums", prompt=PROMPT, temperature=0).choices[0].text
+        shown = subprocess.run(
+            curl.strip(),
+            shell=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {serve.KEY: "a-key-of-16-characters"},
+        )
+        assert json.loads(shown.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), shown.stderr
+        stream = client.completions.create(model="sums", prompt=PROMPT, stream=True, n=8)
+        next(iter(stream))
+        began = time.monotonic()
+        child.send_signal(number)
+        assert child.wait(30) == 130 and time.monotonic() - began < 15
+        assert child.stderr.read() == "asyncspec serve: interrupted\n" and child.stdout.read() == ""
+    finally:
+        child.kill()
