@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from asyncspec.actors.crew import Life, Member
+from asyncspec.actors.crew import Life, Member, replaceable
 from asyncspec.actors.failures import Failures
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run, RunFailed
@@ -258,7 +258,8 @@ class Conductor:
         """
         crew, failed = self.run.crew, set()
         if self.run.resuming:
-            failed = {member.leader for member in crew.members.values() if member.error}
+            alone = replaceable(self.config)
+            failed = {each.leader for each in crew.members.values() if each.error and each.role not in alone}
         return [
             member
             for member in crew.settled

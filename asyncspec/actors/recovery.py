@@ -123,7 +123,8 @@ class Recovery:
         """Handle the end of a given-up actor whose launcher can be reached again and has killed it."""
         name, role, new = member.name, member.role, message.replacement
         taken = any(first_name(other.name) == first_name(name) for other in self.crew.playing(role))
-        if new and taken and role == "draft_adapter":  # it gets no Welcome and ends by itself
+        if new and taken and role == "draft_adapter":
+            self._dismiss(new)
             self.records.line(f"{name} can be reached again; it was already replaced")
         elif new:
             self._expect(new, role)
