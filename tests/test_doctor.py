@@ -225,15 +225,15 @@ def test_a_draft_adapter_that_shares_a_gpu_is_counted_there():
     )
 
 
-def test_a_checkpoint_and_a_version_on_their_way_need_host_memory():
+def test_a_checkpoint_on_its_way_needs_host_memory():
     config = load("tiny", ["deployment.device=auto", "trainer.ranks=8", "rl.groups_per_step=8"])
     names = {f"trainer_rank{i}" if i else "trainer": "trainer_rank" if i else "trainer" for i in range(8)} | {
         "logprob": "logprob",
         "generator0": "generator",
     }
     placed = [list(names)]
-    # 98e9 for 8.19e9 parameters and two moments, 45e9 to gather versions
-    for memory, enough in ((130e9, False), (160e9, True)):
+    # 98e9 for 8.19e9 parameters and two moments; versions are gathered on the GPUs
+    for memory, enough in ((90e9, False), (130e9, True)):
         ((_, _, found),) = judge(config, POLICY_8B, placed, names, [Node("h", "a", [400e9] * 10, memory, 8)])
         assert ([f.text for f in found if not f.ok] == []) == enough
 
@@ -285,3 +285,22 @@ def test_missing_nodes_give_one_line(tmp_path):
         launcher=(*TORCHRUN, "--nproc-per-node", "2", "-m", "asyncspec.cli"),
     )
     assert code != 0 and "names 3 nodes" in said and "torchrun --nnodes 3" in said
+
+
+def test_vllms_share_of_a_gpu_leaves_room_for_arriving_weights():
+    """16.4 GB of weights arrive beside vLLM's share, which it takes whatever it needs."""
+    names = {"generator0": "generator"}
+    nodes = [Node("h", "a", [80e9], 1e12, 8)]
+
+    def found(share):
+        fields = ["engine.kind=vllm", "speculation.draft_length=3", "model.dtype=bfloat16", "deployment.device=auto"]
+        config = load("tiny", [*fields, f"engine.gpu_memory_utilization={share}"])
+        config.speculation.draft_path = ""
+        ((_, _, findings),) = judge(config, POLICY_8B, [["generator0"]], names, nodes)
+        return [each.text for each in findings if not each.ok]
+
+    assert found(0.75) == []
+    assert found(0.8) == [
+        "node 0: engine.gpu_memory_utilization=0.8: vLLM's 64.0 GB, arriving weights and CUDA need 83.4 GB of GPU "
+        "memory, and there are 80.0; expected at most 0.75"
+    ]

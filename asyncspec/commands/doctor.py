@@ -6,11 +6,12 @@ check whether they reach each other and see the same files, and how far apart th
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -173,6 +174,8 @@ def judge(
             needed, where = sum(needs[name] for name in fullest_gpu), "GPU memory"
             room = min(known.gpus) if known else None
         findings = []
+        if room is not None and not on_cpu and (wrong := _vllm_too_large(config, policy, needs, names, room)):
+            findings.append(Finding(False, f"node {index}: {wrong}"))
         if room is not None and needed > room:
             fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
             parts = estimate.of_actor(config, policy, names[fullest])
@@ -195,7 +198,7 @@ def judge(
                     Finding(
                         False,
                         f"node {index}: needs about {host / 1e9:.1f} GB of host memory, has {known.memory / 1e9:.1f} "
-                        f"free; the trainer copies checkpoints and gathers versions there",
+                        f"free; the trainer copies checkpoints there",
                     )
                 )
             where_dealt |= {name: f"cuda {index}/{gpu}" for name, gpu in zip(on_devices, dealt)}
@@ -211,6 +214,21 @@ def judge(
     if where_dealt and len(nodes) == len(placed):
         result[0][2].extend(_broadcasts(config, names, where_dealt))
     return result
+
+
+def _vllm_too_large(config: Config, policy: dict, here: Iterable[str], names: dict[str, str], room: float) -> str:
+    """Say what is wrong if vLLM's share of a GPU leaves too little for arriving weights; "" if nothing is."""
+    if config.engine.kind != "vllm" or "generator" not in [names[name] for name in here]:
+        return ""
+    filled = estimate.with_vllm(config, policy, room)
+    if filled <= room:
+        return ""
+    share = config.engine.gpu_memory_utilization
+    fitting = math.floor(100 * (share - (filled - room) / room)) / 100
+    return (
+        f"engine.gpu_memory_utilization={share}: vLLM's {share * room / 1e9:.1f} GB, arriving weights and CUDA need "
+        f"{filled / 1e9:.1f} GB of GPU memory, and there are {room / 1e9:.1f}; expected at most {max(0.0, fitting)}"
+    )
 
 
 def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) -> list[Finding]:

@@ -119,8 +119,8 @@ def on_host(config: Config, policy: dict, role: str) -> float:
 
 
 def beside(config: Config, policy: dict, role: str) -> float:
-    """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads; or a
-    checkpoint that it writes, and the buckets of a version that it gathers.
+    """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads, or a
+    checkpoint that it writes.
     """
     if config.trainer.kind == "mock" or not role.startswith(("trainer", "logprob")):
         return 0.0
@@ -129,15 +129,21 @@ def beside(config: Config, policy: dict, role: str) -> float:
         return loading
     share = config.trainer.replicas / config.trainer.ranks
     held = (FLOAT * parameters(policy) + moments(config, policy)) * share
-    return max(loading, held + gathered(config, policy, role))
+    return max(loading, held)
 
 
 def gathered(config: Config, policy: dict, role: str) -> float:
-    """Bytes of host memory for a version's buckets on their way from several ranks to the first. The largest tensor is
-    the embedding: its parts, the whole, and in the first rank two buckets that wait.
+    """Bytes of a version's buckets on their way from several ranks to the first. The largest tensor is the embedding:
+    in each rank its part; in the first one also all parts, the whole, and two buckets that wait.
     """
-    copies = 0 if config.trainer.ranks == 1 else 4 if role == "trainer" else 2
-    return copies * FLOAT * policy["vocab_size"] * policy["hidden_size"]
+    ranks = config.trainer.ranks // config.trainer.replicas
+    copies = 0 if ranks == 1 else 1 / ranks + (4 if role == "trainer" else 0)
+    return copies * bytes_of(config) * policy["vocab_size"] * policy["hidden_size"]
+
+
+def bytes_of(config: Config) -> int:
+    """Bytes of a number in `model.dtype`, in which weights travel and passes compute."""
+    return FLOAT if config.model.dtype == "float32" else 2
 
 
 def loaded(config: Config, policy: dict, role: str, element: int) -> float:
@@ -185,6 +191,20 @@ def head(policy: dict, element: int, parts: int, trained: bool = True, entropy: 
     return logits + FLOAT * V * policy["hidden_size"] * trained
 
 
+OUTSIDE_VLLM = 3e9  # bytes of a GPU for CUDA, NCCL and graphs, which vLLM does not count
+
+
+def with_vllm(config: Config, policy: dict, room: float) -> float:
+    """Bytes of a GPU that a generator with vLLM fills: vLLM takes its share at the start, whatever it needs, and a
+    version arrives beside it.
+
+    Args:
+        room: bytes of the GPU.
+    """
+    arriving = of_actor(config, policy, "generator")["arriving weights"]
+    return config.engine.gpu_memory_utilization * room + arriving + OUTSIDE_VLLM
+
+
 # Parts whose size follows exactly from the configuration.
 _EXACT = ("weights", "weights and gradients", "optimizer", "snapshot", "KV cache")
 
@@ -214,7 +234,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
     group = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
     step = config.rl.groups_per_step * config.rl.group_size * longest
-    trainer, element = config.trainer, FLOAT if config.model.dtype == "float32" else 2
+    trainer, element = config.trainer, bytes_of(config)
     if role in ("trainer", "trainer_rank"):
         share, tokens = trainer.replicas * P / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
         # A rank that adds up gradients once a step keeps its own whole until then.
@@ -222,7 +242,8 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         return {
             "weights and gradients": 2 * FLOAT * share,
             "optimizer": moments(config, policy) * share / P,
-            "snapshot": FLOAT * share,
+            "snapshot": element * share,
+            "buckets": gathered(config, policy, role),
             "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
             "logits": head(policy, element, trainer.tensor_parallel, entropy=config.rl.entropy_coef > 0),
             "RoPE table": rope_table(config, policy),
@@ -238,12 +259,12 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "RoPE table": rope_table(config, policy) * models,
         }
         if ranks == 1:
-            return found | {"arriving weights": FLOAT * P}
+            return found | {"arriving weights": element * P}
         # Each rank keeps its share of two versions: one waits for the other ranks, one arrives, tensor by tensor. The
         # embedding is the largest tensor that arrives, and the largest that a pass gathers.
         largest = V * policy["hidden_size"]
         return found | {
-            "arriving weights": 2 * element * P / ranks + FLOAT * largest,
+            "arriving weights": 2 * element * P / ranks + element * largest,
             "gathered weights": element * largest / config.logprob.tensor_parallel,
         }
     if role == "generator" and config.engine.kind == "torch":
@@ -256,7 +277,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             own = cfg | {"num_hidden_layers": 1} if FEATURES[method] else cfg
             each = element * FEATURES[method] * cfg["hidden_size"] + kv_bytes_per_token(own, element)
             draft = {
-                "draft": (2 * element + FLOAT) * draft_parameters(method, cfg),
+                "draft": 3 * element * draft_parameters(method, cfg),
                 "draft's features and cache": each * cached,
             }
         # For each token that may come next: its logit, the logit over the temperature, and its probability under the
@@ -265,7 +286,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # Weights count twice: the engine's own forward pass has its own matrices besides the module's.
         return {
             "weights": 2 * element * P,
-            "arriving weights": FLOAT * P,
+            "arriving weights": element * P,
             "RoPE table": rope_table(config, policy) * (1 + _rotated_heads(policy) / 2),
             "KV cache": kv_bytes_per_token(policy, element) * cached,
             "distributions": of_token * config.engine.slots * verified * V,
@@ -275,12 +296,12 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
         return {
             "weights": element * P,
-            "arriving weights": FLOAT * P,
+            "arriving weights": element * P,
             "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest,
         }
     if role == "generator" and config.engine.kind == "sglang":
         # twice: a copy, and a file in memory
-        return {"arriving weights": 2 * FLOAT * P, "weights on their way to the server": 2 * FLOAT * P}
+        return {"arriving weights": 2 * element * P, "weights on their way to the server": 2 * element * P}
     if role == "draft_adapter":
         return _of_draft(config, group, longest)
     return {}
