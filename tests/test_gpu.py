@@ -127,6 +127,29 @@ def test_nccl_broadcasts_versions_at_world_size_1():
     publisher.close()
 
 
+def test_a_publication_finishes_beside_a_long_kernel_of_the_stream_that_computes():
+    """Products are queued for seconds behind the snapshot. The broadcast waits for the snapshot, and not for them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    live, joined = {str(i): torch.full((1 << 22,), 1.0, device="cuda:0") for i in range(32)}, threading.Event()
+    layout = Layout.of(live, "bfloat16")
+    publisher = Publisher("127.0.0.1", store.port, "policy", "trainer", "cuda:0", layout)
+    publisher.form(Membership("policy", 1, ["trainer"], "nccl"), 60, joined.set)
+    assert joined.wait(60)
+    publisher.publish(Publish("policy", 1), WholeSnapshot(layout, live, "cuda:0"), lambda message: None)
+    wait_until_idle(publisher)  # the communicator exists from here on
+    matrix, ended = torch.randn(4096, 4096, device="cuda:0"), torch.cuda.Event()
+    snapshot = WholeSnapshot(layout, live, "cuda:0")
+    for _ in range(2000):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    ended.record()
+    publisher.publish(Publish("policy", 2), snapshot, lambda message: None)
+    wait_until_idle(publisher)
+    assert publisher._lane.error is None and (snapshot.flat == 1).all()
+    assert not ended.query(), "the products were done first: this GPU needs more of them"
+    torch.cuda.synchronize()
+    publisher.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_default_job_runs_on_a_gpu_that_all_actors_share(tmp_path, dtype):
     run_dir = tmp_path / "run"
