@@ -38,6 +38,7 @@ def schedule_of(*fields):
         config=config,
         book=TicketBook(ledger_),
         progress=lambda: None,
+        records=SimpleNamespace(run_dir=None, line=None),
         crew=SimpleNamespace(playing=lambda role: [SimpleNamespace(name=role)]),
         server=SimpleNamespace(send=lambda name, message: sent.append((name, message))),
     )

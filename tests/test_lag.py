@@ -61,6 +61,6 @@ def test_the_trainer_refuses_a_group_that_breaks_the_bound(lag, tmp_path):
     with pytest.raises(
         LagError, match=f"a token of version {5 - lag - 1}; policy lag {lag} allows {5 - lag} and newer"
     ):
-        trainer._train(step, group, arrays)
+        trainer._take(step, group, arrays)
     assert all(p.grad is None for p in model.parameters())
     assert all((p == q).all() for p, q in zip(model.parameters(), before))

@@ -62,7 +62,7 @@ def test_a_rank_that_follows_waits_at_the_end_until_rank_0_has_written(monkeypat
 
     rank = object.__new__(TrainerRank)
     rank.config, rank.ended, rank.ordered, rank.stopping = load("tiny", ["trainer.ranks=2"]), False, 0.0, "interrupted"
-    rank.inbox = SimpleNamespace(take=take)
+    rank.inbox, rank._code = SimpleNamespace(take=take), 0
     rank.wait = lambda seconds: now.__setitem__(0, now[0] + 10)
     checkpoints = SimpleNamespace(saved=lambda wait=False: done.append(f"saved {wait}"))
     rank.learner = SimpleNamespace(checkpoints=checkpoints, save=lambda version: done.append(f"save {version}"))

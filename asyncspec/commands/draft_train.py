@@ -53,8 +53,8 @@ def train_draft(
     rng, began = np.random.default_rng([settings.seed, 2]), time.monotonic()
 
     def progress() -> float:
-        done = trainer.steps / settings.steps if settings.steps else 0.0
-        return max(done, (time.monotonic() - began) / max(1.0, until - began))
+        done, now = trainer.steps / settings.steps if settings.steps else 0.0, time.monotonic()
+        return 1.0 if now >= until else max(done, (now - began) / (until - began))
 
     try:
         for rollouts in rounds:
