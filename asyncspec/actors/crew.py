@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from asyncspec.actors.base import first_name
@@ -97,6 +97,7 @@ class Member:
     life: Life = Life.STARTING
     hello: m.Hello | None = None
     joined: bool = False  # it has sent Ready
+    using: dict[str, int] = field(default_factory=dict)  # kind of weights -> the version that it uses
     condemned_at: float = 0.0  # when its launcher was last asked to kill it; 0: never
     error: str = ""  # the exception that was raised in it, in one line; "": none
     failed_at: float = 0.0  # when it reported that exception
@@ -240,6 +241,7 @@ class Crew:
                 self._have_killed(member, "was cut off")
         elif member.present and sender == member.name + SUFFIX:
             self.vigil.heard(member.name, beat.turn_s, loading=not member.joined)
+            member.using = beat.using
             if member.life is Life.CUT_OFF:
                 self._answers_again(member, beat)
 

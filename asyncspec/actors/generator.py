@@ -107,6 +107,7 @@ class Generator(Actor):
                 layout=Layout.of(self.engine.parameters(kind), self.config.model.dtype),
                 received=lambda version, kind=kind: self._received.append((kind, version)),
             )
+        self.heart.using = dict.fromkeys(self.receivers, 0)
         self.workers = list(self.receivers.values())
         return {"policy"}  # nobody waits for the draft
 
@@ -157,6 +158,7 @@ class Generator(Actor):
                     start = now()
                     (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
                     self._interruptions.append(m.Phase("swap", start, now()))
+                self.heart.using[kind] = version
 
     def _evaluating(self) -> bool:
         """Whether a group is being generated that only the present weights may sample."""

@@ -64,6 +64,7 @@ class PolicyHolder(Actor):
             received=self._received.append,
             keep=self.scorer.keep if self.scorer.ranks.size > 1 else None,
         )
+        self.heart.using = {"policy": 0}
         self.workers = [self.receiver]
         return {"policy"}
 
@@ -159,6 +160,7 @@ class Logprob(PolicyHolder):
             self.team.order(SWAP, version)
             self.version, tensors = self.receiver.take(version)
             self.scorer.swap(tensors)
+        self.heart.using["policy"] = version
         self.complete = defaultdict(set, {later: names for later, names in self.complete.items() if later > version})
         self.swapped = now()
 

@@ -10,6 +10,7 @@ import msgspec
 
 from asyncspec.actors.base import first_name
 from asyncspec.actors.crew import Life, Member, replaceable
+from asyncspec.actors.delivery import Delivery
 from asyncspec.actors.failures import MOST_ALIKE
 from asyncspec.actors.run import Run
 from asyncspec.actors.tickets import ARRIVED, GENERATED
@@ -30,6 +31,7 @@ class Recovery:
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.crew, self.records = run, run.config, run.crew, run.records
         self._start_s, self._stop_s = work.start_s(run.config), work.stop_s(run.config)
+        self.delivery = Delivery(work.delivery_s(run.config))
         self._given_up = 0.0  # when a logprob actor was last given up; 0: never, or dealt with
         self._without_draft = False  # the draft adapter failed too often, so it is not replaced
 
@@ -51,6 +53,9 @@ class Recovery:
                 crew.condemn(member, "failed, and has not ended since")
         for member in crew.unanswered:
             self._cut_off(member)
+        for late in self.delivery.late(((each.name, each.using) for each in crew.present if each.joined), now):
+            self.records.line(str(late))
+            self.records.note("late", actor=late.name, what=f"{late.kind} version {late.newest}")
         if self._given_up and now - self._given_up > KILLED_S:
             # A generator that can still reach that logprob actor may have sent it a group.
             late, self._given_up = self._given_up + LATE_WORD_S, 0.0

@@ -92,6 +92,7 @@ class Switchboard:
     def _(self, message: m.Publish, sender: str) -> None:
         if not self.run.broadcasts.relay(sender, message):
             return
+        self.recovery.delivery.published(message.kind, message.version, time.monotonic())
         if message.kind == "draft":
             self.records.counters["draft/policy_version"] = message.policy_version
         else:

@@ -20,7 +20,7 @@ from pathlib import Path
 from asyncspec.config import eval_sets
 from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
-from asyncspec.deadlines import EXIT_GRACE_S
+from asyncspec.deadlines import BUCKET_BYTES_S, EXIT_GRACE_S, MEET_S
 from asyncspec.models import headers
 
 PATIENCE = 4
@@ -123,6 +123,11 @@ def turn_s(config: Config) -> float:
 def stall_s(config: Config) -> float:
     """Seconds that a run may go without any progress. While the trainer writes an export, there may be none."""
     return config.deployment.stall_timeout_s + _exporting_s(config)
+
+
+def delivery_s(config: Config) -> float:
+    """Seconds after which a version should be in use everywhere: its members may come late, and its bytes take time."""
+    return MEET_S + policy_bytes(config) / BUCKET_BYTES_S + config.deployment.stall_timeout_s / 10
 
 
 def data_bytes(config: Config) -> int:

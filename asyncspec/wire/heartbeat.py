@@ -24,6 +24,7 @@ class Heart:
 
     def __init__(self, control_address: str, name: str) -> None:
         self.name, self._address, self._turned = name, control_address, time.monotonic()
+        self.using: dict[str, int] = {}  # kind of weights -> the version in use, for the beats
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
@@ -49,7 +50,7 @@ class Heart:
         client = ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: a process may freeze right after it has loaded
         while not self._stop.wait(BEAT_EVERY_S):
-            client.send(Beat(self.name, self.turn_s))
+            client.send(Beat(self.name, self.turn_s, dict(self.using)))
         client.close(0)
 
 

@@ -145,6 +145,7 @@ class Beat(Message, frozen=True):
 
     name: str
     turn_s: float = 0.0  # seconds that the current turn of the sender's main loop has taken
+    using: dict[str, int] = {}  # kind of weights -> the version that the sender uses
 
 
 class Kill(Message, frozen=True):
