@@ -130,6 +130,12 @@ METRICS = (
         "distance of a token's logprobs under proximal and behavior policy, mean over the tokens of all groups",
     ),
     Metric("sampling/sampling_logp_difference/max", "nats", "largest such distance"),
+    Metric(
+        "sampling/same_version_gap",
+        "nats",
+        "mean distance over tokens that were scored by the version that sampled them, of the generator with the "
+        "largest one; rounding, if each generator has the weights that it names",
+    ),
     Metric("correction/weight_mean", "", "mean importance weight proximal / behavior, after truncation or masking"),
     Metric(
         "correction/truncated", "share", "tokens with a weight below `rl.correction_low` or above `rl.correction_high`"

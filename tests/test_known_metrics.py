@@ -3,6 +3,7 @@
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from asyncspec.models.policy import hidden_states
 from asyncspec.rl import loss as losses
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.loss import Tokens, policy_loss
-from asyncspec.rl.observed import observed
+from asyncspec.rl.observed import observed, same_version_gaps
 from asyncspec.timing.metrics import KNOWN_AS, step_row
 from asyncspec.wire import messages as m
 
@@ -98,6 +99,21 @@ def test_the_gap_of_generator_and_trainer_is_taken_over_all_tokens():
         "sampling/sampling_logp_difference/max": 1.0,
     }
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_generator_with_other_weights_than_it_names_is_found():
+    """Only tokens that their own version has scored count."""
+    right, arrays = given_group(0, [1.0], [3], [1e-4, -1e-4, 5.0])
+    arrays["versions"][2] = 3  # an older one
+    wrong, others = given_group(1, [1.0], [2], [1.0, -2.0])
+    groups = [
+        (msgspec.structs.replace(right, proximal_version=0), arrays),
+        (msgspec.structs.replace(wrong, proximal_version=0, generator="generator1"), others),
+        given_group(2, [1.0], [1], [9.0], version=4),
+    ]
+    found = same_version_gaps(groups)
+    assert found == {"generator0": pytest.approx(1e-4, rel=1e-2), "generator1": pytest.approx(1.5)}
+    assert observed(0, groups, RLConfig())["sampling/same_version_gap"] == pytest.approx(1.5)
 
 
 def test_weights_of_responses_are_products_and_no_bound_hides_the_tail():

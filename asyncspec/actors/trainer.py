@@ -32,7 +32,7 @@ from asyncspec.deadlines import COLLECTIVE_S
 from asyncspec.lag import check_lag
 from asyncspec.ledger.checkpoint import export_of
 from asyncspec.rl.learner import Learner
-from asyncspec.rl.observed import observed
+from asyncspec.rl.observed import WRONG_GAP, observed, same_version_gaps
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
@@ -72,6 +72,7 @@ class Trainer(Actor):
         self.left_out: dict[int, int] = {}  # by place, until its turn: the last ticket, whose group is not trained
         self.step_start = 0.0  # when the previous step ended; 0: there was none
         self.step = _Step()
+        self._named: set[str] = set()  # generators whose logprobs were wrong
         self.next_place = self.step_index * self.config.rl.groups_per_step
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device)
         self.learner.visit = self.before_checkpoint
@@ -150,6 +151,7 @@ class Trainer(Actor):
         with self._part("train", step):
             stats, skipped = self.learner.take_step(step, work.groups, lambda: self._update(step), self._notice)
         stats |= observed(step, work.groups, self.config.rl)
+        self._compare(work.groups)
         with self._part("prepare", step):
             self._publish(step + 1)
         end = now()
@@ -168,6 +170,19 @@ class Trainer(Actor):
         )
         self.step_index, self.step_start = step + 1, end
         self.team.committed = False
+
+    def _compare(self, groups: list[tuple[m.Group, m.Arrays]]) -> None:
+        """Name each generator, once, whose logprobs are not those of the version that it names."""
+        sampling = self.config.sampling
+        if sampling.top_p < 1 or sampling.top_k:  # then its logprobs are of another distribution
+            return
+        for generator, gap in same_version_gaps(groups).items():
+            if gap > WRONG_GAP and generator not in self._named:
+                self._named.add(generator)
+                self._notice(
+                    f"the logprobs of {generator} differ by {gap:.2f} on average from a fresh pass of the same "
+                    "version: its weights did not arrive whole, or its engine computes something else"
+                )
 
     def _save_due(self) -> bool:
         every, new = self.config.checkpoint.every, self.step_index - self.saved_version

@@ -16,6 +16,7 @@ import numpy as np
 from asyncspec.config import RLConfig
 from asyncspec.wire import messages as m
 
+WRONG_GAP = 0.5  # nats: rounding in 16 bits makes a tenth of this
 LOG_RATIO_CAP = 20.0  # as in loss.py, so that the largest ratio is a number
 
 
@@ -26,6 +27,7 @@ def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLCo
     lag_T = step - np.concatenate([arrays["versions"] for _, arrays in groups])
     gap_T = np.concatenate([logprob_gap(arrays) for _, arrays in groups])
     ratio = np.concatenate([_ratio(arrays, config.correction_level) for _, arrays in groups])
+    same = same_version_gaps(groups)
     spreads = [np.std(group.rewards, ddof=1) for group, _ in groups if len(group.rewards) > 1]
     found = {
         "lag/mean": lag_T.mean(),
@@ -37,7 +39,24 @@ def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLCo
         "sampling/sampling_logp_difference/mean": np.abs(gap_T).mean(),
         "sampling/sampling_logp_difference/max": np.abs(gap_T).max(),
     }
+    if same:
+        found["sampling/same_version_gap"] = max(same.values())
     return {name: float(value) for name, value in found.items()}
+
+
+def same_version_gaps(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, float]:
+    """Return for each generator by how much its tokens' logprobs differ, on average, from those of a fresh pass of the
+    version that sampled them. It is rounding, unless the generator's weights are not those that it names.
+
+    Returns:
+        Mean distance, over the tokens that were scored by their own version, of each generator that has any.
+    """
+    found: dict[str, list[np.ndarray]] = {}
+    for group, arrays in groups:
+        same_T = arrays["versions"] == group.proximal_version
+        if same_T.any():
+            found.setdefault(group.generator, []).append(np.abs(logprob_gap(arrays)[same_T]))
+    return {generator: float(np.concatenate(gaps).mean()) for generator, gaps in found.items()}
 
 
 def logprob_gap(arrays: m.Arrays) -> np.ndarray:
