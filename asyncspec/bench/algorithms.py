@@ -1,6 +1,6 @@
 """bench algorithms: each loss, off-policy correction and way to take a step learns the default job.
 
-Each variant changes some fields of the default job and runs its first third, with one seed for each repetition. All
+Each variant changes some fields of the default job and runs its first quarter, with one seed for each repetition. All
 variants have the default learning rate and the same held-out prompts. Accuracy is measured before the first step and
 after the last. Runs of one variant differ by two to three points, so this says what learns, not what is best.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import run_job
 
-STEPS, HELD_OUT = 40, 256
+STEPS, HELD_OUT = 30, 256
 SETTINGS = {
     "ppo, token weights truncated": (),
     "ppo with dual clip": ("rl.clip_dual=3",),
