@@ -148,7 +148,7 @@ def test_only_the_generator_that_has_a_ticket_may_report_it_without_signal():
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda e: e[1].pop("left_out_in"), "step 0: 0 tickets trained or left out, expected 1"),
+        (lambda e: e[1].pop("empty_in"), "step 0: 0 tickets trained or left out, expected 1"),
         (lambda e: e[1].update(replaced_by=7), "ticket 0: replaced by ticket 7, which was not issued for step 0"),
         (lambda e: e[1].pop("reason"), "ticket 0: dropped without a reason"),
     ],
@@ -156,13 +156,28 @@ def test_only_the_generator_that_has_a_ticket_may_report_it_without_signal():
 def test_a_ledger_that_hides_a_group_is_found(change, message):
     events = [
         {"event": "issued", "ticket": 0, "step": 0},
-        {"event": "dropped", "ticket": 0, "step": 0, "reason": "x", "left_out_in": 0},
+        {"event": "dropped", "ticket": 0, "step": 0, "reason": "x", "empty_in": 0},
         {"event": "issued", "ticket": 1, "step": 1},
         {"event": "trained", "ticket": 1, "step": 1, "trained_in": 1, "version_min": 1, "version_max": 1},
     ]
     assert violations(events, 1, 1, 2) == []
     change(events)
     assert message in violations(events, 1, 1, 2)
+
+
+def test_a_place_that_is_empty_before_its_step_is_trained_is_no_violation():
+    """At lag 1 groups of step 1 are dropped while step 0 is incomplete, and a run may be interrupted then."""
+    start = [{"event": "issued", "ticket": ticket, "step": ticket // 2} for ticket in range(4)]
+    dropped = {"event": "dropped", "ticket": 2, "step": 1, "reason": "x", "empty_in": 1}
+    trained = [
+        {"event": "trained", "ticket": i, "step": 0, "trained_in": 0, "version_min": 0, "version_max": 0}
+        for i in range(2)
+    ]
+    for end in range(1 + len(trained)):
+        assert violations([*start, dropped, *trained[:end]], 1, 2, None) == []
+    ended = {"event": "dropped", "ticket": 3, "step": 1, "reason": "interrupted"}
+    assert violations([*start, dropped, *trained, ended], 1, 2, 1) == []
+    assert violations([*start, dropped, *trained, ended], 1, 2, 2) != []
 
 
 REWARDS = """

@@ -210,7 +210,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_saved_and_reported(tmp_path
     assert np.isfinite(step(9, arrays)["grad/norm"])
     for number in (10, 11):
         step(number, bad)
-    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
         step(12, bad)
 
 

@@ -378,3 +378,37 @@ def test_a_checksum_finds_a_changed_bit_and_swapped_rows(count, dtype, random):
     rows = flat[: count // 8192 * 8192].view(-1, 4096)
     if len(rows) > 1 and not torch.equal(rows[0].view(torch.uint8), rows[1].view(torch.uint8)):
         assert checksum(torch.cat([rows[1], rows[0], flat[8192:]])) != before
+
+
+def test_each_version_is_announced_before_the_next_may_be_published():
+    """Here the group is formed late. The controller's clock takes versions in order only."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    live, told = tensors(1), []
+    where = ("127.0.0.1", store.port, "policy")
+    publisher = Publisher(*where, "trainer", "cpu", Layout.of(live))
+    snapshot = WholeSnapshot(publisher.layout, live, "cpu")
+    publisher.publish(Publish("policy", 1), snapshot, told.append)
+    assert publisher.busy and told == []
+    with pytest.raises(BroadcastError, match="version 2 published before"):
+        publisher.publish(Publish("policy", 2), snapshot, told.append)
+    receiver = Receiver(*where, "generator0", "cpu", publisher.layout, lambda version: None)
+    for worker in (publisher, receiver):
+        worker.form(Membership("policy", 1, MEMBERS[:2], "gloo"), 60, lambda: None)
+    deadline = time.monotonic() + 60
+    while not receiver.complete and time.monotonic() < deadline:
+        publisher.tend(told.append)
+        for message in told[len(told) - 1 :]:
+            if not receiver.complete and len(told) == 1:
+                receiver.expect(message.version, message.epoch)
+                told.append(None)
+        time.sleep(0.01)
+    assert told[0].version == 1 and receiver.take()[0] == 1 and not publisher.busy
+    for worker in (publisher, receiver):
+        worker.close()
+
+
+def test_a_version_that_a_newer_one_replaces_cannot_be_taken():
+    receiver = Receiver("127.0.0.1", 1, "policy", "logprob", "cpu", Layout.of(tensors(0)), print)
+    receiver._complete = {4: tensors(4)}
+    assert receiver.take(3) is None and receiver.complete == [4]
+    assert receiver.take(4)[0] == 4 and receiver.take() is None

@@ -202,7 +202,8 @@ class Conductor:
         if self.schedule.finished:
             self.run.stop_reason = "finished"
             return
-        limit = work.stall_s(self.config)
+        saving = self.schedule.trained_steps == self.config.steps  # nothing else goes forward meanwhile
+        limit = work.checkpoint_s(self.config) if saving else work.stall_s(self.config)
         if time.monotonic() - self.run.moved > limit:
             raise RunFailed(
                 f"no progress for {limit:.0f} s: waiting for {self._waited_for()}; see {self.records.run_dir}/logs, "

@@ -114,6 +114,7 @@ class Generator(Actor):
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.DraftEnded):
             self.receivers.pop("draft", None)
+            self.heart.using.pop("draft", None)
         elif isinstance(message, m.Membership) and message.kind in self.receivers:
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
@@ -143,6 +144,7 @@ class Generator(Actor):
             self.control.send(m.Received(self.name, kind, version))
         for kind, receiver in self.receivers.items():
             if kind == "policy" and self._evaluating():
+                self.heart.using.pop(kind, None)  # it need not use a newer version until the evaluation is done
                 continue
             try:
                 new = receiver.take()

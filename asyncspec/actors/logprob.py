@@ -155,10 +155,12 @@ class Logprob(PolicyHolder):
         )
         if version is None:
             return
+        if (new := self.receiver.take(version)) is None:
+            return
         self.fault("swap")
         with self.recorder.span("swap policy", version=version):
             self.team.order(SWAP, version)
-            self.version, tensors = self.receiver.take(version)
+            self.version, tensors = new
             self.scorer.swap(tensors)
         self.heart.using["policy"] = version
         self.complete = defaultdict(set, {later: names for later, names in self.complete.items() if later > version})

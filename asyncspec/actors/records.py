@@ -47,7 +47,7 @@ class Records:
         self.metrics = RunMetrics(self._files, self._open_boards, first_step)
         self.timeline, self.trace = TimelineFile(self._files, first_step), TraceFile(run_dir, console.line, first_step)
         self._rollouts = RolloutFile(run_dir, console.line, first_step)
-        self._held_out: list[dict] = []  # rollouts of the evaluation that is not complete
+        self._held_out: list[dict] = []  # rollouts of evaluations that are not complete
         self.line, self.note = console.line, self.ledger.note
         self.counters: dict[str, float] = {}  # the latest from all actors, for the next row of metrics
         self.evaluations = EvaluationFile(self._files, first_step)
@@ -93,9 +93,10 @@ class Records:
         self.evaluations.write(evaluation)
         self.console.evaluated(evaluation, rollouts)
         self.metrics.evaluated(evaluation)
-        if self._held_out:
-            rows, self._held_out = table(self._held_out), []
-            self.metrics.boards.table("rollouts/evaluation", COLUMNS, rows, evaluation["eval/policy_version"])
+        version = evaluation["eval/policy_version"]
+        if rows := table([row for row in self._held_out if row["step"] == version]):
+            self._held_out = [row for row in self._held_out if row["step"] != version]
+            self.metrics.boards.table("rollouts/evaluation", COLUMNS, rows, version)
 
     def step(self, done: m.StepDone, final: bool) -> None:
         """Write the row, the trace and the timeline of a step, unless the run can no longer be recorded.

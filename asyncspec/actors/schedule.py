@@ -42,7 +42,8 @@ class Schedule:
     def finished(self) -> bool:
         steps = self.config.steps
         saving = self.best is not None and self.best.awaits(steps)
-        return self.trained_steps == steps and not self.evaluations and not saving
+        published = self.clock.version == steps  # its evaluation begins then
+        return self.trained_steps == steps and published and not self.evaluations and not saving
 
     def load(self) -> None:
         """Read the data, in whatever thread: it takes long if there is much. The launcher has checked it.
@@ -140,7 +141,7 @@ class Schedule:
         if (other := self.maker.after(ticket)) is not None:
             self.run.book.replace(ticket, other, **details)
             return
-        self.run.book.end("dropped", ticket.ticket_id, left_out_in=ticket.step, **details)
+        self.run.book.end("dropped", ticket.ticket_id, empty_in=ticket.step, **details)
         for member in self.run.crew.playing("trainer"):
             self.run.server.send(member.name, m.LeftOut(ticket.place, ticket.ticket_id))
 

@@ -29,6 +29,7 @@ from asyncspec.actors.base import Actor, StopRequested
 from asyncspec.actors.trainer_team import TrainerTeam
 from asyncspec.config import work
 from asyncspec.deadlines import COLLECTIVE_S
+from asyncspec.errors import first_line
 from asyncspec.lag import check_lag
 from asyncspec.ledger.checkpoint import export_of
 from asyncspec.rl.learner import Learner
@@ -327,8 +328,9 @@ class Trainer(Actor):
         try:
             if said := save_best(self.config, Path(self.spec.run_dir)):
                 self._notice(said)
-        except OSError as error:
-            self._notice(f"the policy of the best version was not written: {error}; its checkpoint is intact")
+        except Exception as error:  # of many types; the run has its result, so it has not failed
+            why = first_line(error)
+            self._notice(f"the policy of the best version was not written: {why}; its checkpoint is intact")
 
     def save_policy(self, version: int | None = None) -> None:
         """Write the policy as a Hugging Face directory: the result of the run, or the export of a version."""

@@ -36,7 +36,7 @@ class TrainerRank(Follower):
         self.learner = self.learner_class(self.config, Path(spec.run_dir), self.device, self.rank)
         self.learner.visit = self.before_checkpoint
         self.step_index = max(0, spec.resume)
-        self.snapshot: Snapshot | None = None  # the newest one
+        self.snapshots: dict[int, Snapshot] = {}  # the newest one that is published, 0, or exported, 1
 
     def load(self) -> None:
         self.learner.load()
@@ -59,9 +59,10 @@ class TrainerRank(Follower):
             except FloatingPointError as error:
                 self.log(str(error))
         elif message.what == SNAPSHOT:
-            self.snapshot = learner.snapshot(export=message.number == 1)
+            self.snapshots[message.number] = learner.snapshot(export=message.number == 1)
         elif message.what == GATHER:
-            self.snapshot.begin()
+            self.snapshots[message.number].begin()  # a version may be gathered again, for members of a new epoch
+            self.snapshots.pop(1, None)
         elif message.what == SAVE:
             for act in learner.checkpoints.saved, lambda: learner.save(message.number):
                 try:

@@ -111,7 +111,7 @@ class TrainerTeam(Team):
     def snapshot(self, export: bool = False):
         """Take a snapshot of the policy, on all ranks. For `export` see `Learner.snapshot`."""
         self.order(SNAPSHOT, int(export))
-        return self.learner.snapshot(lambda: self.order(GATHER), export)
+        return self.learner.snapshot(lambda: self.order(GATHER, int(export)), export)
 
     def save(self, version: int) -> None:
         """Begin a checkpoint, on all ranks."""

@@ -53,16 +53,17 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     found: list[str] = []
     issued: Counter = Counter()
     step_of: dict[int, int] = {}
-    steps: Counter = Counter()  # step -> tickets that were trained in it or left out of it
+    steps: Counter = Counter()  # step -> tickets that were trained in it, or left out because it was skipped
+    empty: Counter = Counter()  # step -> places that stay empty, known before the step is trained
     events = list(events)
     for event in events:
         kind = event["event"]
         if kind == "resumed":  # from a checkpoint: later steps are void, and their tickets are issued again
             version = event["version"]
-            if version and steps[version - 1] != groups_per_step:
+            if version and steps[version - 1] + empty[version - 1] != groups_per_step:
                 found.append(f"resumed from version {version}, which was never trained")
             issued = Counter({ticket: n for ticket, n in issued.items() if step_of[ticket] < version})
-            steps = Counter({step: n for step, n in steps.items() if step < version})
+            steps, empty = (Counter({step: n for step, n in each.items() if step < version}) for each in (steps, empty))
         if kind not in ("issued", *FATES):  # an event of the run, or a reissue, which keeps the same ticket
             continue
         ticket, step = event["ticket"], event["step"]
@@ -71,8 +72,10 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
             issued[ticket] += 1
         elif not issued[ticket]:
             found.append(f"ticket {ticket}: {kind} before it was issued")
-        if "left_out_in" in event:  # the step was skipped, or the group had no signal
+        if "left_out_in" in event:  # a skipped step still counts as done
             steps[event["left_out_in"]] += 1
+        if "empty_in" in event:
+            empty[event["empty_in"]] += 1
         if kind == "dropped" and not event.get("reason"):
             found.append(f"ticket {ticket}: dropped without a reason")
         if (other := event.get("replaced_by")) is not None and not (issued[other] and step_of[other] == step):
@@ -104,11 +107,13 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
                     or "no end: neither trained, evaluated nor dropped"
                 )
             )
-    for step in range(max(steps, default=-1) + ended):
-        if steps[step] != groups_per_step:
-            found.append(f"step {step}: {steps[step]} tickets trained or left out, expected {groups_per_step}")
-    if ended and steps_trained != len(steps):
-        found.append(f"metrics.jsonl has {steps_trained} steps, but the ledger has {len(steps)}")
+    # Nothing else in the ledger tells that a step of empty places alone was done.
+    done = {*steps, *(step for step, n in empty.items() if n == groups_per_step and step < (steps_trained or 0))}
+    for step in range(max(done, default=-1) + ended):
+        if (count := steps[step] + empty[step]) != groups_per_step:
+            found.append(f"step {step}: {count} tickets trained or left out, expected {groups_per_step}")
+    if ended and steps_trained != len(done):
+        found.append(f"metrics.jsonl has {steps_trained} steps, but the ledger has {len(done)}")
     return found
 
 

@@ -45,7 +45,10 @@ class Best:
         """Note the eval/ fields of a complete evaluation."""
         version, score = evaluation["eval/policy_version"], evaluation.get(self._score)
         better = [known["score"] for known in (self._kept, self._waiting) if known is not None]
-        if version != evaluation["eval/policy_version_max"] or score is None or any(score <= each for each in better):
+        if score is None or any(score <= each for each in better):
+            return
+        if version != (newest := evaluation["eval/policy_version_max"]):
+            self._tell(f"version {version} scored best, but versions up to {newest} sampled too; it is not kept")
             return
         self._waiting = {
             "version": version,

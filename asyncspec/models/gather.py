@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -60,7 +60,7 @@ class ShardedSnapshot:
         }
         self.copied = mark(gatherer.device)
 
-    def begin(self) -> Iterator[torch.Tensor]:
+    def begin(self) -> Generator[torch.Tensor]:
         self._tell()
         return self._gatherer.start(self)
 
@@ -76,6 +76,19 @@ class _Job:
                 return self.ready.put(item, timeout=0.05)
             except queue.Full:
                 pass
+
+    def next(self):
+        """Return the next item.
+
+        Raises:
+            RuntimeError: the job was abandoned.
+        """
+        while True:
+            try:
+                return self.ready.get(timeout=0.5)
+            except queue.Empty:
+                if self.abandoned.is_set():
+                    raise RuntimeError("another version is gathered now") from None
 
 
 class Gatherer:
@@ -105,26 +118,26 @@ class Gatherer:
         self._places |= new
         return self._places
 
-    def start(self, snapshot: ShardedSnapshot) -> Iterator[torch.Tensor]:
-        """Begin to gather a snapshot; in rank 0, return its buckets. Other ranks get an empty iterator.
+    def start(self, snapshot: ShardedSnapshot) -> Generator[torch.Tensor]:
+        """Begin to gather a snapshot; in rank 0, return its buckets. Other ranks get none.
 
         The results of the gathering before are dropped, because their consumer may hang in a broadcast.
         """
         if self._job is not None:
             self._job.abandoned.set()
         if self.rank not in self.ranks:
-            return iter(())
+            return (bucket for bucket in ())
         self._job = _Job(snapshot)
         self._jobs.put(self._job)
         if self.rank == self.ranks[0]:
             return self._results(self._job)
         self._job.abandoned.set()
-        return iter(())
+        return (bucket for bucket in ())
 
     @staticmethod
-    def _results(job: _Job) -> Iterator[torch.Tensor]:
+    def _results(job: _Job) -> Generator[torch.Tensor]:
         try:
-            while (item := job.ready.get()) is not None:
+            while (item := job.next()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item

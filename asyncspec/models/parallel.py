@@ -24,6 +24,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from asyncspec.deadlines import MEET_S, REGROUP_S
 from asyncspec.models.gather import Gatherer, ShardedSnapshot
 from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import own_address
@@ -105,7 +106,9 @@ class Ranks:
             spmd_backend="partial_dtensor",
         )  # the default backend needs a later torch than 2.13
         self._dims.build_mesh()
-        self._gatherer = Gatherer(list(range(self.size // self.replicas)), self.rank, device, timeout)
+        # A receiver may come late to a broadcast, and then its group may be formed anew: until then a bucket waits.
+        patience = timedelta(seconds=MEET_S + REGROUP_S + join_s)
+        self._gatherer = Gatherer(list(range(self.size // self.replicas)), self.rank, device, patience)
 
     def patient_group(self, collective_s: float) -> dist.ProcessGroup | None:
         """Return a group of all ranks through host memory, whose collectives may take longer than those of training.

@@ -106,12 +106,9 @@ class Learner:
             FloatingPointError: the gradient is not finite, which all ranks notice; it is dropped.
         """
         try:
-            stats = self.accumulator.step()
-            self.skipped_in_a_row = 0
-            return stats
+            return self.accumulator.step()
         except FloatingPointError:
             self.skipped += 1
-            self.skipped_in_a_row += 1
             self.accumulator.clear()
             raise
 
@@ -136,8 +133,11 @@ class Learner:
             FloatingPointError: MOST_SKIPPED steps in a row had no finite gradient.
         """
         try:
-            return update(), ""
+            stats = update()
+            self.skipped_in_a_row = 0
+            return stats, ""
         except FloatingPointError as error:
+            self.skipped_in_a_row += 1
             folder = self.run_dir / "skipped"
             try:
                 kept = f"its groups are in {save_step(folder, step, groups)}"
@@ -146,9 +146,8 @@ class Learner:
             notice(f"step {step} left the policy as it was: {error}; {kept}")
             if self.skipped_in_a_row >= MOST_SKIPPED:
                 raise FloatingPointError(
-                    f"{self.skipped_in_a_row} optimizer steps in a row without a finite gradient; their groups are in "
-                    f"{folder}; a smaller trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual "
-                    "cure"
+                    f"{self.skipped_in_a_row} steps in a row without a finite gradient; their groups are in {folder}; "
+                    f"a smaller trainer.optimizer.lr (now {self.config.trainer.optimizer.lr:g}) is the usual cure"
                 ) from None
             return {"grad/skipped": self.skipped}, str(error)
 

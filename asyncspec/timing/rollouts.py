@@ -127,7 +127,11 @@ class RolloutFile:
         self._file: LineFile | None = None
         try:
             if (run_dir / FILE).exists():
-                kept = [json.dumps(row) + "\n" for row in read(run_dir) if row["step"] < first_step]
+                kept = [
+                    json.dumps(row) + "\n"
+                    for row in read(run_dir)
+                    if row["step"] < first_step or (row.get("evaluation") and row["version_max"] <= first_step)
+                ]
                 replace_file(run_dir / FILE, "".join(kept))
             self._file = alone.open(FILE)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,8 +87,8 @@ class Snapshot(Protocol):
 
     layout: Layout
 
-    def begin(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over the buckets to send, [elements of the bucket]. The owner calls this, and a thread
+    def begin(self) -> Generator[torch.Tensor]:
+        """Return a generator of the buckets to send, [elements of the bucket]. The owner calls this, and a thread
         iterates. A new call ends the previous iteration.
         """
 
@@ -100,7 +100,7 @@ class WholeSnapshot:
         self.layout, self.flat = layout, layout.snapshot(tensors, device)
         self._copied = mark(device)
 
-    def begin(self) -> Iterator[torch.Tensor]:
+    def begin(self) -> Generator[torch.Tensor]:
         for _, first, end in self.layout.buckets:
             wait_for(self._copied)
             yield self.flat[first:end]

@@ -129,6 +129,7 @@ class _Worker:
             )
             if lane not in self._lanes:  # the members have another epoch already
                 lane.group.end()
+                return
             joined()
 
         lane.tasks.put(task)
@@ -153,11 +154,17 @@ class Publisher(_Worker):
         self.hold_back: Callable[[int], None] | None = None  # called in the thread before it sends a version
         self._newest: tuple[Publish, Snapshot] | None = None
         self._unsent = False  # the newest version has not yet been sent to all members of an epoch
+        self._untold = False  # nor has it been announced
         self.sent = 0  # bytes given to the process groups, each counted once however many members receive it
         super().__init__(f"publish-{kind}", store_host, store_port, kind, me, device, layout)
 
     @property
     def busy(self) -> bool:
+        """Whether the newest version is being sent, or is still to be announced: each version is announced in turn."""
+        return self._untold or self._sending
+
+    @property
+    def _sending(self) -> bool:
         return any(lane.busy for lane in self._lanes)
 
     def tend(self, send: Callable[[Message], None]) -> None:
@@ -167,7 +174,7 @@ class Publisher(_Worker):
         super().tend(send)
         self._announce(send)
         main, side = self._lane, self._side
-        if self._newest is None or main is None or self.busy:
+        if self._newest is None or main is None or self._sending:
             return
         if self._unsent:
             if main.idle:
@@ -198,13 +205,13 @@ class Publisher(_Worker):
 
     def begin_with(self, announcement: Publish, snapshot: Snapshot) -> None:
         """Set what the members of the next epoch are sent first."""
-        self._newest, self._unsent = (announcement, snapshot), True
+        self._newest, self._unsent, self._untold = (announcement, snapshot), True, True
 
     def _announce(self, send: Callable[[Message], None]) -> None:
         for lane in self._lanes:
             if lane.announcement is not None and lane.prepared.is_set():
                 send(lane.announcement)
-                lane.announcement = None
+                lane.announcement, self._untold = None, False
 
     def _send(self, lane: _Lane) -> None:
         """Broadcast the newest version in a lane. It is announced when the first bucket is ready."""
@@ -218,18 +225,21 @@ class Publisher(_Worker):
 
         def task() -> None:
             elements, found, met = 0, 0, False
-            for payload in payloads:
-                payload = payload.to(lane.device)
-                settle(self._device)
-                prepared.set()
-                if not met:
-                    if self.hold_back is not None:
-                        self.hold_back(announcement.version)
-                    lane.joined.meet(announcement.version)
-                    met = True
-                lane.joined.broadcast(payload)
-                self.sent += payload.nbytes
-                elements, found = elements + payload.numel(), checksum(payload, found)
+            try:
+                for payload in payloads:
+                    payload = payload.to(lane.device)
+                    settle(self._device)
+                    prepared.set()
+                    if not met:
+                        if self.hold_back is not None:
+                            self.hold_back(announcement.version)
+                        lane.joined.meet(announcement.version)
+                        met = True
+                    lane.joined.broadcast(payload)
+                    self.sent += payload.nbytes
+                    elements, found = elements + payload.numel(), checksum(payload, found)
+            finally:
+                payloads.close()  # the other ranks need not wait for this one to take the rest
             lane.joined.broadcast(lane.joined.record(announcement.version, elements, found))
             if lane is self._lane:
                 self._unsent = False
@@ -323,11 +333,12 @@ class Receiver(_Worker):
         """
         self.check()
         with self._lock:
-            if not self._complete:
-                return None
+            if version not in self._complete if version is not None else not self._complete:
+                return None  # a newer one is arriving in its place
             self._taken = version = max(self._complete) if version is None else version
             tensors = self._complete[version]
             self._complete = {later: held for later, held in self._complete.items() if later > version}
-        for tensor in tensors.values() if self._device.startswith("cuda") else ():
-            tensor.record_stream(torch.cuda.current_stream())  # they were made on another stream
+        for tensor in tensors.values():
+            if tensor.is_cuda:  # it was made on another stream
+                tensor.record_stream(torch.cuda.current_stream())
         return version, tensors
