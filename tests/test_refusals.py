@@ -149,6 +149,7 @@ RUNNING = {
     "models.mtp:MTP.load_hf": "a value is not finite, which only who reads all values finds",
     "models.fill:fill": "a value is not finite, which only who reads all values finds",
     "models.fill:_mapped": "the disk fails while a file is read",
+    "models.gather:_Job.next": "another version is gathered before this one is sent",
     "models.parallel:Ranks.meet": "a rank was lost while it loaded",
     "models.hf_files:read_tensors": "the disk fails while a file is read",
     "rl.from_checkpoint:save_best": "a checkpoint has changed, which only who reads it finds",

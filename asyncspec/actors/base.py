@@ -86,6 +86,7 @@ class Actor(ABC):
         self.stopping = ""  # why it stops; "": it keeps running
         self.control: ControlClient | None = None  # set by `run`
         self.heart: Heart | None = None
+        self.using: dict[str, int] = {}  # kind of weights -> the version in use; the heart tells it
         self.idle = False  # no work is left
         self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None
@@ -131,7 +132,7 @@ class Actor(ABC):
         try:
             self.fault("start")
             self.control = ControlClient(self.spec.control_address, self.name)
-            self.heart = Heart(self.spec.control_address, self.name)
+            self.heart = Heart(self.spec.control_address, self.name, self.using)
         except Exception:  # nobody but the launcher can be told
             self.log(traceback.format_exc())
             return RAISED

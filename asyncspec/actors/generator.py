@@ -107,14 +107,14 @@ class Generator(Actor):
                 layout=Layout.of(self.engine.parameters(kind), self.config.model.dtype),
                 received=lambda version, kind=kind: self._received.append((kind, version)),
             )
-        self.heart.using = dict.fromkeys(self.receivers, 0)
+        self.using |= dict.fromkeys(self.receivers, 0)
         self.workers = list(self.receivers.values())
         return {"policy"}  # nobody waits for the draft
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.DraftEnded):
             self.receivers.pop("draft", None)
-            self.heart.using.pop("draft", None)
+            self.using.pop("draft", None)
         elif isinstance(message, m.Membership) and message.kind in self.receivers:
             self.join(self.receivers[message.kind], message)
         elif isinstance(message, m.Receive) and message.kind in self.receivers:
@@ -144,7 +144,7 @@ class Generator(Actor):
             self.control.send(m.Received(self.name, kind, version))
         for kind, receiver in self.receivers.items():
             if kind == "policy" and self._evaluating():
-                self.heart.using.pop(kind, None)  # it need not use a newer version until the evaluation is done
+                self.using.pop(kind, None)  # it need not use a newer version until the evaluation is done
                 continue
             try:
                 new = receiver.take()
@@ -160,7 +160,7 @@ class Generator(Actor):
                     start = now()
                     (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
                     self._interruptions.append(m.Phase("swap", start, now()))
-                self.heart.using[kind] = version
+                self.using[kind] = version
 
     def _evaluating(self) -> bool:
         """Whether a group is being generated that only the present weights may sample."""

@@ -64,7 +64,7 @@ class PolicyHolder(Actor):
             received=self._received.append,
             keep=self.scorer.keep if self.scorer.ranks.size > 1 else None,
         )
-        self.heart.using = {"policy": 0}
+        self.using["policy"] = 0
         self.workers = [self.receiver]
         return {"policy"}
 
@@ -162,7 +162,7 @@ class Logprob(PolicyHolder):
             self.team.order(SWAP, version)
             self.version, tensors = new
             self.scorer.swap(tensors)
-        self.heart.using["policy"] = version
+        self.using["policy"] = version
         self.complete = defaultdict(set, {later: names for later, names in self.complete.items() if later > version})
         self.swapped = now()
 

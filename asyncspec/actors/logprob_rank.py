@@ -70,7 +70,7 @@ class LogprobRank(PolicyHolder, Follower):
             self.version, tensors = self.receiver.take(message.number)
             with self.recorder.span("swap policy", version=self.version):
                 scorer.swap(tensors)
-            self.heart.using["policy"] = self.version
+            self.using["policy"] = self.version
 
     def finish(self) -> None:
         """Take part in the passes that the leading rank has begun."""

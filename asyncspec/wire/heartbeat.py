@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Mapping
 
 from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
 from asyncspec.wire.control import ControlClient
@@ -22,9 +23,13 @@ SUFFIX = "~beat"  # appended to the actor's name to name its heart's own connect
 class Heart:
     """Sends an actor's heartbeats, from a thread with its own connection."""
 
-    def __init__(self, control_address: str, name: str) -> None:
+    def __init__(self, control_address: str, name: str, using: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            using: kind of weights -> the version that the actor uses now; it may change. None: it uses none.
+        """
+        self._using = {} if using is None else using
         self.name, self._address, self._turned = name, control_address, time.monotonic()
-        self.using: dict[str, int] = {}  # kind of weights -> the version in use, for the beats
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
@@ -50,7 +55,7 @@ class Heart:
         client = ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: a process may freeze right after it has loaded
         while not self._stop.wait(BEAT_EVERY_S):
-            client.send(Beat(self.name, self.turn_s, dict(self.using)))
+            client.send(Beat(self.name, self.turn_s, dict(self._using)))
         client.close(0)
 
 
