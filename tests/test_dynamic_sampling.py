@@ -191,8 +191,7 @@ def equal(prompt, response, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["filter", "replace"])
-def test_a_run_trains_groups_with_signal_only_though_actors_are_lost(tmp_path, kind):
+def test_a_run_trains_groups_with_signal_only_though_actors_are_lost(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     run_dir = tmp_path / "run"
     Running.new(
@@ -200,7 +199,7 @@ def test_a_run_trains_groups_with_signal_only_though_actors_are_lost(tmp_path, k
         "--steps",
         "8",
         "data.reward=mine:by_prompt",
-        f"rl.dynamic_sampling={kind}",
+        "rl.dynamic_sampling=replace",
         "rl.max_batches=3",
         "checkpoint.every=2",
         SILENT,
@@ -215,8 +214,7 @@ def test_a_run_trains_groups_with_signal_only_though_actors_are_lost(tmp_path, k
         assert not any(group.rewards_differ for group in step.unused) and len(step.unused) == row["groups/unused"]
         parts = sum(value for name, value in row.items() if name in PARTS)
         assert parts == pytest.approx(row["time/step"], abs=1e-6)
-    replaced = [event for event in events if "replaced_by" in event]
-    assert bool(replaced) == (kind == "replace")
+    assert any("replaced_by" in event for event in events)
 
 
 PARTS = [
@@ -242,10 +240,10 @@ def test_a_run_without_any_signal_ends_with_the_policy_as_it_was(tmp_path):
 
     (tmp_path / "mine.py").write_text(REWARDS)
     run_dir = tmp_path / "run"
-    fields = ("data.reward=mine:equal", "rl.dynamic_sampling=replace", "rl.max_batches=2", "trainer.ranks=2")
+    fields = ("data.reward=mine:equal", "rl.dynamic_sampling=filter", "trainer.ranks=2")
     Running.new(run_dir, "--steps", "3", *fields).end()
     check_finished(run_dir, 3)
     for row in rows(run_dir):
-        assert (row["groups/trained"], row["groups/unused"], row["groups/without_signal"]) == (0, 8, 1.0)
+        assert (row["groups/trained"], row["groups/unused"], row["groups/without_signal"]) == (0, 4, 1.0)
         assert row["reward/mean"] == 1.0 and row["grad/norm"] == 0
     assert report([str(run_dir)], "", False) == 0
