@@ -61,7 +61,7 @@ def work(rank, run_dir, port, results):
             except OSError as error:  # rank 0 has removed what it gave up
                 assert {FULL: "No space left", TOO_LATE: "No such file"}[version] in str(error)
     if rank:
-        learner.snapshot().begin()
+        learner.snapshot(export=True).begin()
     else:
         learner.save_policy(lambda: learner.snapshot(export=True))
     learner.ranks.meet("end", 60)
