@@ -8,17 +8,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from runs import forking
 from versions import SHAPES, tensors, wait_until_idle
 
-from asyncspec.actors.broadcasts import Broadcasts, broadcast_backend
 from asyncspec.wire import layout as layouts
 from asyncspec.wire import weights
-from asyncspec.wire.broadcast import BroadcastError, BroadcastGroup
-from asyncspec.wire.layout import Layout, WholeSnapshot, checksum
-from asyncspec.wire.messages import Broken, Hello, Membership, Publish, Receive, Received
+from asyncspec.wire.broadcast import BroadcastError
+from asyncspec.wire.layout import Layout, WholeSnapshot
+from asyncspec.wire.messages import Membership, Publish
 from asyncspec.wire.weights import Publisher, Receiver
 
 MEMBERS = ["trainer", "generator0", "logprob"]
@@ -202,182 +199,6 @@ def test_a_member_that_never_joins_is_reported_and_then_raises_an_error(monkeypa
             publisher.check()
             time.sleep(0.05)
     assert [(message.name, message.kind, message.epoch) for message in told] == [("trainer", "policy", 1)]
-
-
-def test_a_snapshot_is_a_copy_and_views_name_its_parts():
-    live = tensors(3)
-    layout = Layout.of(live)
-    flat = layout.snapshot(live, "cpu")
-    live["a"].zero_()
-    views = layout.views(flat)
-    assert flat.numel() == sum(t.numel() for t in live.values()) and views.keys() == live.keys()
-    assert all((v == 3).all() for v in views.values())
-
-
-def test_nccl_needs_a_gpu_for_each_member():
-    assert broadcast_backend(["cuda:a", "cuda:b", "cuda:c"]) == "nccl"
-    assert broadcast_backend(["cuda:a", "cuda:a"]) == "gloo"
-    assert broadcast_backend(["cuda:a", "cpu"]) == "gloo"
-    assert broadcast_backend(["cpu"]) == "gloo"
-
-
-class Here:
-    """A sender and receivers in this process, which the controller's `Broadcasts` leads."""
-
-    def __init__(self, names, live, dtype="float32"):
-        self.layout, self.told, self.passes = Layout.of(live, dtype), [], 0
-        self.workers, self.got = {}, {name: [] for name in names[1:]}
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.broadcasts = Broadcasts("127.0.0.1", self._deliver)
-        self.broadcasts.devices = dict.fromkeys(names, "cpu")
-        for name in names:
-            self.start(name)
-        self.broadcasts.make("policy", names)
-
-    def start(self, name):
-        where = ("127.0.0.1", self.store.port, "policy", name, "cpu", self.layout)
-        if name == "trainer":
-            self.workers[name] = Publisher(*where)
-        else:
-            self.workers[name] = Receiver(*where, lambda version: self._received(name, version))
-            self.got.setdefault(name, [])
-
-    def _received(self, name, version):
-        self.got[name].append(version)
-        self.told.append(Received(name, "policy", version))
-
-    def _deliver(self, name, message):
-        worker = self.workers.get(name)
-        if isinstance(message, Membership) and worker is not None:
-            worker.form(message, 60, lambda: None)
-        elif isinstance(message, Receive) and worker is not None:
-            worker.expect(message.version, message.epoch, message.catch_up)
-        return True
-
-    def until(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, (self.told, self.got)
-            for worker in self.workers.values():
-                worker.tend(self.told.append)
-            while self.told:
-                message = self.told.pop(0)
-                if isinstance(message, Publish):
-                    self.broadcasts.relay("trainer", message)
-                elif isinstance(message, Received):
-                    self.broadcasts.received(message)
-                elif isinstance(message, Broken):
-                    self.broadcasts.broken(message)
-            time.sleep(0.005)
-
-    def publish(self, version, live):
-        publisher = self.workers["trainer"]
-        self.until(lambda: not publisher.busy)
-        publisher.publish(Publish("policy", version), WholeSnapshot(self.layout, live, "cpu"), self.told.append)
-
-    def close(self):
-        for worker in self.workers.values():
-            worker.close()
-
-
-def test_only_a_newcomer_is_sent_the_newest_version_again():
-    live = tensors(1)
-    here = Here(["trainer", "generator0", "logprob"], live)
-    here.publish(1, live)
-    here.until(lambda: here.got == {"generator0": [1], "logprob": [1]})
-    publisher = here.workers["trainer"]
-    here.until(lambda: not publisher.busy and not here.told)
-    sent = publisher.sent
-    here.broadcasts.remove("generator0")
-    here.workers.pop("generator0").close()
-    here.start("generator0.1")
-    here.broadcasts.add(Hello("generator0.1", "", "cpu"), {"policy": False})
-    here.until(lambda: here.got["generator0.1"] == [1])
-    assert here.got["logprob"] == [1] and publisher.sent == 2 * sent
-    version, found = here.workers["generator0.1"].take()
-    assert version == 1 and all((tensor == 1).all() for tensor in found.values())
-    here.publish(2, tensors(2))
-    here.until(lambda: here.got["generator0.1"] == [1, 2] and here.got["logprob"] == [1, 2])
-    here.close()
-
-
-def test_a_version_that_was_on_its_way_is_sent_again_to_all():
-    live = tensors(1)
-    here = Here(["trainer", "generator0", "logprob"], live)
-    held = threading.Event()
-    here.workers["trainer"].hold_back = lambda version: held.wait(60)
-    here.publish(1, live)
-    here.until(lambda: here.workers["trainer"].busy)
-    here.broadcasts.remove("generator0")
-    here.workers.pop("generator0").close()
-    held.set()
-    here.until(lambda: here.got["logprob"] == [1])
-    here.close()
-
-
-def test_a_version_that_arrives_damaged_is_named_and_sent_again(monkeypatch):
-    live, damaged = tensors(1), []
-    real = BroadcastGroup.broadcast
-
-    def broadcast(group, flat):
-        real(group, flat)
-        if group.me == "generator0" and not damaged and flat.dtype == torch.float32:
-            flat.view(torch.uint8)[3] ^= 1
-            damaged.append(group.epoch)
-
-    monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast)
-    here = Here(["trainer", "generator0", "logprob"], live)
-    said, broken = [], here.broadcasts.broken
-    here.broadcasts.broken = lambda message: (said.append(message), broken(message))
-    here.publish(1, live)
-    here.until(lambda: here.got["generator0"] == [1])
-    assert damaged == [1] and said[0].name == "generator0"
-    assert said[0].error.startswith("policy version 1 arrived damaged: (version, epoch, elements, checksum) is (1, 1, ")
-    _, found = here.workers["generator0"].take()
-    assert all((tensor == 1).all() for tensor in found.values())
-    here.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_travel_in_the_dtype_of_the_policy(dtype):
-    live = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    here = Here(["trainer", "generator0"], live, dtype)
-    here.publish(1, live)
-    here.until(lambda: here.got["generator0"] == [1])
-    _, found = here.workers["generator0"].take()
-    for name, tensor in found.items():
-        assert tensor.dtype == getattr(torch, dtype) and torch.equal(tensor, live[name].to(tensor.dtype))
-    assert here.workers["trainer"].sent == here.layout.elements * (4 if dtype == "float32" else 2)
-    here.close()
-
-
-def test_a_member_that_comes_late_to_a_broadcast_is_waited_for_and_then_named(monkeypatch):
-    live = tensors(1)
-    monkeypatch.setattr("asyncspec.wire.broadcast.MEET_S", 0.5)
-    here = Here(["trainer", "generator0", "logprob"], live)
-    late, said = here.workers["logprob"], []
-    expect, late.expect = late.expect, lambda *message: None
-    broken = here.broadcasts.broken
-    here.broadcasts.broken = lambda message: (said.append(message.error), broken(message))
-    here.publish(1, live)
-    here.until(lambda: said)
-    assert any("version 1 waited 0 s for logprob" in text for text in said), said
-    late.expect = expect
-    monkeypatch.setattr("asyncspec.wire.broadcast.MEET_S", 60)
-    here.until(lambda: here.got == {"generator0": [1], "logprob": [1]})
-    here.close()
-
-
-@given(st.integers(1, 30_000), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), st.randoms())
-def test_a_checksum_finds_a_changed_bit_and_swapped_rows(count, dtype, random):
-    flat = torch.randn(count).to(dtype) if dtype.is_floating_point else torch.randint(0, 256, (count,), dtype=dtype)
-    before, changed = checksum(flat), flat.clone()
-    data = changed.view(torch.uint8)
-    data[random.randrange(data.numel())] ^= 1 << random.randrange(8)
-    assert checksum(changed) != before == checksum(flat.clone())
-    rows = flat[: count // 8192 * 8192].view(-1, 4096)
-    if len(rows) > 1 and not torch.equal(rows[0].view(torch.uint8), rows[1].view(torch.uint8)):
-        assert checksum(torch.cat([rows[1], rows[0], flat[8192:]])) != before
 
 
 def test_each_version_is_announced_before_the_next_may_be_published():
