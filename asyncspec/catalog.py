@@ -8,6 +8,7 @@ K.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 EXIT_CODES = {
@@ -62,11 +63,24 @@ class Metric(NamedTuple):
     meaning: str
 
 
-METRICS = (
+# Metrics that TRL and what follows it have under another name: (ours, the well-known name). Both are written.
+KNOWN_AS = (
+    ("reward/mean", "reward"),
+    ("groups/without_signal", "frac_reward_zero_std"),
+    ("tokens/response_mean", "completions/mean_length"),
+    ("tokens/response_max", "completions/max_length"),
+    ("tokens/truncated", "completions/clipped_ratio"),
+    ("loss/kl", "kl"),
+    ("loss/entropy", "entropy"),
+    ("ppo/clipped", "clip_ratio/region_mean"),
+    ("grad/norm", "grad_norm"),
+    ("optimizer/lr", "learning_rate"),
+)
+
+_OURS = (
     Metric("step", "count", "the step, from 0; step s trains policy version s and makes version s + 1"),
     Metric("policy_version", "version", "the policy version that the step made"),
     Metric("reward/mean", "reward", "mean reward of the step's rollouts"),
-    Metric("reward", "reward", "the same, under its well-known name"),
     Metric("reward_std", "reward", "standard deviation of the rewards in a group (over n - 1), mean over groups"),
     Metric("reward/ACTOR_failed", "count", "rewards of this generator that failed so far"),
     Metric("eval/score", "reward", "mean reward on the held-out prompts; an accuracy if rewards are 0 or 1"),
@@ -92,7 +106,6 @@ METRICS = (
     Metric("eval/policy_version", "version", "the oldest policy version that sampled in that evaluation"),
     Metric("eval/policy_version_max", "version", "the newest one"),
     Metric("groups/without_signal", "share", "groups whose rewards are all equal, so that they teach nothing"),
-    Metric("frac_reward_zero_std", "share", "the same, under its well-known name"),
     Metric("groups/trained", "count", "groups that the step trained"),
     Metric(
         "groups/unused",
@@ -104,16 +117,13 @@ METRICS = (
     Metric("lag/proximal_max", "versions", "the same for the policy that computed the proximal logprobs"),
     Metric("loss/policy", "", "the policy loss, mean over tokens whatever `rl.loss_aggregation` is"),
     Metric("loss/kl", "nats", "KL divergence from the reference policy; 0 without `rl.kl_coef`"),
-    Metric("kl", "nats", "the same, under its well-known name; only with `rl.kl_coef`"),
     Metric(
         "loss/entropy",
         "nats",
         "entropy of the policy's distributions, mean over the tokens of groups with a gradient; over the whole "
         "vocabulary",
     ),
-    Metric("entropy", "nats", "the same, under its well-known name"),
     Metric("ppo/clipped", "share", "tokens whose ratio was clipped; 0 with a loss of your own"),
-    Metric("clip_ratio/region_mean", "share", "the same, under its well-known name"),
     Metric("clip_ratio/low_mean", "share", "tokens whose ratio was clipped at its lower bound"),
     Metric("clip_ratio/high_mean", "share", "tokens whose ratio was clipped at its upper bound"),
     Metric(
@@ -142,18 +152,13 @@ METRICS = (
     ),
     Metric("correction/kl_behavior_proximal", "nats", "estimated KL divergence of proximal from behavior policy"),
     Metric("grad/norm", "", "norm of the gradient before clipping"),
-    Metric("grad_norm", "", "the same, under its well-known name"),
     Metric("grad/skipped", "count", "steps that were skipped because the gradient was not finite"),
     Metric("optimizer/lr", "", "learning rate of the step; of its last optimizer step, if there are several"),
-    Metric("learning_rate", "", "the same, under its well-known name"),
     Metric("optimizer/steps", "count", "optimizer steps so far, with several of them in a step"),
     Metric("tokens/response_mean", "tokens", "mean response length"),
-    Metric("completions/mean_length", "tokens", "the same, under its well-known name"),
     Metric("tokens/response_max", "tokens", "longest response"),
-    Metric("completions/max_length", "tokens", "the same, under its well-known name"),
     Metric("completions/min_length", "tokens", "shortest response"),
     Metric("tokens/truncated", "share", "responses that reached `sampling.max_response_tokens`"),
-    Metric("completions/clipped_ratio", "share", "the same, under its well-known name"),
     Metric("tickets/duplicates", "count", "groups that arrived twice and were trained once"),
     Metric("time/step", "seconds", "wall time of the step; the parts below sum to it"),
     Metric("time/train", "seconds", "part: forward, backward, optimizer"),
@@ -207,6 +212,19 @@ METRICS = (
     Metric("recovery/tickets_reissued", "count", "tickets that were issued again because an actor was lost"),
     Metric("recovery/restarts", "count", "starts from a checkpoint so far"),
 )
+
+
+def _with_known_names(metrics: Iterable[Metric]) -> Iterator[Metric]:
+    """Yield metrics, each followed by the same under its well-known name, if it has one."""
+    known_as = dict(KNOWN_AS)
+    for metric in metrics:
+        yield metric
+        if known := known_as.get(metric.name):
+            only = "; only with `rl.kl_coef`" if known == "kl" else ""
+            yield Metric(known, metric.unit, f"the same, under its well-known name{only}")
+
+
+METRICS = tuple(_with_known_names(_OURS))
 
 _VARIES = {
     "ACTOR": r"[a-z_]+[0-9]*(?:_rank[0-9]+)?(?:\.[0-9]+)*",

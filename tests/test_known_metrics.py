@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncspec import catalog
+from asyncspec.catalog import KNOWN_AS
 from asyncspec.config import Config, RLConfig
 from asyncspec.models import head
 from asyncspec.models.policy import hidden_states
@@ -19,7 +20,7 @@ from asyncspec.rl import loss as losses
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.loss import Tokens, policy_loss
 from asyncspec.rl.observed import observed, same_version_gaps
-from asyncspec.timing.metrics import KNOWN_AS, step_row
+from asyncspec.timing.metrics import step_row
 from asyncspec.wire import messages as m
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncspec.catalog import KNOWN_AS
 from asyncspec.timing.attribution import break_down, covered
 from asyncspec.wire.messages import StepDone
 
@@ -29,21 +30,6 @@ TABLE_ROWS = (
     ("step", "time/step"),
     ("generation, exposed or hidden", "time/generation"),
     ("logprob, exposed or hidden", "time/logprob"),
-)
-
-
-# Metrics that TRL and what follows it have under another name: (ours, the well-known name). Both are written.
-KNOWN_AS = (
-    ("reward/mean", "reward"),
-    ("groups/without_signal", "frac_reward_zero_std"),
-    ("tokens/response_mean", "completions/mean_length"),
-    ("tokens/response_max", "completions/max_length"),
-    ("tokens/truncated", "completions/clipped_ratio"),
-    ("loss/kl", "kl"),
-    ("loss/entropy", "entropy"),
-    ("ppo/clipped", "clip_ratio/region_mean"),
-    ("grad/norm", "grad_norm"),
-    ("optimizer/lr", "learning_rate"),
 )
 
 
