@@ -152,7 +152,8 @@ class Trainer(Actor):
         with self._part("train", step):
             stats, skipped = self.learner.take_step(step, work.groups, lambda: self._update(step), self._notice)
         stats |= observed(step, work.groups, self.config.rl)
-        self._compare(work.groups)
+        if stats.get("sampling/same_version_gap", 0.0) > WRONG_GAP:
+            self._name_wrong(work.groups)
         with self._part("prepare", step):
             self._publish(step + 1)
         end = now()
@@ -172,7 +173,7 @@ class Trainer(Actor):
         self.step_index, self.step_start = step + 1, end
         self.team.committed = False
 
-    def _compare(self, groups: list[tuple[m.Group, m.Arrays]]) -> None:
+    def _name_wrong(self, groups: list[tuple[m.Group, m.Arrays]]) -> None:
         """Name each generator, once, whose logprobs are not those of the version that it names."""
         sampling = self.config.sampling
         if sampling.top_p < 1 or sampling.top_k:  # then its logprobs are of another distribution
