@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncspec.report.pages import render
 from asyncspec.timing.rollouts import read
 
 FILE = "rollouts.html"
@@ -16,8 +17,6 @@ LEAST_SCALE = 0.05  # nats of the strongest color, at least: smaller gaps are ro
 
 def page(directories: Sequence[Path]) -> str:
     """Return the rollouts of one or two runs as an HTML page; "" if there are none."""
-    import jinja2
-
     rows = [
         row | {"run": directory.name if len(directories) > 1 else ""}
         for directory in directories
@@ -27,10 +26,8 @@ def page(directories: Sequence[Path]) -> str:
         return ""
     kept = chosen(rows)
     gaps = np.abs([gap for row in kept for gap in row["gaps"]])
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    return environment.get_template("rollouts.html").render(
+    return render(
+        "rollouts.html",
         title=f"Rollouts of {' and '.join(directory.name for directory in directories)}",
         data=kept,
         count=len(kept),

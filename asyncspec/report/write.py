@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from asyncspec.console import terminal
 from asyncspec.errors import UserError
 from asyncspec.report import rollouts
 from asyncspec.report.advice import CHANGES, Replayed, advice, replayed
+from asyncspec.report.pages import render
 from asyncspec.report.run import STATES, Run
 from asyncspec.timing.attribution import COLORS, PARTS, explain
 from asyncspec.timing.gantt import GANTT_STEPS, gantt
@@ -46,7 +46,6 @@ def html(runs: Sequence[Run], beside: str = "") -> str:
     Args:
         beside: the file name of the page of rollouts; "": there is none.
     """
-    import jinja2
     from markupsafe import Markup
 
     from asyncspec.report import figures
@@ -93,10 +92,8 @@ def html(runs: Sequence[Run], beside: str = "") -> str:
         ("lag", figures.lags(runs)),
         ("response lengths", figures.lengths(runs)),
     ]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
-    )
-    return environment.get_template("page.html").render(
+    return render(
+        "page.html",
         title=title(runs),
         rollouts=beside,
         advice=[(run, advice(run, changes)) for run, changes in zip(runs, replays)],
