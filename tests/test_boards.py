@@ -16,7 +16,7 @@ from runs import descendants, train
 from wandb_file import history
 
 from asyncspec.config import Config, ConfigError, load
-from asyncspec.launch.boards import check_boards
+from asyncspec.launch.check_boards import check_boards
 from asyncspec.timing.boards import Boards, TensorBoard
 
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}

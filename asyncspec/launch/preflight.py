@@ -15,7 +15,7 @@ from asyncspec import config as configuration
 from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
-from asyncspec.launch.boards import check_boards
+from asyncspec.launch.check_boards import check_boards
 from asyncspec.launch.machine import check_memory
 from asyncspec.launch.push import check_repository
 from asyncspec.models import CheckpointError, contents
