@@ -73,7 +73,7 @@ def _run(args) -> int:
     key = _key(args.key_file)
     if not key and not _loopback(args.host):
         raise UserError(
-            f"--host {args.host}: others reach it, so it needs a key; expected --key-file FILE or {KEY}; nearest valid "
+            f"--host {args.host}: others reach it, so it needs a key; expected --key-file FILE or {KEY}; nearest "
             "valid choice: --host 127.0.0.1"
         )
     with _listening(args.host, args.port) as listener:

@@ -2,8 +2,9 @@
 
     POST /v1/chat/completions  POST /v1/completions   GET /v1/models   GET /health
 
-Without a key only a client of this host is answered, which has named this host in its address: so no web page that
-somebody reads here can use the server, by a name of its own that leads to the loopback interface or by a form.
+A server with a key answers whoever shows the key. A server without one answers only requests whose Host header names
+this host. A web page that somebody reads on this host sends its own name there, so it cannot use the server, even if
+that name leads to the loopback interface. A form cannot either, because a request must be JSON.
 """
 
 from __future__ import annotations
@@ -103,11 +104,9 @@ class Server:
                 status=429,
                 code="too_many_requests",
             )
+        self._open += ask.choices  # of a stream, too, which begins only when the response does
         if ask.stream:
-            # The samples count from now on, though the stream begins when the response does.
-            self._open += ask.choices
             return _Stream(self._streamed(ask), lambda: self._leave(ask))
-        self._open += ask.choices
         try:
             return await self._unless_gone(request, self._whole(ask))
         finally:

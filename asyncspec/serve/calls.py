@@ -19,7 +19,7 @@ _UNFINISHED = "\ufffd"  # a character of which not all bytes have come is decode
 
 
 class Choice:
-    """One sample of a request, as far as it is."""
+    """One sample of a request, with what has been generated so far."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
