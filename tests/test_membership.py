@@ -95,6 +95,8 @@ def test_only_a_newcomer_is_sent_the_newest_version_again():
     group.broadcasts.add(Hello("generator0.1", "", "cpu"), {"policy": False})
     group.until(lambda: group.got["generator0.1"] == [1])
     assert group.got["logprob"] == [1] and publisher.sent == 2 * sent
+    group.until(lambda: not publisher.busy)
+    assert publisher.whole == group.workers["generator0.1"].whole == group.workers["logprob"].whole
     version, found = group.workers["generator0.1"].take()
     assert version == 1 and all((tensor == 1).all() for tensor in found.values())
     group.publish(2, tensors(2))

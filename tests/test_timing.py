@@ -370,6 +370,12 @@ def test_a_delay_must_have_a_place_and_a_time(text, message):
     assert delays.parse("train=0.5,queue=1") == {"train": 0.5, "queue": 1.0}
 
 
+def test_a_delay_may_be_one_actors_only():
+    text = "train=0.5,trainer_rank1:checkpoint=8"
+    assert delays.parse(text, "trainer") == {"train": 0.5}
+    assert delays.parse(text, "trainer_rank1") == {"train": 0.5, "checkpoint": 8.0}
+
+
 def test_a_delay_is_a_span_of_what_it_held_up(monkeypatch):
     time = [10.0]
     monkeypatch.setattr(delays, "now", lambda: time[0])

@@ -80,13 +80,15 @@ class Actor(ABC):
         self.spec, self.name, self.device = spec, spec.name, spec.device
         self.config: Config = from_yaml(spec.config_yaml)
         self.recorder = Recorder(self.config.deployment.record)
-        self.delay = Delays(self.config.deployment.delays, self.recorder)
+        self.delay = Delays(self.config.deployment.delays, self.recorder, first_name(self.name))
         self.fault = Faults(self.config.deployment.faults, self.name, Path(spec.run_dir))
         self.counters: dict[str, float] = {}
         self.stopping = ""  # why it stops; "": it keeps running
         self.control: ControlClient | None = None  # set by `run`
         self.heart: Heart | None = None
-        self.using: dict[str, int] = {}  # kind of weights -> the version in use; the heart tells it
+        # What the heart tells: kind of weights -> the version in use, and the newest one sent or received whole.
+        self.using: dict[str, int] = {}
+        self.whole: dict[str, m.Whole] = {}
         self.idle = False  # no work is left
         self._waited = {"blocked_input": 0.0, "blocked_output": 0.0, "idle": 0.0}  # seconds since the last report
         self.inbox: transport.Inbox | None = None
@@ -132,7 +134,7 @@ class Actor(ABC):
         try:
             self.fault("start")
             self.control = ControlClient(self.spec.control_address, self.name)
-            self.heart = Heart(self.spec.control_address, self.name, self.using)
+            self.heart = Heart(self.spec.control_address, self.name, self.using, self.whole)
         except Exception:  # nobody but the launcher can be told
             self.log(traceback.format_exc())
             return RAISED
@@ -223,6 +225,8 @@ class Actor(ABC):
             outbox.flush()
         for worker in self.workers:
             worker.tend(self.control.send)
+            if worker.whole is not None:
+                self.whole[worker.kind] = worker.whole
         self.report()
 
     def _check_controller(self) -> None:

@@ -69,6 +69,11 @@ class Broadcasts:
         for name in [members[0], *lacking] if lacking else ():
             self._send(name, m.Membership(kind, self.epochs[kind], [members[0], *lacking], backend, catch_up=True))
 
+    @property
+    def senders(self) -> dict[str, str]:
+        """Kind of weights -> the member that sends them."""
+        return {kind: names[0] for kind, names in self.members.items() if names and kind not in self._headless}
+
     def end_draft(self) -> None:
         """Dissolve the draft's group: nobody sends drafts any more."""
         for name in self.members.pop("draft", []):

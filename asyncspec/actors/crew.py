@@ -98,6 +98,8 @@ class Member:
     hello: m.Hello | None = None
     joined: bool = False  # it has sent Ready
     using: dict[str, int] = field(default_factory=dict)  # kind of weights -> the version that it uses
+    # kind of weights -> the newest version that it has sent or received whole
+    whole: dict[str, m.Whole] = field(default_factory=dict)
     condemned_at: float = 0.0  # when its launcher was last asked to kill it; 0: never
     error: str = ""  # the exception that was raised in it, in one line; "": none
     failed_at: float = 0.0  # when it reported that exception
@@ -241,7 +243,7 @@ class Crew:
                 self._have_killed(member, "was cut off")
         elif member.present and sender == member.name + SUFFIX:
             self.vigil.heard(member.name, beat.turn_s, loading=not member.joined)
-            member.using = beat.using
+            member.using, member.whole = beat.using, beat.whole
             if member.life is Life.CUT_OFF:
                 self._answers_again(member, beat)
 

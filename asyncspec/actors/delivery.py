@@ -1,17 +1,31 @@
-"""Proof of delivery: finds readers that still use an older version of weights long after a newer one was published.
+"""Proof of delivery: finds readers that still use an older version of weights long after a newer one was published, and
+readers that have received other bytes than were sent.
 
-Each reader's heartbeats say which version of policy and draft it uses. A reader that is late is named once for each
-version. Nothing is done about it here: a broadcast that fails has a deadline of its own, and a stuck reader is found by
-its heart.
+Each reader's heartbeats say which version of policy and draft it uses, and which one it has received, with a checksum.
+The sender's heartbeats have the checksum of what it sent. A reader is named once for each version. Nothing is done
+about it here: a broadcast that fails has a deadline of its own, and a stuck reader is found by its heart.
 
     published 4 at 10 s    generator0 beats: 4   logprob beats: 3
     40 s                   generator0 beats: 4   logprob beats: 3    -> logprob has used version 3 for 30 s too long
+
+Bytes that arrived may still be loaded wrongly. What a generator samples shows that: the trainer compares the logprobs
+of its tokens with a fresh pass of the same version (rl/observed.py), and `Acceptance` compares what its draft accepts
+with what a fresh pass of the draft expects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from asyncspec.wire.messages import GroupRecord, Whole
+
+KEPT = 8  # of each kind, the newest versions whose checksums are kept
+# A generator is judged by this many proposals at a time: one standard error is then below 0.02.
+PROPOSALS = 1000
+# It is named below this share of the expected acceptance, if it is also below it by MARGIN. Later positions of a draft
+# accept less than the first one, which is the one that is expected.
+LEAST_SHARE, MARGIN = 0.5, 0.1
 
 
 class Late(NamedTuple):
@@ -30,6 +44,18 @@ class Late(NamedTuple):
         )
 
 
+class Different(NamedTuple):
+    """A reader that has received other bytes than were sent."""
+
+    name: str
+    kind: str
+    version: int
+    sender: str
+
+    def __str__(self) -> str:
+        return f"{self.name} holds another {self.kind} version {self.version} than {self.sender} has sent"
+
+
 class Delivery:
     """When each kind's newest version was published, and which readers were named for it."""
 
@@ -41,6 +67,8 @@ class Delivery:
         self.late_s = late_s
         self._newest: dict[str, tuple[int, float]] = {}  # kind -> version, when it was published
         self._named: set[tuple[str, str, int]] = set()  # (reader, kind, version)
+        self._sums: dict[str, dict[int, int]] = {}  # kind -> version -> checksum of what was sent
+        self._told: set[Different] = set()
 
     def published(self, kind: str, version: int, now: float) -> None:
         """Note that a version was published. A version that is sent again was published before."""
@@ -62,3 +90,62 @@ class Delivery:
                     self._named.add(key)
                     found.append(Late(name, kind, version, newest, now - at))
         return found
+
+    def different(
+        self, senders: Mapping[str, str], whole: Iterable[tuple[str, Mapping[str, Whole]]]
+    ) -> list[Different]:
+        """Return the readers whose newest whole version is not what was sent, each once for a version.
+
+        Args:
+            senders: kind -> its sender.
+            whole: (member, kind -> the newest version that it has sent or received whole).
+        """
+        whole, found = list(whole), []
+        for kind, sender in senders.items():
+            sums = self._sums.setdefault(kind, {})
+            if (sent := dict(whole).get(sender, {}).get(kind)) is not None:
+                sums[sent.version] = sent.checksum
+                for old in sorted(sums)[:-KEPT]:
+                    del sums[old]
+            for name, versions in whole:
+                held = versions.get(kind)
+                if held is not None and sums.get(held.version, held.checksum) != held.checksum:
+                    found.append(Different(name, kind, held.version, sender))
+        news = [each for each in found if each not in self._told]
+        self._told.update(news)
+        return news
+
+
+class Acceptance:
+    """Finds generators whose draft accepts far less than a fresh pass of the draft expects: it did not arrive, or was
+    loaded wrongly.
+    """
+
+    def __init__(self) -> None:
+        # generator -> proposals that were verified, proposals that were accepted, those that were expected to be
+        self._sums: dict[str, tuple[int, int, float]] = {}
+        self._named: set[str] = set()
+
+    def wrong(self, groups: Sequence[GroupRecord], expected: float) -> list[str]:
+        """Note a step. Return a line for each generator that is found, once for each of them.
+
+        Args:
+            expected: the acceptance of a first proposal, by the draft adapter's own pass over the newest groups.
+        """
+        lines = []
+        for group in groups:
+            verified, accepted = sum(group.reached_at), sum(group.accepted_at)
+            before = self._sums.get(group.generator, (0, 0, 0.0))
+            self._sums[group.generator] = before[0] + verified, before[1] + accepted, before[2] + verified * expected
+        for generator, (verified, accepted, hoped) in list(self._sums.items()):
+            if verified < PROPOSALS:
+                continue
+            del self._sums[generator]
+            found, hope = accepted / verified, hoped / verified
+            if found < min(LEAST_SHARE * hope, hope - MARGIN) and generator not in self._named:
+                self._named.add(generator)
+                lines.append(
+                    f"the draft of {generator} has {found:.0%} of its proposals accepted, and a fresh pass of the "
+                    f"draft expects {hope:.0%}: its weights did not arrive whole, or its engine computes something else"
+                )
+        return lines

@@ -53,13 +53,22 @@ class Recovery:
                 crew.condemn(member, "failed, and has not ended since")
         for member in crew.unanswered:
             self._cut_off(member)
-        for late in self.delivery.late(((each.name, each.using) for each in crew.present if each.joined), now):
-            self.records.line(str(late))
-            self.records.note("late", actor=late.name, what=f"{late.kind} version {late.newest}")
+        self._check_delivery(now)
         if self._given_up and now - self._given_up > KILLED_S:
             # A generator that can still reach that logprob actor may have sent it a group.
             late, self._given_up = self._given_up + LATE_WORD_S, 0.0
             self._reissue_generated("its logprob actor is cut off", late)
+
+    def _check_delivery(self, now: float) -> None:
+        """Name the readers of weights that are late, and those that hold other bytes than were sent."""
+        members = [member for member in self.crew.present if member.joined]
+        for late in self.delivery.late(((each.name, each.using) for each in members), now):
+            self.records.line(str(late))
+            self.records.note("late", actor=late.name, what=f"{late.kind} version {late.newest}")
+        senders = self.run.broadcasts.senders if self.run.broadcasts is not None else {}
+        for different in self.delivery.different(senders, [(each.name, each.whole) for each in members]):
+            self.records.line(str(different))
+            self.records.note("different", actor=different.name, what=f"{different.kind} version {different.version}")
 
     def _cut_off(self, member: Member) -> None:
         """Handle an actor when neither it nor its launcher answers. Continue without it as soon as the run can spare

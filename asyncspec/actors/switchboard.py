@@ -6,6 +6,7 @@ import time
 from functools import singledispatchmethod
 
 from asyncspec import clock
+from asyncspec.actors.delivery import Acceptance
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run
 from asyncspec.actors.schedule import Schedule
@@ -34,7 +35,7 @@ class Switchboard:
     def __init__(self, run: Run, recovery: Recovery, schedule: Schedule) -> None:
         self.run, self.recovery, self.schedule = run, recovery, schedule
         self.records, self.server = run.records, run.server
-        self.host = clock.host()
+        self.host, self.acceptance = clock.host(), Acceptance()
 
     def receive(self) -> None:
         """Handle the messages that have arrived."""
@@ -140,6 +141,9 @@ class Switchboard:
         if self.server.rejected:
             self.records.counters["wire/controller_rejected"] = self.server.rejected
         self.schedule.step_done(message)
+        if (expected := self.records.counters.get("draft/expected_acceptance_1")) is not None:
+            for line in self.acceptance.wrong(message.groups, expected):
+                self.records.line(line)
 
     # Records.
     @_handle.register

@@ -393,6 +393,6 @@ class DeploymentConfig:
     )
     delays: str = knob(
         "",
-        "delays to inject, for tests of the time measurement: place=seconds, separated by commas; places: generate, "
-        "reward, queue, logprob, broadcast, train, checkpoint, export; empty: none",
+        "delays to inject, for tests of the time measurement: place=seconds or actor:place=seconds, separated by "
+        "commas; places: generate, reward, queue, logprob, broadcast, train, checkpoint, export; empty: none",
     )

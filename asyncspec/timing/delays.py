@@ -1,4 +1,9 @@
-"""Injected delays, to test that time is charged to its cause: `deployment.delays` names places and seconds."""
+"""Injected delays, to test that time is charged to its cause: `deployment.delays` names places and seconds.
+
+    train=0.1,trainer_rank1:checkpoint=8
+
+A place alone is delayed in every actor that comes to it; with an actor's name, in that actor only.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +24,42 @@ PLACES = {  # place: what is delayed, each time it happens
 }
 
 
-def parse(text: str) -> dict[str, float]:
-    """Return seconds by place from "place=seconds,place=seconds".
+def parse(text: str, me: str = "") -> dict[str, float]:
+    """Return seconds by place from "place=seconds,actor:place=seconds".
+
+    Args:
+        me: the first name of the actor whose delays are returned.
 
     Raises:
         ValueError: the form is wrong, a place is unknown, or a time is below 0; the message says which.
     """
     delays = {}
     for item in filter(None, text.split(",")):
-        place, _, seconds = item.partition("=")
+        where, _, written = item.partition("=")
+        actor, _, place = where.rpartition(":")
         if place not in PLACES:
             raise ValueError(f"{place!r} is not one of {', '.join(PLACES)}")
         try:
-            delays[place] = float(seconds)
+            seconds = float(written)
         except ValueError:
-            raise ValueError(f"{seconds!r} is not a number of seconds") from None
-        if not 0 <= delays[place] < float("inf"):
-            raise ValueError(f"{seconds} is not a duration of 0 or more seconds")
+            raise ValueError(f"{written!r} is not a number of seconds") from None
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"{written} is not a duration of 0 or more seconds")
+        if actor in ("", me):
+            delays[place] = seconds
     return delays
 
 
 class Delays:
     """Sleeps at the configured places of one actor. The trace shows each one as "delay PLACE"."""
 
-    def __init__(self, text: str, recorder: Recorder) -> None:
-        self.seconds, self._recorder = parse(text), recorder
+    def __init__(self, text: str, recorder: Recorder, me: str = "") -> None:
+        """
+        Args:
+            text: deployment.delays.
+            me: the actor's first name.
+        """
+        self.seconds, self._recorder = parse(text, me), recorder
 
     def __call__(self, place: str, times: int = 1, ticket: int = -1, version: int = -1) -> None:
         """Sleep for what happened `times` times in this place, to the ticket or version; -1: to all in this actor."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from asyncspec.deadlines import BEAT_EVERY_S, LOADING_PATIENCE
 from asyncspec.wire.control import ControlClient
-from asyncspec.wire.messages import Beat
+from asyncspec.wire.messages import Beat, Whole
 
 SUFFIX = "~beat"  # appended to the actor's name to name its heart's own connection
 
@@ -23,12 +23,20 @@ SUFFIX = "~beat"  # appended to the actor's name to name its heart's own connect
 class Heart:
     """Sends an actor's heartbeats, from a thread with its own connection."""
 
-    def __init__(self, control_address: str, name: str, using: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        control_address: str,
+        name: str,
+        using: Mapping[str, int] | None = None,
+        whole: Mapping[str, Whole] | None = None,
+    ) -> None:
         """
         Args:
             using: kind of weights -> the version that the actor uses now; it may change. None: it uses none.
+            whole: kind of weights -> the newest version that the actor has sent or received whole; it may change.
         """
-        self._using = {} if using is None else using
+        self._using = {} if using is None else using  # an empty one may be filled later
+        self._whole = {} if whole is None else whole
         self.name, self._address, self._turned = name, control_address, time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
@@ -55,7 +63,7 @@ class Heart:
         client = ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: a process may freeze right after it has loaded
         while not self._stop.wait(BEAT_EVERY_S):
-            client.send(Beat(self.name, self.turn_s, dict(self._using)))
+            client.send(Beat(self.name, self.turn_s, dict(self._using), dict(self._whole)))
         client.close(0)
 
 

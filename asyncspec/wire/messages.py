@@ -140,12 +140,20 @@ class ClockTold(Message, frozen=True):
     host: str  # the controller's host, from clock.host
 
 
+class Whole(msgspec.Struct, frozen=True, array_like=True):
+    """A version of weights that was sent, or has arrived, whole."""
+
+    version: int
+    checksum: int  # of its bytes, see wire/layout.py
+
+
 class Beat(Message, frozen=True):
     """A heartbeat: the sender's process lives. It comes from its own thread, so that it also comes during long work."""
 
     name: str
     turn_s: float = 0.0  # seconds that the current turn of the sender's main loop has taken
     using: dict[str, int] = {}  # kind of weights -> the version that the sender uses
+    whole: dict[str, Whole] = {}  # kind of weights -> the newest version that the sender has sent or received whole
 
 
 class Kill(Message, frozen=True):

@@ -31,7 +31,7 @@ from asyncspec.deadlines import PREPARED_S, REGROUP_S
 from asyncspec.errors import first_line
 from asyncspec.wire.broadcast import BroadcastError, BroadcastGroup
 from asyncspec.wire.layout import Layout, Snapshot, checksum, settle, side_stream
-from asyncspec.wire.messages import Broken, Membership, Message, Publish
+from asyncspec.wire.messages import Broken, Membership, Message, Publish, Whole
 
 __all__ = ["BroadcastError", "Publisher", "Receiver"]
 
@@ -90,6 +90,7 @@ class _Worker:
         self._me, self._device, self.layout = me, device, layout
         self._lane: _Lane | None = None  # of all members
         self._side: _Lane | None = None  # of the sender and those that lack its newest version
+        self.whole: Whole | None = None  # the newest version that this member has sent or received whole
 
     @property
     def epoch(self) -> int:
@@ -241,6 +242,7 @@ class Publisher(_Worker):
             finally:
                 payloads.close()  # the other ranks need not wait for this one to take the rest
             lane.joined.broadcast(lane.joined.record(announcement.version, elements, found))
+            self.whole = Whole(announcement.version, found)
             if lane is self._lane:
                 self._unsent = False
             lane.busy = False
@@ -315,6 +317,7 @@ class Receiver(_Worker):
                 if self._keep is None:
                     self._complete.clear()
                 self._complete[version] = tensors
+            self.whole = Whole(version, found)
             self._received(version)
 
         lane.tasks.put(task)
