@@ -93,7 +93,7 @@ def shortened(script):
     """A page's script without its installation, with few steps and little data."""
     script = script.replace("pip install -e . && ", "")
     script = "\n".join(line for line in script.splitlines() if not line.startswith("pip install"))
-    script = script.replace("smollm2/prepare.py", "smollm2/prepare.py --train 64 --held-out 8")
+    script = script.replace("smollm2/prepare.py", "smollm2/prepare.py --train 32 --held-out 4")
     script = script.replace("--count 3 --samples 2", "--count 1 --samples 1")
     # The automatic draft length would calibrate for seconds.
     few = "rl.groups_per_step=4 rl.group_size=4 data.eval_prompts=8 speculation.draft_length=3 "

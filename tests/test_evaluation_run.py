@@ -34,7 +34,7 @@ def test_an_interrupted_evaluation_is_repeated_and_the_best_version_has_the_weig
         "eval.pass_at=1,2,4",
         "eval.keep_best=true",
         "checkpoint.keep=9",
-        "deployment.delays=generate=0.1",
+        "deployment.delays=generate=0.1,train=0.7",  # no other version is made while this one is evaluated,
     )
     running.wait_for(lambda: evaluated(run_dir, 2), "an evaluation of version 2")
     running.process.send_signal(signal.SIGINT)

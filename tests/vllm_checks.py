@@ -204,7 +204,7 @@ def seeds(*overrides):
     """A sample depends on its seed and not on its neighbors, even in an engine that replaces another in the same
     process.
     """
-    some, tokens = prompts(10), {}
+    some, tokens = prompts(6), {}
     for slots in (64, 3):
         engine = make_engine(load("tiny", [*VLLM, f"engine.slots={slots}", *overrides]), "cpu")
         tokens[slots] = {key: c.tokens.tolist() for key, c in run(engine, some, 4).items()}
@@ -213,7 +213,7 @@ def seeds(*overrides):
         f"seeds {overrides[:1]}: {len(tokens[3])} samples, {different} different; the same with 64 slots and with 3: "
         f"{tokens[64] == tokens[3]}"
     )
-    assert len(tokens[3]) == 40 and different > 20 and tokens[64] == tokens[3]
+    assert len(tokens[3]) == 24 and different > 12 and tokens[64] == tokens[3]
 
 
 def suffix(*overrides):
@@ -237,7 +237,7 @@ def suffix(*overrides):
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    model, prompt, length, samples = policy.build(shape), [2, 3, 5, 2, 3, 4, 2, 3], 3, 8000
+    model, prompt, length, samples = policy.build(shape), [2, 3, 5, 2, 3, 4, 2, 3], 3, 5000
     model.init_states()
     with tempfile.TemporaryDirectory() as folder:
         policy.save(model, shape, Path(folder), POLICY)
@@ -318,12 +318,12 @@ def families(*overrides):
             engine = make_engine(
                 load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=ngram", *overrides]), "cpu"
             )
-        some = prompts(8)
-        for version in (0, 1, 2):
+        some = prompts(6)
+        for version in (0, 1):
             if version:
                 fill(model, moved(model, 0.2))
                 engine.load_policy(dict(model.named_parameters()), version)
-            done = run(engine, some, 4)
+            done = run(engine, some, 3)
             assert {int(c.tokens[-1]) for c in done.values() if not c.truncated} == {1, 7}
             reference = by_transformers(model, shape)
             apart = sorted(difference(reference, some[key[0]], c) for key, c in done.items())

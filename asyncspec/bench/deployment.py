@@ -1,9 +1,9 @@
 """bench deployment: 12 generating and 4 training nodes, without a GPU. Each node has a network namespace, a torchrun
-and an actor. Queues, lag, broadcasts and attribution are real. Only the computing is mocked, by waiting
+and its actors. Queues, lag, broadcasts and attribution are real. Only the computing is mocked, by waiting
 (configs/mock_rl_think_8b.yaml says for how long, and why).
 
-Variants: no speculation; speculation; speculation while two nodes, one for generation and one for logprob, are cut
-off from the network for a while.
+Variants: no speculation; speculation; and speculation with a fault: an exception in a generator, a generating node that
+is cut off from the network for a while, a trainer rank whose part of each checkpoint takes longer than a step.
 """
 
 from __future__ import annotations
@@ -16,24 +16,38 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncspec import faults
 from asyncspec.bench.harness import Benchmark, Samples, ratio
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.config import Config, load, topology
 from asyncspec.errors import UserError
-from asyncspec.ledger import ledger
+from asyncspec.ledger import checkpoint, ledger
 from asyncspec.ledger.audit import violations
 from asyncspec.timing.metrics import read_rows
 
 CONFIG, SKIP = "mock_rl_think_8b", 2  # the configuration; steps that fill the pipeline
 LONGEST_S = 900.0
-CUT_AFTER, CUT_S = 4, 12.0  # cut the nodes off after this many steps; for this many seconds of wall time
+FAULT_AFTER = 4  # steps
+CUT_S = 12.0  # seconds of wall time for which a node is cut off
+RAISES, CUT_OFF, SLOW = "a generator raises", "a node cut off", "a slow checkpoint"
+SAVE_EVERY, SAVE_S = 3, 6.0  # steps between checkpoints, and seconds of wall time that one rank's part takes
+_OF_VARIANT = {  # variant -> its settings
+    "ar": ["speculation.method=none"],
+    "spec": [],
+    f"spec, {RAISES}": ["deployment.faults=asked"],
+    f"spec, {CUT_OFF}": [],
+    f"spec, {SLOW}": [
+        f"checkpoint.every={SAVE_EVERY}",
+        f"deployment.delays=trainer_rank1:checkpoint={SAVE_S:g}",
+    ],
+}
 PUBLISHED = {"exposed_generation_ar_s": 10.4, "exposed_generation_spec_s": 0.6, "step_ar_s": 75.0, "step_spec_s": 60.5}
 
 
 class DeploymentBenchmark(Benchmark):
     name = "deployment"
     repeats = 1
-    variants = ("ar", "spec", "spec, nodes cut off")
+    variants = tuple(_OF_VARIANT)
     columns = (
         "step_s",
         "exposed_generation_s",
@@ -43,30 +57,24 @@ class DeploymentBenchmark(Benchmark):
         "train_s",
         "lag_violations",
         "generators_lost",
-        "logprobs_lost",
         "joined_again",
+        "checkpoints",
     )
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out.absolute()
         self.config = self._config("ar")
         nodes = topology.parse(self.config.deployment.nodes)
-        self.victims = [
-            max(i for i, node in enumerate(nodes) if role in node)
-            for role in ("generator", "logprob")
-            if topology.total(nodes)[role] > 1
-        ]
+        self.victim = max(i for i, node in enumerate(nodes) if "generator" in node)  # the node that is cut off
+        self.raising = f"generator{topology.total(nodes)['generator'] // 2}"
         self.hosts = Hosts(len(nodes))
 
     def _config(self, variant: str) -> Config:
         return load(CONFIG, self._settings(variant))
 
     def _settings(self, variant: str) -> list[str]:
-        return [
-            f"speculation.method={'none' if variant == 'ar' else 'ngram'}",
-            "deployment.silent_timeout_s=3",
-            *self.overrides,
-        ]
+        common = ["speculation.method=ngram", "deployment.silent_timeout_s=3"]
+        return [*common, *_OF_VARIANT[variant], *self.overrides]
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         run_dir = self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}"
@@ -105,7 +113,7 @@ class DeploymentBenchmark(Benchmark):
         try:
             self._attend(variant, run_dir, nodes)
         finally:
-            self._cut_off(False)
+            self.hosts.cut_off(self.victim, False)
             for node in nodes:
                 if node.poll() is None:
                     os.killpg(node.pid, signal.SIGTERM)
@@ -126,7 +134,7 @@ class DeploymentBenchmark(Benchmark):
             return statistics.fmean(row[key] for row in steady) / scale
 
         events = list(ledger.read(run_dir))
-        found = violations(events, self.config.policy_lag, self.config.rl.groups_per_step, len(rows))
+        broken = violations(events, self.config.policy_lag, self.config.rl.groups_per_step, len(rows))
         return {
             "step_s": mean("time/step"),
             "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
@@ -146,33 +154,32 @@ class DeploymentBenchmark(Benchmark):
                 )
             },
             "generation_s": mean("time/generation"),
-            "violations": len(found),
-            **{f"{role}s_lost": rows[-1].get(f"recovery/{role}s_lost", 0) for role in ("generator", "logprob")},
+            "violations": len(broken),
+            "generators_lost": rows[-1].get("recovery/generators_lost", 0),
+            "restarts": rows[-1].get("recovery/restarts", 0),
+            "checkpoints": len(list(run_dir.glob("checkpoints/trainer-*"))),
+            "saved_step": found[0] if (found := checkpoint.newest(run_dir, "trainer")) else 0,
             "joined_again": sum(event["event"] == "joined" for event in events),
-            "lag_violations": sum("version" in text for text in found)
+            "lag_violations": sum("version" in text for text in broken)
             + sum(row["lag/max"] > self.config.policy_lag for row in rows),
         }
 
     def _attend(self, variant: str, run_dir: Path, nodes: list[subprocess.Popen]) -> None:
-        """Wait until the controller's node has ended. If the variant says so, cut the victims off in between."""
-        deadline, cut = time.monotonic() + LONGEST_S, 0.0
+        """Wait until the controller's node has ended. Cause the variant's fault in between."""
+        deadline, cut, metrics = time.monotonic() + LONGEST_S, 0.0, run_dir / "metrics.jsonl"
+        due = variant.endswith((RAISES, CUT_OFF))
         while nodes[0].poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
-            if (
-                variant.endswith("cut off")
-                and not cut
-                and (run_dir / "metrics.jsonl").exists()
-                and len(read_rows(run_dir / "metrics.jsonl")) >= CUT_AFTER
-            ):
-                cut = time.monotonic()
-                self._cut_off(True)
-            if cut > 0 and time.monotonic() - cut > CUT_S:
-                cut = -1.0
-                self._cut_off(False)
-
-    def _cut_off(self, off: bool) -> None:
-        for victim in self.victims:
-            self.hosts.cut_off(victim, off)
+            if due and metrics.exists() and len(read_rows(metrics)) >= FAULT_AFTER:
+                due = False
+                if variant.endswith(RAISES):
+                    faults.ask(run_dir, self.raising, "CUDA error: uncorrectable ECC error encountered")
+                else:
+                    cut = time.monotonic()
+                    self.hosts.cut_off(self.victim, True)
+            if cut and time.monotonic() - cut > CUT_S:
+                cut = 0.0
+                self.hosts.cut_off(self.victim, False)
 
     def headline(self, samples: Samples) -> dict[str, float]:
         def mean(variant: str, key: str) -> float:
@@ -186,8 +193,10 @@ class DeploymentBenchmark(Benchmark):
             "step_speedup": ratio(samples, "step_s", "ar", "spec"),
             "lag_violations": sum(s["lag_violations"] for v in self.variants for s in samples[v]),
             "violations": sum(s["violations"] for v in self.variants for s in samples[v]),
-            "step_cut_off_s": mean("spec, nodes cut off", "step_s"),
-            "joined_again": mean("spec, nodes cut off", "joined_again"),
+            "step_raises_s": mean(f"spec, {RAISES}", "step_s"),
+            "step_cut_off_s": mean(f"spec, {CUT_OFF}", "step_s"),
+            "step_slow_checkpoint_s": mean(f"spec, {SLOW}", "step_s"),
+            "generators_lost": sum(s["generators_lost"] for v in self.variants for s in samples[v]),
             "time_scale": self.config.mock.time_scale,
             "rate_shaped": float("rate" in self.hosts.shaped),
             "delay_shaped": float("delay" in self.hosts.shaped),
@@ -203,7 +212,7 @@ class DeploymentBenchmark(Benchmark):
         for variant, key in (("ar", "step_ar_s"), ("spec", "step_spec_s")):
             axes.plot([PUBLISHED[key]], [variant], "k|", markersize=30, label="published" if variant == "ar" else None)
         axes.set_xlabel("seconds per step on the mocked machines")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.4, -0.14))
 
     def close(self) -> None:
         self.hosts.close()

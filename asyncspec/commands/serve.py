@@ -11,6 +11,7 @@ import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from asyncspec.commands.export import run_config
 from asyncspec.config import Config, ConfigError, default_of, fetched_model, load, resolve_path
@@ -82,7 +83,7 @@ def _run(args) -> int:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler)
         name = args.name or _name(args.checkpoint)
-        return _serve(config, name, listener, args.host, key, args.max_waiting, args.timeout)
+        _serve(config, name, listener, args.host, key, args.max_waiting, args.timeout)
 
 
 def configuration(checkpoint: str, overrides: list[str]) -> Config:
@@ -145,8 +146,13 @@ def _of_run(checkpoint: str, run_dir: Path) -> list[str]:
 
 def _serve(
     config: Config, name: str, listener: socket.socket, host: str, key: str, waiting: int, timeout_s: float
-) -> int:
-    """Load the engine, and answer requests until an interrupt. Return the exit code."""
+) -> NoReturn:
+    """Load the engine, and answer requests until an interrupt.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+        UserError: the engine did not start, or has failed.
+    """
     import uvicorn
 
     from asyncspec.actors.engines import make_engine
@@ -219,7 +225,7 @@ def _serve(
         worker.stop()
     if failures:
         raise UserError(f"serve: the engine has failed: {type(failures[0]).__name__}: {first_line(failures[0])}")
-    return 0
+    raise KeyboardInterrupt  # nothing else ends the server, and uvicorn does not always raise the signal again
 
 
 def _tell(config: Config, model, listener: socket.socket, host: str, key: str) -> None:
