@@ -79,8 +79,12 @@ def test_a_format_is_the_whole_response():
 def test_reasoning_gym_scores_its_own_problems():
     gym = pytest.importorskip("reasoning_gym")
     (entry,) = gym.create_dataset("chain_sum", size=1, seed=1)
-    assert reward("reasoning_gym", f"Answer: {entry['answer']}", entry["answer"], **entry) == 1
-    assert reward("reasoning_gym", "nothing", entry["answer"], **entry) < 0.1
+
+    def score(response):
+        (found,) = Rewards("reasoning_gym").of(Call("", [response], entry["answer"], entry))
+        return found.number
+
+    assert score(f"Answer: {entry['answer']}") == 1 and score("nothing") < 0.1
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
