@@ -376,6 +376,11 @@ def _add_bench(commands) -> None:
         help="measure only the variants that begin so, for example --only job --only '64 mtp' (default: all)",
     )
     bench.add_argument(
+        "--full",
+        action="store_true",
+        help="measure more, where a benchmark can; go on after the repetitions that are already in --out",
+    )
+    bench.add_argument(
         "overrides",
         nargs="*",
         default=[],
@@ -388,7 +393,7 @@ def _add_bench(commands) -> None:
 def _bench(args) -> int:
     from asyncspec.bench import harness
 
-    return harness.run(args.name, args.out, args.repeats, args.overrides, args.only)
+    return harness.run(args.name, args.out, args.repeats, args.overrides, args.only, args.full)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from asyncspec.bench import BENCHMARKS, Listed, harness
+from asyncspec.bench import BENCHMARKS, Listed, harness, learning
 from asyncspec.bench.speculation import FIXED, SpeculationBenchmark
 from asyncspec.errors import UserError
 
@@ -79,3 +80,62 @@ def test_a_thinned_result_holds_quartiles(counting, tmp_path, monkeypatch):
     assert thinned["quartiles"]["job 1"] == {"call": [3.5, 6.0, 6.5, 3]} and "samples" not in thinned
     with pytest.raises(SystemExit):  # it has no samples any more
         runpy.run_path(str(ROOT / "scripts" / "thin_result.py"), run_name="__main__")
+
+
+def test_a_full_benchmark_goes_on_after_its_whole_repetitions(counting, tmp_path, monkeypatch):
+    monkeypatch.setattr(Counting, "full_repeats", 3)
+    monkeypatch.setattr(Counting, "full_variants", ("extra",), raising=False)
+
+    def cut_short(variant, repetition):
+        if len(counting.order) == 6:
+            raise KeyboardInterrupt
+        return Counting.measure(counting, variant, repetition)
+
+    monkeypatch.setattr(counting, "measure", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        harness.run("counting", str(tmp_path), None, [], full=True)
+    assert counting.order == ["job 1", "job 2", "64 mtp 1", "extra", "extra", "64 mtp 1"]
+    monkeypatch.undo()
+    again = Counting()
+    again.full_repeats, again.full_variants = 3, ("extra",)
+    monkeypatch.setitem(BENCHMARKS, "counting", Listed(__name__, "nothing", 1))
+    monkeypatch.setattr(sys.modules[__name__], "make", lambda overrides, out: again, raising=False)
+    with pytest.raises(UserError, match=r"measured with \[\] before; expected the same fields, or another --out"):
+        harness.run("counting", str(tmp_path), None, ["steps=3"], full=True)
+    assert harness.run("counting", str(tmp_path), None, [], full=True) == 0
+    assert again.order == ["extra", "64 mtp 1", "job 2", "job 1", "job 1", "job 2", "64 mtp 1", "extra"]
+    samples = json.loads((tmp_path / "result.json").read_text())["samples"]
+    assert samples["job 1"] == [{"call": 1.0}, {"call": 4.0}, {"call": 5.0}] and len(samples["extra"]) == 3
+
+
+def test_a_benchmark_of_one_size_has_no_full_one(counting, tmp_path):
+    with pytest.raises(UserError, match="bench counting --full: expected no such flag"):
+        harness.run("counting", str(tmp_path), None, [], full=True)
+
+
+def test_the_difference_of_learning_is_covered_and_detected_as_often_as_stated():
+    """The shares are of 4,000 draws: their standard error is at most 0.8 points, and four of them are allowed."""
+    random, seeds, runs, truth = np.random.default_rng(0), 8, 4000, 0.02
+    draws = random.normal(truth, 0.03, (runs, seeds))
+    covered = np.mean([low < truth < high for low, high in (learning.interval(draw, 0.95) for draw in draws)])
+    assert abs(covered - 0.95) < 0.014
+    detectable = np.mean([learning.smallest_detectable(draw) for draw in draws])
+    shifted = random.normal(detectable, 0.03, (runs, seeds))
+    found = np.mean([learning.interval(draw, 0.95)[0] > 0 for draw in shifted])
+    assert abs(found - 0.8) < 0.05  # the shortcut with two quantiles of t is itself a few points off
+
+
+def test_learning_pools_the_lags_by_seed():
+    def measured(ends):
+        return [{"accuracy_end": end} for end in ends]
+
+    samples = {
+        "lag 0, without speculation": measured([0.5, 0.6]),
+        "lag 0, with speculation": measured([0.6, 0.6]),
+        "lag 1, without speculation": measured([0.5, 0.5]),
+        "lag 1, with speculation": measured([0.5, 0.7]),
+    }
+    bench = learning.LearningBenchmark([], Path())
+    assert bench.differences(samples) == pytest.approx([0.05, 0.1])
+    headline = bench.headline(samples)
+    assert headline["difference"] == pytest.approx(0.075) and headline["equivalent"] == 0 and headline["seeds"] == 2

@@ -34,6 +34,11 @@ BENCHMARKS = {
         25,
     ),
     "ranks": Listed("asyncspec.bench.ranks", "whether trainers of 1, 2 and 4 ranks learn equally well", 15),
+    "learning": Listed(
+        "asyncspec.bench.learning",
+        "whether speculation and the policy lag change what is learned: curves, the difference and its interval",
+        85,
+    ),
     "algorithms": Listed(
         "asyncspec.bench.algorithms",
         "whether each loss, off-policy correction and way to take a step learns the default job",

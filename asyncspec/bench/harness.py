@@ -31,6 +31,7 @@ from asyncspec.console import terminal
 from asyncspec.errors import UserError
 from asyncspec.timing.attribution import COLORS, PARTS
 
+KEPT = "samples.json"  # in a benchmark's directory: the whole repetitions that --full has measured
 LABELED = 0.005  # of the longest bar: parts that are shorter in every variant have no label
 TABLE_WIDTH = 150  # columns of a table that goes to a file or a pipe
 
@@ -44,6 +45,9 @@ class Benchmark(ABC):
     repeats: int
     variants: Sequence[str]
     columns: Sequence[str]  # the measurements shown in the progress lines and in the table
+    # What `--full` measures: repetitions, and variants beside the usual ones. 0: the benchmark has no `--full`.
+    full_repeats = 0
+    full_variants: Sequence[str] = ()
 
     @abstractmethod
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
@@ -77,11 +81,19 @@ class Benchmark(ABC):
         """Stop what the benchmark started."""
 
 
-def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only: Sequence[str] = ()) -> int:
+def run(
+    name: str,
+    out: str,
+    repeats: int | None,
+    overrides: Sequence[str],
+    only: Sequence[str] = (),
+    full: bool = False,
+) -> int:
     """Run a benchmark: measure, print, and write files; return the exit code.
 
     Args:
         only: the variants that begin with one of these words; empty: all.
+        full: measure all that the benchmark can, and go on after the repetitions that are already in `out`.
     """
     if name not in BENCHMARKS:
         raise UserError(f"bench {name}: expected one of {', '.join(BENCHMARKS)}" + hint(name, list(BENCHMARKS)))
@@ -96,17 +108,22 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
         raise UserError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    samples: Samples = {}
-    repeats = repeats or benchmark.repeats
+    if full and (only or not benchmark.full_repeats):
+        raise UserError(f"bench {name} --full: expected " + ("no --only" if only else "no such flag: it has one size"))
+    variants = (*benchmark.variants, *(benchmark.full_variants if full else ()))
+    repeats = repeats or (benchmark.full_repeats if full else benchmark.repeats)
+    kept = directory / KEPT
+    samples = _kept(kept, overrides, variants) if full else {}
+    done = len(samples.get(variants[0], ()))
     try:
-        chosen = _chosen(benchmark.variants, only)
+        chosen = _chosen(variants, only)
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
 
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
                 bar = progress.add_task(prefix + name, total=rounds * len(variants))
                 for repetition in range(rounds):
                     # Reverse the order each round: the variant that is measured first has colder caches.
-                    for variant in variants if repetition % 2 == 0 else reversed(variants):
+                    for variant in variants if (first + repetition) % 2 == 0 else reversed(variants):
                         if benchmark.settled(prefix + variant, samples.get(prefix + variant, ())):
                             progress.update(bar, advance=1)
                             continue
@@ -117,8 +134,10 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
                             f"[{repetition + 1}/{rounds}] {prefix}{variant}: {shown}", soft_wrap=True
                         )
                         progress.update(bar, advance=1)
+                    if full:
+                        kept.write_text(json.dumps({"overrides": list(overrides), "samples": samples}))
 
-            measure(repeats, chosen)
+            measure(repeats - done, chosen, done)
             rounds, variants = benchmark.again(samples)
             if rounds:
                 measure(rounds, variants, repeats, "again ")
@@ -126,7 +145,7 @@ def run(name: str, out: str, repeats: int | None, overrides: Sequence[str], only
         benchmark.close()
     # With some variants alone there is neither the whole headline nor the plot.
     headline = _ratios(samples) if only else benchmark.headline(samples)
-    options = [word for begin in only for word in ("--only", begin)]
+    options = [word for begin in only for word in ("--only", begin)] + ["--full"] * full
     (directory / "result.json").write_text(
         json.dumps(
             {
@@ -170,6 +189,20 @@ def _chosen(variants: Sequence[str], only: Sequence[str]) -> Sequence[str]:
             example = f"expected the beginning of a variant, for example {variants[0]!r}"
             raise UserError(f"--only {begin!r}: {example}" + hint(begin, list(dict.fromkeys(known))))
     return [variant for variant in variants if not only or any(begins(variant, begin) for begin in only)]
+
+
+def _kept(file: Path, overrides: Sequence[str], variants: Sequence[str]) -> Samples:
+    """Return the samples of the whole repetitions that earlier sittings have measured.
+
+    Raises:
+        UserError: they were measured with other fields, or are of other variants.
+    """
+    if not file.exists():
+        return {}
+    kept = json.loads(file.read_text())
+    if kept["overrides"] != list(overrides) or list(kept["samples"]) != list(variants):
+        raise UserError(f"{file}: measured with {kept['overrides']} before; expected the same fields, or another --out")
+    return kept["samples"]
 
 
 def _ratios(samples: Samples) -> dict[str, float]:

@@ -1,0 +1,156 @@
+"""bench learning: speculation changes nothing that is learned, and the lag's effect is bounded.
+
+The first part of the default job, with speculation off and on at lag 0 and 1, one seed for each repetition. A run's
+result is the mean of its last three evaluations on the same held-out prompts. The difference that speculation makes is
+taken for each seed, as the mean over the lags, so that the seeds are independent. With --full also lags 2 and 4, and
+all lags without the off-policy correction.
+
+Equivalence is claimed only if the 90% interval of the difference lies within EQUAL either way: two one-sided tests at
+5% (Schuirmann, 1987, doi:10.1007/BF01068419). Otherwise the power did not suffice.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+from scipy.stats import t as student
+
+from asyncspec.bench.harness import Benchmark, Samples
+from asyncspec.bench.jobs import run_job
+
+STEPS, EVAL_EVERY, LAST = 48, 8, 3  # steps of a run, between evaluations, and evaluations that make its result
+EQUAL = 0.05  # the largest difference of held-out accuracy that counts as none
+LAGS, MORE_LAGS = (0, 1), (0, 1, 2, 4)
+_PLAIN = {f"lag {lag}, {what}": (lag, what) for lag in LAGS for what in ("without speculation", "with speculation")}
+_MORE = {
+    **{f"lag {lag}, with speculation": (lag, "with speculation") for lag in MORE_LAGS if lag not in LAGS},
+    **{f"lag {lag}, no correction": (lag, "no correction") for lag in MORE_LAGS},
+}
+_FIELDS = {
+    "without speculation": ("speculation.method=none",),
+    "with speculation": (),
+    "no correction": ("rl.correction_action=none",),
+}
+
+
+def interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Return the two-sided interval of the mean of normally distributed values, by Student's t; NaN for one value."""
+    if len(values) < 2:
+        return math.nan, math.nan
+    wide = float(student.ppf((1 + confidence) / 2, len(values) - 1)) * standard_error(values)
+    return statistics.fmean(values) - wide, statistics.fmean(values) + wide
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN for one value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def smallest_detectable(values: Sequence[float], power: float = 0.8, level: float = 0.05) -> float:
+    """Return the smallest difference from 0 that a two-sided t-test of so many values, which scatter like these, finds
+    with this power: (t(1 - level / 2) + t(power)) standard errors.
+    """
+    freedom = len(values) - 1
+    if freedom < 1:
+        return math.nan
+    return float(student.ppf(1 - level / 2, freedom) + student.ppf(power, freedom)) * standard_error(values)
+
+
+class LearningBenchmark(Benchmark):
+    name = "learning"
+    repeats, full_repeats = 8, 12
+    variants, full_variants = tuple(_PLAIN), tuple(_MORE)
+    columns = ("accuracy_start", "accuracy_end", "reward_end", "lag_max", "acceptance_length", "step_s", "seconds")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        lag, what = (_PLAIN | _MORE)[variant]
+        run_dir = self.out / f"{variant.replace(',', '').replace(' ', '-')}-{repetition}"
+        shutil.rmtree(run_dir, ignore_errors=True)  # of a sitting that was cut short
+        rows = run_job(
+            run_dir,
+            "--policy-lag",
+            str(lag),
+            f"steps={STEPS}",
+            f"eval.every={EVAL_EVERY}",
+            f"seed={repetition}",
+            "checkpoint.every=0",
+            *_FIELDS[what],
+            *self.overrides,
+        )
+        # A row repeats the evaluation before it.
+        found = {row["eval/policy_version"]: row["eval/score"] for row in rows if row.get("eval/score") is not None}
+        scores = [found[version] for version in sorted(found)]
+        return {
+            "accuracy_start": scores[0],
+            "accuracy_end": statistics.fmean(scores[-LAST:]),
+            **{f"accuracy_{version:.0f}": found[version] for version in sorted(found)},
+            "reward_end": statistics.fmean(row["reward/mean"] for row in rows[-EVAL_EVERY:]),
+            "lag_max": max(row["lag/max"] for row in rows),
+            "acceptance_length": statistics.fmean(row["spec/acceptance_length"] for row in rows),
+            "step_s": statistics.median(row["time/step"] for row in rows),
+            "seconds": sum(row["time/step"] for row in rows),
+        }
+
+    def differences(self, samples: Samples) -> list[float]:
+        """Return what speculation adds to the final accuracy, for each seed: the mean over the lags."""
+
+        def ends(lag: int, what: str) -> list[float]:
+            return [sample["accuracy_end"] for sample in samples[f"lag {lag}, {what} speculation"]]
+
+        by_lag = [np.subtract(ends(lag, "with"), ends(lag, "without")) for lag in LAGS]
+        return np.mean(by_lag, axis=0).tolist()
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        found = self.differences(samples)
+        low, high = interval(found, 0.95)
+        closest = interval(found, 0.90)
+        return {
+            "difference": statistics.fmean(found),
+            "difference_low": low,
+            "difference_high": high,
+            "smallest_detectable": smallest_detectable(found),
+            "equivalent": float(-EQUAL < closest[0] and closest[1] < EQUAL),
+            "seeds": len(found),
+        }
+
+    def tables(self, samples: Samples) -> list[Table]:
+        found = self.headline(samples)
+        said = (
+            f"Speculation on and off are equivalent within {EQUAL:g}"
+            if found["equivalent"]
+            else f"Equivalence within {EQUAL:g} is not shown: the power did not suffice"
+        )
+        table = Table(title=f"{said}.\nFinal held-out accuracy, mean over the seeds", title_justify="left")
+        for column in ("variant", "accuracy", "95% interval"):
+            table.add_column(column, justify="left" if column == "variant" else "right")
+        for variant, measured in samples.items():
+            ends = [sample["accuracy_end"] for sample in measured]
+            low, high = interval(ends, 0.95)
+            table.add_row(variant, f"{statistics.fmean(ends):.3f}", f"{low:.3f} to {high:.3f}")
+        return [*super().tables(samples), table]
+
+    def plot(self, axes, samples: Samples) -> None:
+        """Draw the mean curve of each plain variant, with the 95% interval of the mean."""
+        for variant in self.variants:
+            versions = [*range(0, STEPS + 1, EVAL_EVERY)]
+            found = [[sample[f"accuracy_{version}"] for sample in samples[variant]] for version in versions]
+            (line,) = axes.plot(versions, [statistics.fmean(each) for each in found], "o-", markersize=3, label=variant)
+            if len(found[0]) > 1:
+                low, high = zip(*(interval(each, 0.95) for each in found))
+                axes.fill_between(versions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("held-out accuracy: mean over the seeds, 95% interval")
+        axes.legend(fontsize=7)
+
+
+def make(overrides: Sequence[str], out: Path) -> LearningBenchmark:
+    return LearningBenchmark(overrides, out)
