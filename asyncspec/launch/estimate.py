@@ -292,12 +292,16 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "distributions": of_token * config.engine.slots * verified * V,
             **draft,
         }
-    if role == "generator" and config.engine.kind == "vllm":
-        # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
+    if role in ("generator", "generator_rank") and config.engine.kind == "vllm":
+        # Ranks beyond the number of key-value heads hold copies of them.
+        ranks = config.engine.tensor_parallel
+        shares = min(ranks, policy["num_key_value_heads"])
+        # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence. Of
+        # several ranks, each receives whole versions: one waits for the other ranks, one arrives.
         return {
-            "weights": element * P,
-            "arriving weights": element * P,
-            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest,
+            "weights": element * P / ranks,
+            "arriving weights": element * P * (1 if ranks == 1 else 2),
+            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest / shares,
         }
     if role == "generator" and config.engine.kind == "sglang":
         # twice: a copy, and a file in memory
