@@ -94,6 +94,7 @@ def test_the_ranks_of_a_generator_divide_its_weights_and_its_cache():
     )
     for part in ("weights", "KV cache of a sequence"):
         assert four[part] == one[part] / 4
+    assert four["arriving weights"] < one["arriving weights"]
     config = load("tiny", [*vllm, "engine.tensor_parallel=4"])
     assert four == estimate.of_actor(config, POLICY_8B, "generator_rank")
     config.engine.tensor_parallel = 16  # two ranks have copies of one key-value head

@@ -1,6 +1,7 @@
 """A generator of several ranks: their engines get the same calls in the same order, whatever arrives when."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from asyncspec.actors.generator import Generator
 from asyncspec.actors.generator_rank import STEP, GeneratorRank, RanksDiffer
 from asyncspec.config import load, to_yaml
 from asyncspec.engine.protocol import Completion
+from asyncspec.engine.shares import Shares
+from asyncspec.models import policy
 from asyncspec.wire import messages as m
 
 CONFIG = to_yaml(
@@ -178,3 +181,26 @@ def test_a_rank_that_sampled_other_tokens_says_so():
     other.sampled = 7
     with pytest.raises(RanksDiffer, match="generator0_rank1 has sampled other tokens than generator0"):
         other.follow(m.Order(STEP, 8), {})
+
+
+@pytest.mark.parametrize("size, tied", [(1, True), (2, True), (4, False)])
+def test_each_rank_keeps_its_share_of_arriving_weights(small_shape, size, tied):
+    """With more ranks than key-value heads, two ranks keep the same head."""
+    shape = replace(small_shape, n_heads=4, n_kv_heads=2, vocab_size=40, tied=tied)
+    whole = {name: torch.rand(p.shape) for name, p in policy.skeleton(shape).named_parameters()}
+    found = {}
+    for rank in range(size):
+        shares = Shares(shape, rank, size)
+        kept = {name: shares.keep(name, tensor) for name, tensor in whole.items()}
+        for name, tensor in kept.items():
+            divided = 0 if size == 1 else tensor.numel() / whole[name].numel()
+            if name.split(".")[-2] in ("wo", "w1", "w2", "w3"):
+                assert divided in (0, 1 / size)
+            elif "wqkv" in name:
+                assert divided in (0, 1 / 2)
+        for block in shares.blocks(kept, whole):
+            for name, tensor in block.items():
+                had = found.setdefault(name, torch.full_like(tensor, torch.nan))
+                found[name] = torch.where(tensor.isnan(), had, tensor)
+    assert list(found) == list(whole)
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())

@@ -378,8 +378,11 @@ def in_flight(engine):
     for i, prompt in enumerate(some):
         engine.submit(Request(i, prompt, [1000 * i, 1000 * i + 1], 64))
     done = [c for _ in range(5) for c in engine.poll()]
-    engine.load_policy(moved(model, 0.1), 1)
-    engine.load_draft(moved(draft.module, 0.3), 1)
+    for kind, tensors, load_new in (
+        ("policy", moved(model, 0.1), engine.load_policy),
+        ("draft", moved(draft.module, 0.3), engine.load_draft),
+    ):
+        load_new({name: engine.keep(kind, name, tensor) for name, tensor in tensors.items()}, 1)
     found = {(c.request_id, c.sample): c for c in done} | ended(engine)
     engine._sampling = load("tiny", [*VLLM, *GREEDY]).sampling
     found |= run(engine, some, first=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from functools import partial
 
 import torch
 
@@ -54,7 +55,7 @@ class EngineHolder(Actor):
                 device=self.device,
                 layout=Layout.of(self.engine.parameters(kind), self.config.model.dtype),
                 received=lambda version, kind=kind: self._received.append((kind, version)),
-                keep=_as_it_is if self.ranks.size > 1 else None,
+                keep=partial(self.engine.keep, kind) if self.ranks.size > 1 else None,
             )
         self.using |= dict.fromkeys(self.receivers, 0)
         self.workers = list(self.receivers.values())
@@ -104,7 +105,3 @@ class EngineHolder(Actor):
             for completion in done:
                 self.sampled = zlib.crc32(completion.tokens.numpy().tobytes(), self.sampled)
         return done
-
-
-def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from asyncspec.config.schema import Config
 from asyncspec.errors import ConfigError
 from asyncspec.models.draft_shape import DraftShape
-from asyncspec.models.shape import PolicyShape
+from asyncspec.models.shape import VOCABULARY_UNIT, PolicyShape
 
 Shape = PolicyShape | DraftShape
 
@@ -42,3 +42,5 @@ def _wrong(whose: str, shape: Shape, parallel: int) -> Iterator[str]:
         yield f"a divisor or a multiple of the {whose}'s {shape.n_kv_heads} key-value heads"
     if shape.hidden_dim % parallel:
         yield f"a divisor of {shape.hidden_dim}, the {whose}'s intermediate_size"
+    if (rounded := -(-shape.vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT) % parallel:
+        yield f"a divisor of {rounded}, the {whose}'s vocab_size rounded up to a multiple of {VOCABULARY_UNIT}"

@@ -6,14 +6,14 @@ Its prefix cache is salted with the version it begins under, so its KV cache nev
 that has no token yet at a swap begins again, with the new salt.
 
 Several ranks, each with an engine on its own device, divide the policy's matrices and the draft's. If all of them get
-the same calls in the same order, they sample the same tokens. Each loads whole tensors, of which vLLM keeps its part.
+the same calls in the same order, they sample the same tokens. Each loads its part of the weights (shares.py).
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from asyncspec.config import Config, resolve_path, work
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
 from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_least
+from asyncspec.engine.shares import Shares
 from asyncspec.errors import ConfigError
 from asyncspec.models import policy
 from asyncspec.models.parallel import Ranks
@@ -71,7 +72,7 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        self.model.load_weights(update_info["tensors"].items())
+        self.model.load_weights(update_info["tensors"])
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -142,9 +143,10 @@ class VllmEngine(QueueingEngine):
             # vLLM compiles some small functions even in eager mode: half a minute in the middle of a run, for nothing.
             torch._dynamo.config.disable = not config.engine.compile
         shut_down()
-        self._size = 1 if ranks is None else ranks.size
-        if ranks is not None and ranks.size > 1:
-            vllm_process.use_ranks(ranks.rank, device)
+        rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._shares = Shares(self.shape, rank, self._size)
+        if self._size > 1:
+            vllm_process.use_ranks(rank, device)
         with tempfile.TemporaryDirectory() as folder:
             paths = {"policy": path, "draft": resolve_path(config.draft_directory)}
             shapes = {"policy": self.shape, **({} if self.draft is None else {"draft": self.draft.shape})}
@@ -232,6 +234,10 @@ class VllmEngine(QueueingEngine):
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
         return dict((self.policy if kind == "policy" else self.draft.module).named_parameters())
 
+    def keep(self, kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `load_policy` or `load_draft` needs of an arriving tensor in this rank: of a draft all of it."""
+        return self._shares.keep(name, tensor) if kind == "policy" else tensor
+
     def poll(self) -> list[Completion]:
         """Do one step of vLLM; return the samples that finished in it."""
         while self._queue and self.live < self.slots:
@@ -252,8 +258,11 @@ class VllmEngine(QueueingEngine):
         return done
 
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`."""
-        self._load("policy", policy.to_hf(self.policy, tensors), self.shape.head_dim)
+        """Load a policy's weights, whole or what `keep` returned (names as in `parameters`); tokens sampled from now on
+        carry `version`.
+        """
+        blocks = self._shares.blocks(tensors, self.parameters("policy"))
+        self._load("policy", (policy.to_hf(self.policy, block) for block in blocks), self.shape.head_dim)
         self.version = version
         if self.kv_at_swap == "recompute":
             self._vllm.reset_prefix_cache(reset_running_requests=True)
@@ -263,11 +272,12 @@ class VllmEngine(QueueingEngine):
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Load a draft's weights."""
-        self._load("draft", self.draft.to_hf(tensors), self.draft.shape.head_dim)
+        self._load("draft", [self.draft.to_hf(tensors)], self.draft.shape.head_dim)
         self.draft_version = version
 
-    def _load(self, kind: str, tensors: Mapping[str, torch.Tensor], head_dim: int) -> None:
-        tensors = widened_tensors(tensors, head_dim, self._factors[kind])
+    def _load(self, kind: str, parts: Iterable[Mapping[str, torch.Tensor]], head_dim: int) -> None:
+        factor = self._factors[kind]
+        tensors = (item for part in parts for item in widened_tensors(part, head_dim, factor).items())
         self._vllm.collective_rpc("start_weight_update" if kind == "policy" else "start_draft_weight_update")
         self._vllm.collective_rpc("update_weights", args=({"tensors": tensors},))
         self._vllm.collective_rpc("finish_weight_update")

@@ -296,11 +296,13 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # Ranks beyond the number of key-value heads hold copies of them.
         ranks = config.engine.tensor_parallel
         shares = min(ranks, policy["num_key_value_heads"])
-        # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence. Of
-        # several ranks, each receives whole versions: one waits for the other ranks, one arrives.
+        # Each of several ranks keeps its part of two versions: one waits for the other ranks, one arrives, tensor by
+        # tensor. The embedding is the largest tensor that arrives, and the largest block that is loaded.
+        arriving = P if ranks == 1 else 2 * P / ranks + 2 * V * policy["hidden_size"]
+        # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
         return {
             "weights": element * P / ranks,
-            "arriving weights": element * P * (1 if ranks == 1 else 2),
+            "arriving weights": element * arriving,
             "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest / shares,
         }
     if role == "generator" and config.engine.kind == "sglang":
