@@ -97,7 +97,7 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
 
 @pytest.mark.vllm
 @needs_vllm
-def test_a_generator_of_two_ranks_keeps_its_lag_and_takes_new_weights(tmp_path, monkeypatch):
+def test_a_generator_of_two_ranks_keeps_its_lag_and_survives_the_loss_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = Running.new(
         tmp_path / "run",
@@ -108,9 +108,11 @@ def test_a_generator_of_two_ranks_keeps_its_lag_and_takes_new_weights(tmp_path, 
         "engine.kv_at_swap=recompute",
         "speculation.method=eagle3",
         "draft.publish_every=1",
+        "checkpoint.every=1",
+        "deployment.faults=generator0_rank1:work:40:kill",
         launcher=(PYTHON, SCRIPT),
     )
-    assert "generator0, generator0_rank1" in run.end()
+    assert "generator0_rank1 died: its process ended: all actors restart from the last checkpoint" in run.end()
     check_run(tmp_path / "run", 3)
     trained = rows(tmp_path / "run")
     assert trained[-1]["spec/draft_version"] > 1 and trained[-1]["spec/acceptance_length"] > 2.5
