@@ -10,6 +10,8 @@ import pytest
 from asyncspec.config import CONFIG_DIR, Config, ConfigError, from_yaml, load, resolve_path, to_yaml
 from asyncspec.config.fields import describe
 
+VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
+
 
 @pytest.mark.parametrize(
     "override,expected",
@@ -70,6 +72,15 @@ from asyncspec.config.fields import describe
             "engine.compile=true",
             "engine.compile=True: expected false with engine.kind=torch: only vllm compiles its policy; "
             "nearest valid choice: engine.compile=false",
+        ),
+        (
+            "engine.tensor_parallel=2",
+            "engine.tensor_parallel=2: expected 1 with engine.kind=torch: only vllm divides a generator's policy; "
+            "nearest valid choice: engine.tensor_parallel=1",
+        ),
+        (
+            "engine.tensor_parallel=0",
+            "engine.tensor_parallel=0: expected at least 1; nearest valid choice: engine.tensor_parallel=1",
         ),
         ("engine.kind=mock", "trainer.kind='torch': expected mock with engine.kind=mock"),
         ("engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=0.0: expected more than 0 and at most 1"),
@@ -207,6 +218,41 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
             ("logprob.ranks=2", "logprob.tensor_parallel=2"),
             "logprob.tensor_parallel=2: expected a divisor of the policy's 1 key-value heads; nearest valid choice: "
             "logprob.tensor_parallel=1",
+        ),
+        (
+            {},
+            (*VLLM, "engine.tensor_parallel=3"),
+            "engine.tensor_parallel=3: expected a divisor of the policy's 4 attention heads; nearest valid choice: "
+            "engine.tensor_parallel=2",
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            (*VLLM, "engine.tensor_parallel=3"),
+            "engine.tensor_parallel=3: expected a divisor or a multiple of the policy's 2 key-value heads; nearest "
+            "valid choice: engine.tensor_parallel=2",
+        ),
+        (
+            {"num_attention_heads": 8},
+            (*VLLM, "engine.tensor_parallel=8"),
+            "engine.tensor_parallel=8: expected a divisor of the draft's 4 attention heads; nearest valid choice: "
+            "engine.tensor_parallel=4",
+        ),
+        (
+            {"intermediate_size": 193},
+            (*VLLM, "engine.tensor_parallel=2"),
+            "engine.tensor_parallel=2: expected a divisor of 193, the policy's intermediate_size; nearest valid "
+            "choice: engine.tensor_parallel=1",
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            (*VLLM, "engine.tensor_parallel=2"),
+            "engine.tensor_parallel=2: expected 1 with a mixture-of-experts policy",
         ),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},

@@ -226,9 +226,10 @@ def test_a_mistake_of_the_user_ends_the_run_at_once(under_way):
 
 
 @pytest.mark.parametrize("may_restart", [False, True])
-@pytest.mark.parametrize("name", ["trainer", "controller", "logprob_rank1"])
+@pytest.mark.parametrize("name", ["trainer", "controller", "logprob_rank1", "generator0", "generator0_rank1"])
 def test_an_exception_in_an_actor_that_cannot_be_replaced_restarts_all(name, may_restart, under_way):
-    recovery, lines, _ = under_way("logprob.ranks=2")
+    vllm = ("engine.kind=vllm", "speculation.draft_length=3", "engine.tensor_parallel=2")
+    recovery, lines, _ = under_way("logprob.ranks=2", *(vllm if name.startswith("generator") else ()))
     run = recovery.run
     run.may_restart = may_restart
     noted = []

@@ -13,6 +13,7 @@ from runs import TORCHRUN
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncspec.actors.crew import actor_names
 from asyncspec.commands.doctor import HEADROOM, judge
 from asyncspec.commands.meeting import Node
 from asyncspec.config import load
@@ -84,6 +85,38 @@ def test_sharding_divides_the_memory_that_a_rank_needs():
     one, four = (estimate.of_actor(load("tiny", [f"logprob.ranks={n}"]), POLICY_8B, "logprob") for n in (1, 4))
     assert four["weights"] == one["weights"] / 4 and four["arriving weights"] < one["arriving weights"]
     assert four == estimate.of_actor(load("tiny", ["logprob.ranks=4"]), POLICY_8B, "logprob_rank")
+
+
+def test_the_ranks_of_a_generator_divide_its_weights_and_its_cache():
+    vllm = ["engine.kind=vllm", "speculation.draft_length=3"]
+    one, four = (
+        estimate.of_actor(load("tiny", [*vllm, f"engine.tensor_parallel={n}"]), POLICY_8B, "generator") for n in (1, 4)
+    )
+    for part in ("weights", "KV cache of a sequence"):
+        assert four[part] == one[part] / 4
+    assert four["arriving weights"] < one["arriving weights"]
+    config = load("tiny", [*vllm, "engine.tensor_parallel=4"])
+    assert four == estimate.of_actor(config, POLICY_8B, "generator_rank")
+    config.engine.tensor_parallel = 16  # two ranks have copies of one key-value head
+    assert (
+        estimate.of_actor(config, POLICY_8B, "generator")["KV cache of a sequence"] == one["KV cache of a sequence"] / 8
+    )
+
+
+def test_ranks_of_a_generator_that_would_share_a_gpu_are_named():
+    config = load(
+        "tiny",
+        ["deployment.device=auto", "engine.kind=vllm", "speculation.draft_length=3", "engine.tensor_parallel=2"],
+    )
+    names = {"controller": "controller", **actor_names(config)}
+    for gpus, said in ((1, ["generator0"]), (2, []), (4, [])):
+        judged = judge(config, POLICY_8B, [list(names)], names, [Node("h", "a", [1e12] * gpus, 1e12, 8)])
+        wrong = [finding.text for _, _, found in judged for finding in found if not finding.ok]
+        assert [
+            f"node 0: engine.tensor_parallel=2: ranks of {name} share a GPU; expected one for each of them, and "
+            f"there are {gpus}"
+            for name in said
+        ] == wrong
 
 
 @pytest.mark.parametrize("method", drafts.METHODS)

@@ -160,10 +160,14 @@ class Weights:
     """A receiver that has a newer version."""
 
     def __init__(self):
-        self.left = [(1, {})]
+        self.complete = [1]
 
-    def take(self):
-        return self.left.pop() if self.left else None
+    def check(self):
+        pass
+
+    def take(self, version):
+        self.complete.remove(version)
+        return version, {}
 
 
 @pytest.mark.parametrize("exact, evaluation, taken", [(True, True, 0), (True, False, 1), (False, True, 1)])

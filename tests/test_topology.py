@@ -22,7 +22,7 @@ def test_every_actor_is_on_one_node_and_each_node_plays_its_roles(nodes, adaptin
     assert parsed == [node for times, node in nodes for _ in range(times)]
     totals = topology.total(parsed)
     ranks = data.draw(st.sampled_from([n for n in range(1, totals["logprob"] + 1) if totals["logprob"] % n == 0]))
-    names = topology.name_actors(totals["trainer"], totals["logprob"] // ranks, ranks, totals["generator"], adapting)
+    names = topology.name_actors(totals["trainer"], totals["logprob"] // ranks, ranks, totals["generator"], 1, adapting)
     placed = topology.assign(parsed, names)
     assert (
         sorted(name for node in placed for name in node) == sorted(["controller", *names])
@@ -58,6 +58,8 @@ def test_gpus_are_dealt_round_robin_with_the_draft_adapter_last(played, first, g
         ("trainer generator", 2, "trainer"),
         ("trainer logprob generator", 3, "logprob"),
         ("generator logprob_rank trainer", 3, "logprob_rank"),
+        ("generator generator_rank trainer", 3, "trainer"),
+        ("generator generator_rank", 2, "generator_rank"),
         ("trainer logprob generator", 2, "logprob"),  # trainer and generator are on the first
         ("trainer logprob", 3, ""),
         ("generator", 1, "generator"),
@@ -103,6 +105,32 @@ def test_a_topology_sets_the_number_of_actors_and_no_field_may_contradict_it():
         load("tiny", ["deployment.nodes=trainer+logprob:3+generator", "logprob.ranks=2"])
     with pytest.raises(ConfigError, match="deployment.generators=3: expected 24"):
         load("tiny", ["deployment.nodes=2*trainer:2+logprob,3*generator:8", "deployment.generators=3"])
+
+
+VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
+
+
+def test_the_ranks_of_a_generator_count_as_actors_of_a_node_and_stay_together():
+    config = load("tiny", [*VLLM, "engine.tensor_parallel=2", "deployment.nodes=trainer+logprob,2*generator:4"])
+    assert config.deployment.generators == 4
+    names = actor_names(config)
+    assert [name for name, role in names.items() if role == "generator"] == [f"generator{i}" for i in range(4)]
+    assert [name for name, role in names.items() if role == "generator_rank"] == [
+        f"generator{i}_rank1" for i in range(4)
+    ]
+    _, *placed = topology.assign(topology.parse(config.deployment.nodes), names)
+    assert placed == [
+        ["generator0", "generator0_rank1", "generator1", "generator1_rank1"],
+        ["generator2", "generator2_rank1", "generator3", "generator3_rank1"],
+    ]
+    assert len(computing(config, names)) == len(names)
+    assert topology.deal([names[name] for name in placed[0]], 4) == [0, 1, 2, 3]
+    with pytest.raises(
+        ConfigError,
+        match="node 1 has 3 ranks of generators; expected a multiple of engine.tensor_parallel=2, since all ranks of a "
+        "generator are on one node; nearest valid choice: engine.tensor_parallel=1",
+    ):
+        load("tiny", [*VLLM, "engine.tensor_parallel=2", "deployment.nodes=trainer+logprob,generator:3,generator"])
 
 
 def test_one_gpu_fits_all_actors_of_the_small_example(tmp_path):

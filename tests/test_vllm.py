@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SCRIPT, Running, rows
+from runs import SCRIPT, Running, events, rows
 from runs import check_finished as check_run
 
 from asyncspec.config import ConfigError, load
@@ -68,6 +68,12 @@ def test_policies_of_other_families_match_transformers_for_each_version():
 
 @pytest.mark.vllm
 @needs_vllm
+def test_two_ranks_sample_the_tokens_of_one_across_an_update():
+    check("ranks", "speculation.method=eagle3")
+
+
+@pytest.mark.vllm
+@needs_vllm
 def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = Running.new(
@@ -87,6 +93,33 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
     first, second, third = (last[f"spec/acceptance_{position}"] for position in (1, 2, 3))
     # If a response ends among accepted proposals, its last verification gives one token less.
     assert 0 <= 1 + first * (1 + second * (1 + third)) - last["spec/acceptance_length"] < 0.5
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_generator_of_two_ranks_keeps_its_lag_and_survives_the_loss_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = Running.new(
+        tmp_path / "run",
+        "--steps",
+        "3",
+        "engine.kind=vllm",
+        "engine.tensor_parallel=2",
+        "engine.kv_at_swap=recompute",
+        "speculation.method=eagle3",
+        "draft.publish_every=1",
+        "checkpoint.every=1",
+        "deployment.faults=generator0_rank1:work:40:kill",
+        launcher=(PYTHON, SCRIPT),
+    )
+    assert "generator0_rank1 died: its process ended: all actors restart from the last checkpoint" in run.end()
+    check_run(tmp_path / "run", 3)
+    trained = rows(tmp_path / "run")
+    assert trained[-1]["spec/draft_version"] > 1 and trained[-1]["spec/acceptance_length"] > 2.5
+    gaps = [row["sampling/same_version_gap"] for row in trained if "sampling/same_version_gap" in row]
+    assert gaps and max(gaps) < 1e-5
+    # its rank counts as no generator
+    assert {event["generator"] for event in events(tmp_path / "run") if "generator" in event} == {"generator0"}
 
 
 @pytest.mark.parametrize(

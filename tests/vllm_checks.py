@@ -3,15 +3,19 @@
 Usage: vllm_checks.py CHECK [field=value ...]
 """
 
+import json
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)
 
@@ -20,6 +24,7 @@ from asyncspec.config import load, resolve_path
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine.protocol import Request
 from asyncspec.models import policy, tokenizer
+from asyncspec.models.parallel import Ranks
 from asyncspec.models.rope_scaling import Llama3Scaling, YarnScaling
 from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.tasks.sums import sums
@@ -332,5 +337,60 @@ def families(*overrides):
         assert max(worst) < tolerance
 
 
+def ranks(*overrides):
+    """Two ranks sample the tokens of one, with drafts and an update in flight, and greedily after it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = subprocess.Popen([sys.executable, __file__, "rank1", str(store.port), *overrides])
+    alone = in_flight(make_engine(load("tiny", [*VLLM, *overrides]), "cpu"))
+    first, second = rank(0, store.port, *overrides), store.get("rank1").decode()
+    assert other.wait(60) == 0
+    assert json.dumps([each[:2] for each in first]) == second
+    worst = max(float((a[2] - b[2]).abs().max()) for a, b in zip(alone, first))
+    accepted, swapped = sum(each[3] for each in first), sum(len({*each[1]}) > 1 for each in first)
+    print(
+        f"ranks {overrides[:1]}: {len(first)} samples on 2 ranks, logprobs off those of one rank by {worst:.1e}, "
+        f"{swapped} across the update; {accepted} proposals accepted"
+    )
+    assert [each[:2] for each in alone] == [each[:2] for each in first]
+    assert worst < 1e-4 and swapped > 5 and accepted > 100
+
+
+def rank(number, port, *overrides):
+    """Return what one of two ranks samples `in_flight`."""
+    from asyncspec.engine import vllm_engine
+
+    vllm_engine.shut_down()
+    both = Ranks("generator0", number, 2, 2)
+    both.connect("127.0.0.1", int(port), "cpu", 300, 300)
+    config = load("tiny", [*VLLM, "engine.tensor_parallel=2", *overrides])
+    done = in_flight(make_engine(config, "cpu", ranks=both))
+    if number:
+        dist.TCPStore("127.0.0.1", int(port), is_master=False).set("rank1", json.dumps([each[:2] for each in done]))
+    return done
+
+
+def in_flight(engine):
+    """Return (tokens, versions, logprobs, accepted proposals) of samples that meet an update of policy and draft, and
+    then of greedy ones.
+    """
+    model, shape = policy.load(POLICY)
+    draft, some = drafts.load("eagle3", resolve_path("asset:tiny/eagle3"), shape), prompts(12)
+    for i, prompt in enumerate(some):
+        engine.submit(Request(i, prompt, [1000 * i, 1000 * i + 1], 64))
+    done = [c for _ in range(5) for c in engine.poll()]
+    for kind, tensors, load_new in (
+        ("policy", moved(model, 0.1), engine.load_policy),
+        ("draft", moved(draft.module, 0.3), engine.load_draft),
+    ):
+        load_new({name: engine.keep(kind, name, tensor) for name, tensor in tensors.items()}, 1)
+    found = {(c.request_id, c.sample): c for c in done} | ended(engine)
+    engine._sampling = load("tiny", [*VLLM, *GREEDY]).sampling
+    found |= run(engine, some, first=100)
+    return [
+        (c.tokens.tolist(), c.versions.tolist(), c.logprobs, c.accepted) for c in (found[key] for key in sorted(found))
+    ]
+
+
 if __name__ == "__main__":
-    {"greedy": greedy, "swap": swap, "seeds": seeds, "suffix": suffix, "families": families}[sys.argv[1]](*sys.argv[2:])
+    checks = {"greedy": greedy, "swap": swap, "seeds": seeds, "suffix": suffix, "families": families, "ranks": ranks}
+    (checks | {"rank1": partial(rank, 1)})[sys.argv[1]](*sys.argv[2:])

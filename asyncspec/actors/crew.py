@@ -42,13 +42,15 @@ def actor_names(config: Config) -> dict[str, str]:
         config.deployment.logprobs,
         config.logprob.ranks,
         config.deployment.generators,
+        config.engine.tensor_parallel,
         config.adapting,
     )
 
 
 def replaceable(config: Config) -> set[str]:
     """Return the roles whose actors can be replaced one by one. The ranks of one model start only together."""
-    return {"generator", "draft_adapter", *(["logprob"] if config.logprob.ranks == 1 else [])}
+    ranks = {"generator": config.engine.tensor_parallel, "logprob": config.logprob.ranks}
+    return {"draft_adapter", *(role for role, size in ranks.items() if size == 1)}
 
 
 def computing(config: Config, names: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ import os
 
 from asyncspec.config import Config, resolve_path
 from asyncspec.engine.protocol import Engine
+from asyncspec.models.parallel import Ranks
 
 # For every matrix and number of rows that it meets, oneDNN keeps a primitive, and torch keeps its description. The two
 # take 0.6 MB, however small the matrix, and by default 1024 of each are kept. An engine meets new numbers of rows for
@@ -17,17 +18,18 @@ from asyncspec.engine.protocol import Engine
 ONEDNN_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "64")
 
 
-def make_engine(config: Config, device: str, index: int = 0) -> Engine:
+def make_engine(config: Config, device: str, index: int = 0, ranks: Ranks | None = None) -> Engine:
     """Make the engine of a generator. The embedded engine bounds oneDNN's caches in its process, unless the environment
     does.
 
     Args:
         index: the generator's number, which selects its SGLang server.
+        ranks: this process as one of the ranks that hold the policy, with vLLM; None: it holds all of it.
     """
     if config.engine.kind == "vllm":
         from asyncspec.engine.vllm_engine import VllmEngine
 
-        return VllmEngine(config, device)
+        return VllmEngine(config, device, ranks)
     if config.engine.kind == "sglang":
         from asyncspec.engine.sglang_engine import SglangEngine
 

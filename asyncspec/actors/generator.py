@@ -9,28 +9,31 @@
   engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor, except those
   without signal with rl.dynamic_sampling.
 - The generator takes tickets from its inbox only while the engine has room. Credits hold the others at the controller.
+
+With engine.tensor_parallel above 1 it leads the ranks that hold the policy together, see generator_rank.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncspec.actors.base import Actor, first_name
 from asyncspec.actors.crew import actor_names
+from asyncspec.actors.engine_holder import EngineHolder
+from asyncspec.actors.generator_rank import HOLD, STEP, SWAP
+from asyncspec.actors.team import Team
 from asyncspec.config import resolve_path
-from asyncspec.engine.protocol import Completion, Engine, Request
+from asyncspec.engine.protocol import Completion
 from asyncspec.tasks.rewarder import Rewarder, filled
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
-from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import Outbox
-from asyncspec.wire.weights import BroadcastError, Receiver
+from asyncspec.wire.weights import BroadcastError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,24 +56,24 @@ class _OpenGroup:
     due: float = 0.0  # when it may leave; later only if deployment.delays says so
 
 
-class Generator(Actor):
+class Generator(EngineHolder):
     """Samples and rewards the groups of its tickets."""
 
     role = "generator"
-    takes = (m.Ticket,)
+    takes = (m.Ticket, m.Received)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self.threads = self.config.engine.threads
+        self.team = Team(self, self.ranks)
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
         self.rewarding: dict[int, _OpenGroup] = {}  # generated, and not yet sent on
         self.rewarder: Rewarder | None = None  # set by `load`
         self.tokenizer: Tokenizer | None = None
-        self.engine: Engine | None = None
         self.to_logprob: list[Outbox] = []  # set by `connect`
-        self.receivers: dict[str, Receiver] = {}  # by kind of weights
-        self._received: deque[tuple[str, int]] = deque()  # (kind, version) of weights that have arrived
+        # kind -> newer version -> the other ranks that have received it
+        self.complete: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._holding = -1  # the version for which the other ranks were last told to wait
         self._busy_since = None  # when generation began, and the recorder's mark of its GPU time
         self._interruptions: deque[m.Phase] = deque()  # swaps that interrupted generation, in order
 
@@ -83,13 +86,8 @@ class Generator(Actor):
         # The functions load in processes of their own, while the engine does here.
         self.rewarder = Rewarder.of(self.config)
         self.tokenizer = tokenizer.load(resolve_path(self.config.model.path))
-        self.engine = self.make_engine()
+        super().load()
         self.rewarder.load()
-
-    def make_engine(self) -> Engine:
-        from asyncspec.actors.engines import make_engine
-
-        return make_engine(self.config, self.device, int(first_name(self.name).removeprefix(self.role)))
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [
@@ -97,29 +95,8 @@ class Generator(Actor):
             for name, role in actor_names(self.config).items()
             if role == "logprob"
         ]
-        for kind in ("policy", "draft") if self.config.draft_trainer else ("policy",):
-            self.receivers[kind] = Receiver(
-                welcome.store_host,
-                welcome.store_port,
-                kind,
-                me=self.name,
-                device=self.device,
-                layout=Layout.of(self.engine.parameters(kind), self.config.model.dtype),
-                received=lambda version, kind=kind: self._received.append((kind, version)),
-            )
-        self.using |= dict.fromkeys(self.receivers, 0)
-        self.workers = list(self.receivers.values())
-        return {"policy"}  # nobody waits for the draft
-
-    def handle(self, message: m.Message) -> None:
-        if isinstance(message, m.DraftEnded):
-            self.receivers.pop("draft", None)
-            self.using.pop("draft", None)
-        elif isinstance(message, m.Membership) and message.kind in self.receivers:
-            self.join(self.receivers[message.kind], message)
-        elif isinstance(message, m.Receive) and message.kind in self.receivers:
-            self.receivers[message.kind].expect(message.version, message.epoch, message.catch_up)
-            self.fault("receive")
+        self.team.connect(welcome)
+        return super().connect(welcome)
 
     def turn(self) -> None:
         self._swap_weights()
@@ -128,7 +105,8 @@ class Generator(Actor):
             self._busy_since = self._busy_since or (now(), self.recorder.mark())
             self.delay("generate")
             self.fault("work")
-            for completion in self.engine.poll():
+            self.team.order(STEP, self.sampled)
+            for completion in self.team.together(self.poll):
                 group = self.open_groups[completion.request_id]
                 group.completions.append(completion)
                 if len(group.completions) == len(group.ticket.seeds):
@@ -139,28 +117,42 @@ class Generator(Actor):
         self._send_rewarded()
 
     def _swap_weights(self) -> None:
-        while self._received:
-            kind, version = self._received.popleft()
-            self.control.send(m.Received(self.name, kind, version))
+        self.tell_received()
+        while self.team.outboxes and (item := self.inbox.take(m.Received)) is not None:
+            self.complete[item[0].kind][item[0].version].add(item[0].name)
         for kind, receiver in self.receivers.items():
             if kind == "policy" and self._evaluating():
-                self.using.pop(kind, None)  # it need not use a newer version until the evaluation is done
+                self._hold_policy()
                 continue
             try:
-                new = receiver.take()
+                receiver.check()
+                arrived = self._arrived(kind)
+                new = None if arrived is None else receiver.take(arrived)
             except BroadcastError:
                 if kind == "policy":
                     raise
                 continue  # no new epoch yet: keep generating with the present draft
             if new is not None:
                 self._end_busy_span()
-                version, tensors = new
-                self.fault("swap")
-                with self.recorder.span(f"swap {kind}", version=version):
-                    start = now()
-                    (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
-                    self._interruptions.append(m.Phase("swap", start, now()))
-                self.using[kind] = version
+                self.team.order(SWAP[kind], new[0])
+                start = now()
+                self.swap(kind, *new)
+                self._interruptions.append(m.Phase("swap", start, now()))
+                for older in [version for version in self.complete[kind] if version <= new[0]]:
+                    del self.complete[kind][older]
+
+    def _arrived(self, kind: str) -> int | None:
+        """Return the newest version that all ranks have received and can take; None: there is none."""
+        others, have = len(self.team.outboxes), self.complete[kind]
+        return max((v for v in self.receivers[kind].complete if len(have.get(v, ())) == others), default=None)
+
+    def _hold_policy(self) -> None:
+        """Keep the policy until the evaluation is done. Of newer versions that all ranks have, keep the newest."""
+        self.using.pop("policy", None)  # it need not use a newer version until then
+        if self.team.outboxes and (arrived := self._arrived("policy")) not in (None, self._holding):
+            self.receivers["policy"].drop_before(arrived)
+            self.team.order(HOLD, arrived)
+            self._holding = arrived
 
     def _evaluating(self) -> bool:
         """Whether a group is being generated that only the present weights may sample."""
@@ -169,15 +161,14 @@ class Generator(Actor):
     def _admit(self) -> None:
         """Submit tickets in order while the engine has room. One that waits for weights holds back all behind it."""
         while self.engine.waiting < self.engine.slots:
-            if self.held_back is None and (item := self.inbox.take()) is not None:
+            if self.held_back is None and (item := self.inbox.take(m.Ticket)) is not None:
                 self.held_back = (item[0], item[3])
             if self.held_back is None or self.held_back[0].min_version > self.engine.version:
                 return
             (ticket, arrived), self.held_back = self.held_back, None
             self.open_groups[ticket.ticket_id] = _OpenGroup(ticket, arrived, now())
-            self.engine.submit(
-                Request(ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, self.config.sampling.max_response_tokens)
-            )
+            self.team.tell(ticket)
+            self.submit(ticket)
 
     def _reward(self, group: _OpenGroup) -> None:
         """Have the rewards of a generated group computed."""
@@ -274,6 +265,10 @@ class Generator(Actor):
                 phases.append(m.Phase(other.name, max(at, other.start), min(end, other.end)))
                 at = min(end, other.end)
         return [*phases, m.Phase(name, at, end)]
+
+    def finish(self) -> None:
+        if not self.team.lost:
+            self.team.end()
 
     def _leave(self) -> None:
         if self.rewarder is not None:

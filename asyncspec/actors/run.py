@@ -67,10 +67,11 @@ class Run:
         self.welcome()
         roles = ("trainer", "logprob", "logprob_rank")
         receiving = [member.name for role in roles for member in crew.playing(role)]
-        self.broadcasts.make("policy", [*receiving, *crew.generators])
+        generating = [*crew.generators, *(member.name for member in crew.playing("generator_rank"))]
+        self.broadcasts.make("policy", [*receiving, *generating])
         if config.draft_trainer:
             sending = [member.name for member in crew.playing(config.draft_trainer)]
-            self.broadcasts.make("draft", [*sending, *crew.generators])
+            self.broadcasts.make("draft", [*sending, *generating])
 
     def welcome(self) -> None:
         """Send the addresses of all actors to every actor that is up."""

@@ -13,7 +13,7 @@ from asyncspec.actors.schedule import Schedule
 from asyncspec.actors.tickets import ARRIVED, GENERATED
 from asyncspec.wire import messages as m
 
-_RECEIVERS = {"generator", "logprob", "logprob_rank"}
+_RECEIVERS = {"generator", "generator_rank", "logprob", "logprob_rank"}
 _SENDERS = {"trainer", "draft_adapter"}
 _FROM = {  # message -> the roles that may send it, once all actors are up; others are open to all
     m.Publish: _SENDERS,

@@ -1,9 +1,10 @@
-"""A team: several ranks of the trainer, or of a logprob actor, that hold one model together. The first rank leads.
+"""A team: several ranks of the trainer, of a logprob actor, or of a generator, that hold one model together. The first
+rank leads.
 
 Only the leading rank receives groups from other actors, waits for them, decides and reports. Before each collective it
 sends an order to the other ranks, so that all ranks enter the same one. A rank without an order waits. Every rank must
 take part in each pass, so a rank that has nothing to do makes an empty one. Trainer ranks get packed passes
-(trainer.py); each data rank of logprob gets one group at a time:
+(trainer.py), generator ranks get tickets (generator_rank.py); each data rank of logprob gets one group at a time:
 
     leader          deal g0, g1           | deal g2         | collect
     orders to 1     g1                    | nothing         | collect
@@ -77,8 +78,12 @@ class Team:
         self._sent()
 
     def order(self, what: str, number: int = -1) -> None:
+        self.tell(m.Order(what, number))
+
+    def tell(self, message: m.Message) -> None:
+        """Send a message to every other rank."""
         for outbox in self.outboxes:
-            outbox.put(m.Order(what, number))
+            outbox.put(message)
 
     def together(self, act: Callable):
         """Call `act`, which the other ranks call too by the order sent before. Return its result.

@@ -190,6 +190,7 @@ def judge(
                 )
             )
         if known is not None and not on_cpu:
+            findings += [Finding(False, f"node {index}: {wrong}") for wrong in _ranks_on_one_gpu(config, together)]
             if sharing := [f"{' and '.join(on)} share a GPU" for on in together if len(on) > 1]:
                 findings.append(Finding(True, f"node {index}: {'; '.join(sharing)}"))
             host = sum(estimate.on_host(config, policy, names[name]) for name in here)
@@ -231,6 +232,21 @@ def _vllm_too_large(config: Config, policy: dict, here: Iterable[str], names: di
     )
 
 
+def _ranks_on_one_gpu(config: Config, together: list[list[str]]) -> list[str]:
+    """Say which ranks of a generator are on one GPU, where NCCL cannot connect them.
+
+    Args:
+        together: the names of the actors on each GPU.
+    """
+    leaders = [[topology.rank_of(name)[0] for name in on if name.startswith("generator")] for on in together]
+    shared = sorted({leader for on in leaders for leader in on if on.count(leader) > 1})
+    return [
+        f"engine.tensor_parallel={config.engine.tensor_parallel}: ranks of {leader} share a GPU; expected one for each "
+        f"of them, and there are {len(together)}"
+        for leader in shared[:1]
+    ]
+
+
 def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) -> list[Finding]:
     """Report how the weights of each broadcast group travel.
 
@@ -238,8 +254,8 @@ def _broadcasts(config: Config, names: dict[str, str], devices: dict[str, str]) 
         names: name of an actor -> its role.
         devices: name of an actor that has a GPU -> the GPU, with its node.
     """
-    roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator")} | (
-        {"draft": (config.draft_trainer, "generator")} if config.draft_trainer else {}
+    roles = {"policy": ("trainer", "logprob", "logprob_rank", "generator", "generator_rank")} | (
+        {"draft": (config.draft_trainer, "generator", "generator_rank")} if config.draft_trainer else {}
     )
     findings = []
     for kind, members in roles.items():

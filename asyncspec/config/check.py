@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncspec.config import check_evaluation, check_learning, check_logging, eval_sets
+from asyncspec.config import check_division, check_evaluation, check_learning, check_logging, eval_sets
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.config.paths import data_files, resolve_path, sources
@@ -124,6 +124,8 @@ def _check_engine(config: Config) -> None:
     _need(config, kind == "vllm" or not config.engine.compile, "engine.compile", expected, "false")
     if config.engine.compile and config.deployment.device != "cuda":  # on GPUs vLLM's compiler generates no C++
         _need(config, cxx_compiler() is not None, "engine.compile", CXX, "false")
+    expected = f"1 with engine.kind={kind}: only vllm divides a generator's policy"
+    _need(config, kind == "vllm" or config.engine.tensor_parallel == 1, "engine.tensor_parallel", expected, 1)
     if kind == "vllm":
         methods = "eagle3, draft_model, ngram, suffix or none with engine.kind=vllm"
         _need(config, config.speculation.method != "mtp", "speculation.method", methods, "eagle3")
@@ -286,6 +288,7 @@ def _check_models(config: Config) -> None:
                 f"{name}={parallel}: expected a divisor of the policy's {heads} key-value heads; nearest valid choice: "
                 f"{name}={math.gcd(heads, parallel)}"
             )
+    check_division.check(config, "policy", shape)
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
         raise ConfigError(
             f"model.path={config.model.path!r}: also contains an MTP module; expected a policy without one with "
@@ -352,14 +355,13 @@ def _check_draft(config: Config, policy: dict, shape: PolicyShape) -> None:
     if method == "mtp":
         return
     try:
-        if method == "eagle3":
-            DraftShape.from_hf(resolve_path(directory), shape)
-        else:
-            PolicyShape.from_hf(resolve_path(directory))
+        path = resolve_path(directory)
+        own = DraftShape.from_hf(path, shape) if method == "eagle3" else PolicyShape.from_hf(path)
     except CheckpointError as error:
         raise ConfigError(
             f"speculation.draft_path={directory!r}: {first_line(error)}; speculation.method=ngram needs no draft"
         ) from None
+    check_division.check(config, "draft", own)
 
 
 def _read_json(name: str, path: str) -> dict:

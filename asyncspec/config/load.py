@@ -86,10 +86,10 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
     if not text:
         return
     try:
-        totals = topology.total(topology.parse(text))
+        nodes = topology.parse(text)
     except ValueError as error:
         raise ConfigError(f"deployment.nodes={text!r}: {error}") from None
-    ranks = max(1, config.logprob.ranks)
+    totals, ranks = topology.total(nodes), max(1, config.logprob.ranks)
     if totals["logprob"] % ranks:
         raise ConfigError(
             f"deployment.nodes={text!r}: has {totals['logprob']} ranks of logprob actors; expected a multiple of "
@@ -97,6 +97,15 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
             f"nearest valid choice: logprob.ranks={math.gcd(ranks, totals['logprob'])}"
         )
     totals["logprob"] //= ranks
+    parallel = max(1, config.engine.tensor_parallel)
+    for index, node in enumerate(nodes):
+        if (found := node.get("generator", 0)) % parallel:
+            raise ConfigError(
+                f"deployment.nodes={text!r}: node {index} has {found} ranks of generators; expected a multiple of "
+                f"engine.tensor_parallel={parallel}, since all ranks of a generator are on one node; "
+                f"nearest valid choice: engine.tensor_parallel={math.gcd(parallel, found)}"
+            )
+    totals["generator"] //= parallel
     for name, role in (
         ("trainer.ranks", "trainer"),
         ("deployment.logprobs", "logprob"),

@@ -120,7 +120,12 @@ class EngineConfig:
     max_prompt_tokens: int = knob(
         96, "maximum number of tokens of a prompt; a run with a longer one is refused before it starts", least=1
     )
-    threads: int = knob(1, "CPU threads of each generator", least=1)
+    tensor_parallel: int = knob(
+        1,
+        "vllm only: processes of each generator, on as many devices of one host, which divide each weight matrix",
+        least=1,
+    )
+    threads: int = knob(1, "CPU threads of each generator, or of each of its ranks", least=1)
     compile: bool = knob(False, "vllm only: compile the policy with torch.compile")
     gpu_memory_utilization: float = knob(
         0.9, "vllm on a GPU only: share of the GPU's memory that one generator takes", above=0, most=1
@@ -323,7 +328,7 @@ class MockConfig:
 
 @dataclass
 class DeploymentConfig:
-    generators: int = knob(1, "number of generator actors", least=1)
+    generators: int = knob(1, "number of generator actors, each of engine.tensor_parallel processes", least=1)
     logprobs: int = knob(
         1, "number of logprob actors, each of logprob.ranks processes; groups are dealt to them round-robin", least=1
     )
@@ -343,7 +348,8 @@ class DeploymentConfig:
     )
     replacements: int = knob(
         8,
-        "generators, draft adapters and one-rank logprob actors that a launcher replaces before all actors restart",
+        "draft adapters, one-rank generators and one-rank logprob actors that a launcher replaces before all actors "
+        "restart",
         least=0,
     )
     restarts: int = knob(

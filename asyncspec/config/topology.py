@@ -3,7 +3,8 @@
     4*trainer:4+logprob:4,12*generator:8
 
 describes 16 nodes. Each of the first four has four ranks of the trainer and four ranks of logprob actors (a logprob
-actor has one rank unless logprob.ranks says otherwise); each of the other twelve has eight generators. The actors of a
+actor has one rank unless logprob.ranks says otherwise); each of the other twelve has eight ranks of generators (a
+generator has one unless engine.tensor_parallel says otherwise, and all of its ranks are on one node). The actors of a
 node are dealt to its GPUs in turn (`deal`). The controller runs on the first node, and so does the draft adapter unless
 another node names it.
 """
@@ -15,13 +16,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 ROLES = ("trainer", "logprob", "generator", "draft_adapter")
-TRAINER_RANK, LOGPROB_RANK = "trainer_rank", "logprob_rank"
+TRAINER_RANK, LOGPROB_RANK, GENERATOR_RANK = "trainer_rank", "logprob_rank", "generator_rank"
 _RANK = "_rank"
 _COUNT = "[1-9][0-9]{0,4}"
 # Beside whom the draft adapter computes, the best first. A logprob actor has time to spare. All ranks of a trainer wait
 # for the slowest one, and the first rank has the most to do. A generator is in the draft's broadcast group, whose
 # members need GPUs of their own for NCCL.
-_BESIDE = ("logprob", LOGPROB_RANK, TRAINER_RANK, "trainer", "generator")
+_BESIDE = ("logprob", LOGPROB_RANK, TRAINER_RANK, "trainer", GENERATOR_RANK, "generator")
 
 
 def parse(text: str) -> list[dict[str, int]]:
@@ -63,24 +64,29 @@ def total(nodes: list[dict[str, int]]) -> dict[str, int]:
     return {role: sum(node.get(role, 0) for node in nodes) for role in ROLES}
 
 
-def name_actors(ranks: int, logprobs: int, logprob_ranks: int, generators: int, adapting: bool) -> dict[str, str]:
+def name_actors(
+    ranks: int, logprobs: int, logprob_ranks: int, generators: int, generator_ranks: int, adapting: bool
+) -> dict[str, str]:
     """Return name -> role of every actor except the controller, in order.
 
-    The role of a rank other than the leading one is trainer_rank or logprob_rank.
+    The role of a rank other than the leading one is trainer_rank, logprob_rank or generator_rank.
 
     Args:
         ranks: number of ranks of the trainer.
         logprobs: number of logprob actors.
         logprob_ranks: number of ranks of each logprob actor.
         generators: number of generators.
+        generator_ranks: number of ranks of each generator.
         adapting: whether there is a draft adapter.
     """
-    names = {name: TRAINER_RANK if rank else "trainer" for rank, name in enumerate(rank_names("trainer", ranks))}
-    for leader in (f"logprob{i or ''}" for i in range(logprobs)):
-        names |= {
-            name: LOGPROB_RANK if rank else "logprob" for rank, name in enumerate(rank_names(leader, logprob_ranks))
-        }
-    names |= {f"generator{i}": "generator" for i in range(generators)}
+    names: dict[str, str] = {}
+    for role, leaders, size in (
+        ("trainer", ["trainer"], ranks),
+        ("logprob", [f"logprob{i or ''}" for i in range(logprobs)], logprob_ranks),
+        ("generator", [f"generator{i}" for i in range(generators)], generator_ranks),
+    ):
+        for leader in leaders:
+            names |= {name: role + _RANK if rank else role for rank, name in enumerate(rank_names(leader, size))}
     return names | ({"draft_adapter": "draft_adapter"} if adapting else {})
 
 

@@ -1,16 +1,19 @@
-"""vLLM behind the Engine protocol: in this process, on one device, scheduled synchronously.
+"""vLLM behind the Engine protocol: in this process, scheduled synchronously, on one device or as one of several ranks.
 
 One `poll` hands waiting samples to vLLM while it has fewer than `slots`, then has it do one step. Weights change
 between two steps, so all tokens of a step have the same version. A sample is one vLLM request with a seed of its own.
 Its prefix cache is salted with the version it begins under, so its KV cache never comes from older weights. A sample
 that has no token yet at a swap begins again, with the new salt.
+
+Several ranks, each with an engine on its own device, divide the policy's matrices and the draft's. If all of them get
+the same calls in the same order, they sample the same tokens. Each loads its part of the weights (shares.py).
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,14 @@ import numpy as np
 import torch
 
 from asyncspec import clock
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, resolve_path, work
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
 from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_least
+from asyncspec.engine.shares import Shares
 from asyncspec.errors import ConfigError
 from asyncspec.models import policy
+from asyncspec.models.parallel import Ranks
 from asyncspec.models.policy import PolicyShape
 from asyncspec.models.widen import as_llama, widened, widened_tensors
 
@@ -67,7 +72,7 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        self.model.load_weights(update_info["tensors"].items())
+        self.model.load_weights(update_info["tensors"])
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -85,7 +90,7 @@ WeightTransferEngineFactory.register_engine(TRANSFER, _InProcessTransfer)
 _of_this_process: list[LLMEngine] = []  # at most one
 
 
-def _shut_down() -> None:
+def shut_down() -> None:
     """Shut down the vLLM that an earlier actor ran in this process. If it ended later, it would destroy the process
     groups of the next one.
     """
@@ -105,10 +110,11 @@ class _Live(Sample):
 
 
 class VllmEngine(QueueingEngine):
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, ranks: Ranks | None = None) -> None:
         """
         Args:
             device: "cpu" or a GPU, "cuda:0".
+            ranks: this process as one of the connected ranks that divide the policy; None: it has all of it.
 
         Raises:
             ConfigError: the installed vLLM was built for the other kind of device.
@@ -136,7 +142,11 @@ class VllmEngine(QueueingEngine):
             vllm_process.repair_rejection_sampler()
             # vLLM compiles some small functions even in eager mode: half a minute in the middle of a run, for nothing.
             torch._dynamo.config.disable = not config.engine.compile
-        _shut_down()
+        shut_down()
+        rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._shares = Shares(self.shape, rank, self._size)
+        if self._size > 1:
+            vllm_process.use_ranks(rank, device)
         with tempfile.TemporaryDirectory() as folder:
             paths = {"policy": path, "draft": resolve_path(config.draft_directory)}
             shapes = {"policy": self.shape, **({} if self.draft is None else {"draft": self.draft.shape})}
@@ -177,6 +187,17 @@ class VllmEngine(QueueingEngine):
             }
         else:
             special = {"gpu_memory_utilization": config.engine.gpu_memory_utilization}
+        if self._size > 1:
+            # Ranks start at different times. A rank that dies closes its connections, so the others need no deadline.
+            timeout_s = int(work.start_s(config))
+            special |= {
+                "tensor_parallel_size": self._size,
+                "distributed_executor_backend": "external_launcher",
+                # It takes rank r to compute on GPU r of the host.
+                "disable_custom_all_reduce": True,
+                "distributed_timeout_seconds": timeout_s,
+                "cpu_distributed_timeout_seconds": timeout_s,
+            }
         return EngineArgs(
             model=str(paths["policy"]),
             skip_tokenizer_init=True,
@@ -198,12 +219,12 @@ class VllmEngine(QueueingEngine):
         )
 
     def _kv_cache_bytes(self, positions: int) -> int:
-        """Return the bytes that `slots` sequences of `positions` take in float32, with one block more each for
-        proposals. bfloat16 needs half of that.
+        """Return the bytes that `slots` sequences of `positions` take on a rank in float32, with one block more each
+        for proposals. bfloat16 needs half of that.
         """
 
         def layer_bytes(shape, kind: str) -> int:
-            return 2 * shape.n_kv_heads * shape.head_dim * self._factors[kind] * 4
+            return 2 * max(1, shape.n_kv_heads // self._size) * shape.head_dim * self._factors[kind] * 4
 
         a_position = self.shape.n_layers * layer_bytes(self.shape, "policy")
         if self.draft is not None:
@@ -212,6 +233,10 @@ class VllmEngine(QueueingEngine):
 
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
         return dict((self.policy if kind == "policy" else self.draft.module).named_parameters())
+
+    def keep(self, kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `load_policy` or `load_draft` needs of an arriving tensor in this rank: of a draft all of it."""
+        return self._shares.keep(name, tensor) if kind == "policy" else tensor
 
     def poll(self) -> list[Completion]:
         """Do one step of vLLM; return the samples that finished in it."""
@@ -233,8 +258,11 @@ class VllmEngine(QueueingEngine):
         return done
 
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`."""
-        self._load("policy", policy.to_hf(self.policy, tensors), self.shape.head_dim)
+        """Load a policy's weights, whole or what `keep` returned (names as in `parameters`); tokens sampled from now on
+        carry `version`.
+        """
+        blocks = self._shares.blocks(tensors, self.parameters("policy"))
+        self._load("policy", (policy.to_hf(self.policy, block) for block in blocks), self.shape.head_dim)
         self.version = version
         if self.kv_at_swap == "recompute":
             self._vllm.reset_prefix_cache(reset_running_requests=True)
@@ -244,11 +272,12 @@ class VllmEngine(QueueingEngine):
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Load a draft's weights."""
-        self._load("draft", self.draft.to_hf(tensors), self.draft.shape.head_dim)
+        self._load("draft", [self.draft.to_hf(tensors)], self.draft.shape.head_dim)
         self.draft_version = version
 
-    def _load(self, kind: str, tensors: Mapping[str, torch.Tensor], head_dim: int) -> None:
-        tensors = widened_tensors(tensors, head_dim, self._factors[kind])
+    def _load(self, kind: str, parts: Iterable[Mapping[str, torch.Tensor]], head_dim: int) -> None:
+        factor = self._factors[kind]
+        tensors = (item for part in parts for item in widened_tensors(part, head_dim, factor).items())
         self._vllm.collective_rpc("start_weight_update" if kind == "policy" else "start_draft_weight_update")
         self._vllm.collective_rpc("update_weights", args=({"tensors": tensors},))
         self._vllm.collective_rpc("finish_weight_update")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 
 def prepare(threads: int) -> None:
     """Have vLLM run in this process, on this many threads, without usage reports. Call it before vLLM is imported."""
@@ -42,6 +44,19 @@ def repair_rejection_sampler() -> None:
     rejection_sampler.apply_top_k_top_p = lambda logits, k, p: (
         apply_top_k_top_p(logits, k, p) if len(logits) else logits
     )
+
+
+def use_ranks(rank: int, device: str) -> None:
+    """Have vLLM's executor for external launchers compute on a device, as one of the ranks of torch's default group."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    index = torch.device(device).index or 0
+    # By default it reads torchrun's variables. The default group exists, so the method of forming it is not used.
+    ExecutorWithExternalLauncher._distributed_args = lambda self: ("env://", rank, index)
+    # On CPUs ranks of one host sum through shared memory, whose names all groups of a host share, and in which a rank
+    # waits for ever for one that is gone. gloo notices it at once.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def keep_kernels() -> None:

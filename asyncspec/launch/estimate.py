@@ -292,12 +292,18 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "distributions": of_token * config.engine.slots * verified * V,
             **draft,
         }
-    if role == "generator" and config.engine.kind == "vllm":
+    if role in ("generator", "generator_rank") and config.engine.kind == "vllm":
+        # Ranks beyond the number of key-value heads hold copies of them.
+        ranks = config.engine.tensor_parallel
+        shares = min(ranks, policy["num_key_value_heads"])
+        # Each of several ranks keeps its part of two versions: one waits for the other ranks, one arrives, tensor by
+        # tensor. The embedding is the largest tensor that arrives, and the largest block that is loaded.
+        arriving = P if ranks == 1 else 2 * P / ranks + 2 * V * policy["hidden_size"]
         # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
         return {
-            "weights": element * P,
-            "arriving weights": element * P,
-            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest,
+            "weights": element * P / ranks,
+            "arriving weights": element * arriving,
+            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest / shares,
         }
     if role == "generator" and config.engine.kind == "sglang":
         # twice: a copy, and a file in memory

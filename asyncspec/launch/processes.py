@@ -54,9 +54,15 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
             f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of "
             f"torchrun's {world_size} ranks; nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1"
         )
+    if nodes is None and config.engine.tensor_parallel > 1 and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        raise ConfigError(
+            f"deployment.nodes='': expected the actors of each node, since all ranks of a generator are on one node "
+            f"(engine.tensor_parallel={config.engine.tensor_parallel}); nearest valid choice: deployment.nodes="
+            f"trainer+logprob,generator:{config.engine.tensor_parallel}"
+        )
     roles_taken = 1 + len(actor_names(config))
     if nodes is None and world_size > roles_taken:
-        config.deployment.generators += world_size - roles_taken
+        config.deployment.generators += (world_size - roles_taken) // config.engine.tensor_parallel
     check_host(config)
     check_machine(config, rank)
     restart, restarts = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))

@@ -29,6 +29,7 @@ from asyncspec.wire import transport
 CLASSES = {
     "controller": ("asyncspec.actors.controller", "Controller"),
     "generator": ("asyncspec.actors.generator", "Generator"),
+    "generator_rank": ("asyncspec.actors.generator_rank", "GeneratorRank"),
     "logprob": ("asyncspec.actors.logprob", "Logprob"),
     "logprob_rank": ("asyncspec.actors.logprob_rank", "LogprobRank"),
     "trainer": ("asyncspec.actors.trainer", "Trainer"),
@@ -313,9 +314,10 @@ def libraries(config: configuration.Config, specs: Sequence[ActorSpec]) -> list[
     for spec in specs:
         mocked = spec.role in MOCKED and config.trainer.kind == "mock"
         found[(MOCKED if mocked else CLASSES)[spec.role][0]] = None
-        if not mocked and spec.role != "controller" and (spec.role != "generator" or config.engine.kind == "torch"):
+        generating = spec.role.startswith("generator")
+        if not mocked and spec.role != "controller" and (not generating or config.engine.kind == "torch"):
             found |= dict.fromkeys(_MODELS)
-        if spec.role == "generator" and config.engine.kind == "torch":
+        if generating and config.engine.kind == "torch":
             found[_DRAFTING] = None
     return list(found)
 

@@ -60,8 +60,8 @@ class Ranks:
         self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
         self.store: dist.Store | None = None  # where the ranks leave word for each other; set by `join`
 
-    def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
-        """Connect to the other ranks. Collective.
+    def connect(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
+        """Form torch's default group with the other ranks. Collective.
 
         Args:
             store_host, store_port: address of a store that all ranks can reach.
@@ -72,28 +72,31 @@ class Ranks:
         Raises:
             RuntimeError: not all ranks joined.
         """
-        if not self.sharded:
-            return
         if dist.is_initialized():  # this process was a rank before the run was restarted
             dist.destroy_process_group()
-        kind, timeout = torch.device(device).type, timedelta(seconds=collective_s)
-        _tell_torchtitan(kind)
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401  torchtitan's backend for axes of one rank
-        from torchtitan.distributed import ParallelDims
-
         # By default gloo and NCCL would choose an interface by the host's name.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(
             own_address(store_host, store_port)
         )
         store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=join_s))
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo",
             store=dist.PrefixStore(self.name, store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timeout,
+            timeout=timedelta(seconds=collective_s),
         )
         self.store = dist.PrefixStore(f"{self.name}/word", store)
+
+    def join(self, store_host: str, store_port: int, device: str, join_s: float, collective_s: float) -> None:
+        """Connect to the other ranks, and form the grid. Collective. Arguments and errors are those of `connect`."""
+        if not self.sharded:
+            return
+        self.connect(store_host, store_port, device, join_s, collective_s)
+        _tell_torchtitan(torch.device(device).type)
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  torchtitan's backend for axes of one rank
+        from torchtitan.distributed import ParallelDims
+
         T = self.tensor_parallel
         self._dims = ParallelDims(
             dp_replicate=self.replicas,

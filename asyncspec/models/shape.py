@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+VOCABULARY_UNIT = 64  # vLLM rounds the vocabulary up to a multiple of this before ranks divide it
 # model_type -> the architecture of a policy's MTP module alone
 MTP_ARCHITECTURES = {kind: name.replace("ForCausalLM", "MTP") for kind, name in ARCHITECTURES.items()}
 # The defaults of transformers: for all types of policies, and for each type. Sizes that describe the weights have none.

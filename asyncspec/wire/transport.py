@@ -177,14 +177,19 @@ class Inbox:
         self._pump()
         return len(self._waiting)
 
-    def take(self) -> tuple[Message, Arrays, float, float] | None:
+    def take(self, kind: type[Message] = Message) -> tuple[Message, Arrays, float, float] | None:
         """Return the oldest message, its arrays, when it was sent and when it was seen here, and give its credit back;
         None if none waits.
+
+        Args:
+            kind: the type of message to take; others stay.
         """
         self._pump()
-        if not self._waiting:
+        index = next((i for i, entry in enumerate(self._waiting) if isinstance(entry[2], kind)), None)
+        if index is None:
             return None
-        sender, number, body, arrays, sent, seen = self._waiting.popleft()
+        sender, number, body, arrays, sent, seen = self._waiting[index]
+        del self._waiting[index]
         self._held[sender] -= 1
         self._acknowledge(sender, number)
         return body, arrays, sent, seen

@@ -328,6 +328,11 @@ class Receiver(_Worker):
         with self._lock:
             return list(self._complete)
 
+    def drop_before(self, version: int) -> None:
+        """Drop the complete versions that are older than `version`."""
+        with self._lock:
+            self._complete = {later: held for later, held in self._complete.items() if later >= version}
+
     def take(self, version: int | None = None) -> tuple[int, dict[str, torch.Tensor]] | None:
         """Return a complete version and its tensors, once, and drop older ones; None if there is no new version.
 
