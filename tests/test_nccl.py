@@ -9,6 +9,7 @@ import threading
 
 from runs import TORCHRUN
 
+from asyncspec.models import parallel
 from asyncspec.wire import nccl
 
 WORKER = """
@@ -33,6 +34,18 @@ def test_a_broadcast_group_ends_alone_under_torchrun_and_the_ranks_of_a_model_to
     command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "worker.py"), ACTOR]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines().count("told 1 2 1 0") == 2, done.stdout + done.stderr
+
+
+def test_ranks_use_exactly_the_interface_that_is_found_and_never_overrule_the_users(monkeypatch):
+    monkeypatch.setattr(parallel, "_interfaces", {})
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0,ib1")
+    for found in ("eth1", "lo"):  # the process may be a rank of another run later
+        parallel._use_interface(found)
+        assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (found, "ib0,ib1")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    parallel._use_interface("eth1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=eth1"  # NCCL takes a bare eth1 for eth10, too
 
 
 def test_two_groups_are_made_one_after_the_other_and_leave_the_environment_as_it_was(monkeypatch):

@@ -30,6 +30,7 @@ from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import own_address
 
 _SIOCGIFADDR = 0x8915
+_interfaces: dict[str, str] = {}  # variables of the environment that `_use_interface` has set
 
 
 class Ranks:
@@ -74,10 +75,7 @@ class Ranks:
         """
         if dist.is_initialized():  # this process was a rank before the run was restarted
             dist.destroy_process_group()
-        # By default gloo and NCCL would choose an interface by the host's name.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _interface(
-            own_address(store_host, store_port)
-        )
+        _use_interface(_interface(own_address(store_host, store_port)))
         store = dist.TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=join_s))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo",
@@ -255,6 +253,16 @@ def _tell_torchtitan(kind: str) -> None:
     import torchtitan.distributed.parallel_dims as dims
 
     dims.device_type = kind
+
+
+def _use_interface(name: str) -> None:
+    """Have gloo and NCCL use a network interface, unless the user's environment names one. By default they would choose
+    one by the host's name.
+    """
+    # NCCL takes a name without "=" for a prefix: eth1 would be eth10, too.
+    for variable, value in (("GLOO_SOCKET_IFNAME", name), ("NCCL_SOCKET_IFNAME", f"={name}")):
+        if os.environ.get(variable) == _interfaces.get(variable):  # unset, or set here for an earlier run
+            os.environ[variable] = _interfaces[variable] = value
 
 
 def _interface(address: str) -> str:
