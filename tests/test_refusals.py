@@ -102,6 +102,7 @@ RUNNING_TYPES = {
     "WireError": "a message from the network is malformed",
     "BroadcastError": "a member of a broadcast group is gone",
     "PeersLost": "a rank is gone",
+    "RanksDiffer": "the ranks of a generator have sampled different tokens",
     "LagError": "an invariant of the running system is broken",
     "ImpossibleTransition": "an invariant of the running system is broken",
     "TimeoutError": "another process did not answer in time",
