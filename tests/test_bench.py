@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncspec.bench import BENCHMARKS, Listed, harness, learning
+from asyncspec.bench import BENCHMARKS, Listed, end_to_end, harness, learning
 from asyncspec.bench.speculation import FIXED, SpeculationBenchmark
 from asyncspec.errors import UserError
 
@@ -32,6 +32,9 @@ class Counting(harness.Benchmark):
 
     def plot(self, axes, samples):
         axes.plot([0, 1])
+
+    def close(self):
+        self.closed = True
 
 
 @pytest.fixture
@@ -109,7 +112,16 @@ def test_a_full_benchmark_goes_on_after_its_whole_repetitions(counting, tmp_path
 
 
 def test_a_benchmark_of_one_size_has_no_full_one(counting, tmp_path):
-    with pytest.raises(UserError, match="bench counting --full: expected no such flag"):
+    with pytest.raises(UserError, match="bench counting --full: this benchmark has one size; expected no --full"):
+        harness.run("counting", str(tmp_path), None, [], full=True)
+    assert counting.closed  # what it started is stopped
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"overrides": [], "samples": {"job 1": [', "\0\0"])
+def test_a_damaged_file_of_earlier_sittings_is_one_line(counting, tmp_path, monkeypatch, content):
+    monkeypatch.setattr(Counting, "full_repeats", 3)
+    (tmp_path / "samples.json").write_text(content)
+    with pytest.raises(UserError, match="samples.json: damaged; expected what --full has written"):
         harness.run("counting", str(tmp_path), None, [], full=True)
 
 
@@ -139,3 +151,34 @@ def test_learning_pools_the_lags_by_seed():
     assert bench.differences(samples) == pytest.approx([0.05, 0.1])
     headline = bench.headline(samples)
     assert headline["difference"] == pytest.approx(0.075) and headline["equivalent"] == 0 and headline["seeds"] == 2
+
+
+@pytest.mark.parametrize(
+    "differences, said",
+    [
+        ([0.01, -0.01, 0.0, 0.005], "Speculation on and off are equivalent within 0.05"),
+        ([0.30, 0.31, 0.29, 0.30], "Speculation changes the accuracy by more than 0.05"),
+        ([-0.30, -0.31], "Speculation changes the accuracy by more than 0.05"),
+        ([0.2, -0.2, 0.0], "Equivalence within 0.05 is not shown: the test sees differences from 0.6"),
+        ([0.2], "One seed shows no difference and no equivalence"),
+    ],
+)
+def test_learning_claims_no_more_than_it_has_shown(differences, said):
+    assert learning.verdict(differences).startswith(said)
+
+
+def test_the_time_to_an_accuracy_is_between_two_means_of_two_evaluations():
+    def row(version, evaluated, score):
+        return {"policy_version": version, "time/step": 2.0, "eval/policy_version": evaluated, "eval/score": score}
+
+    rows = [row(1, 0, 0.2), row(2, 0, 0.2), row(3, 2, 0.4), row(4, 2, 0.4), row(5, 4, 0.6), row(6, 4, 0.6)]
+    # means: 0.3 with version 2, after 4 s, and 0.5 with version 4, after 8 s
+    assert end_to_end.reached(rows, 0.4) == pytest.approx(6.0)
+    assert end_to_end.reached(rows, 0.5) == pytest.approx(8.0) and end_to_end.reached(rows, 0.51) is None
+    assert end_to_end.reached([{"policy_version": 1, "time/step": 2.0}], 0.4) is None
+
+
+def test_the_bounds_are_those_of_amdahl():
+    bounds = end_to_end.bounds(2 / 3, 4.0)
+    assert bounds["synchronous speculative"] == pytest.approx(2.0)
+    assert bounds["asynchronous"] == pytest.approx(1.5) and bounds["asynchronous speculative"] == pytest.approx(3.0)

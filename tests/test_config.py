@@ -54,6 +54,8 @@ VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
         ("trainer.optimizer.lr=30", "expected more than 0 and at most 1"),
         ("trainer.optimizer.beta2=1", "below 1"),
         ("seed=-1", "seed=-1: expected at least 0"),
+        ("deployment.delays=trainr:train=1", "'trainr': expected the name of an actor; nearest: trainer"),
+        ("deployment.faults=generator:swap:2:kill", "'generator': expected the name of an actor; nearest: generator0"),
         ("deployment.stall_timeout_s=0", "more than 0"),
         ("engine.max_prompt_tokens=100000", "nearest valid choice: engine.max_prompt_tokens=176"),
         (
@@ -139,7 +141,8 @@ def test_a_dual_clip_is_for_ppo():
             "speculation.method='mtp': expected eagle3, draft_model, ngram, suffix or none with engine.kind=vllm; "
             "nearest valid choice: speculation.method=eagle3",
         ),
-        ("sampling.temperature=0.005", "sampling.temperature=0.005: expected at least 0.01 with engine.kind=vllm"),
+        ("sampling.temperature=0.005", "sampling.temperature=0.005: expected 0.01 to 2 with engine.kind=vllm"),
+        ("sampling.temperature=2.5", "expected 0.01 to 2 with engine.kind=vllm; nearest valid choice: sampling.temp"),
         ("trainer.kind=mock", "trainer.kind='mock': expected torch with engine.kind=vllm"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncspec.actors.delivery import PROPOSALS, Acceptance, Delivery
+from asyncspec.actors.delivery import KEPT, PROPOSALS, Acceptance, Delivery
 from asyncspec.actors.engines import make_engine
 from asyncspec.config import load, resolve_path, work
 from asyncspec.drafts import draft as drafts
@@ -16,7 +16,7 @@ from asyncspec.engine.protocol import Request
 from asyncspec.models import policy, tokenizer
 from asyncspec.tasks.sums import sums
 from asyncspec.timing.metrics import summed
-from asyncspec.wire.messages import GroupRecord, Whole
+from asyncspec.wire.messages import GroupRecord, Publish, Whole
 
 
 def test_a_reader_that_uses_an_old_version_for_too_long_is_named_once():
@@ -51,7 +51,7 @@ def test_a_reader_that_holds_other_bytes_than_were_sent_is_named_once():
     assert delivery.different(senders, [sent, held]) == []
     damaged = ("generator1", {"policy": Whole(4, 78), "draft": Whole(1, 5)})
     (different,) = delivery.different(senders, [sent, held, damaged])
-    assert str(different) == "generator1 holds another policy version 4 than trainer has sent"
+    assert str(different) == "generator1 holds other bytes of policy version 4 than trainer has sent"
     assert delivery.different(senders, [("trainer", {"policy": Whole(5, 1)}), held, damaged]) == []
     (different,) = delivery.different(senders, [("logprob", {"policy": Whole(5, 2)}), damaged])
     assert different[:3] == ("logprob", "policy", 5)
@@ -63,39 +63,60 @@ def test_the_time_for_a_delivery_grows_with_the_policy():
     assert work.delivery_s(config) > work.delivery_s(load("tiny", ["deployment.stall_timeout_s=30"]))
 
 
-def record(generator, reached_at, accepted_at):
+def record(generator, reached_at, accepted_at, draft_version=1, version=0):
     """Return the record of a group in which only drafting matters."""
-    others = ("version_min", "version_max", "proximal_version", "verifications", "proposed", "accepted", "truncated")
-    zeros, drafting = dict.fromkeys((*others, "draft_version"), 0), dict(reached_at=reached_at, accepted_at=accepted_at)
+    zeros = dict.fromkeys(("version_min", "proximal_version", "verifications", "proposed", "accepted", "truncated"), 0)
     return GroupRecord(
         ticket_id=0,
         generator=generator,
         reward_mean=0.0,
         rewards_differ=True,
         response_tokens=[1],
+        version_max=version,
+        draft_version=draft_version,
         phases=[],
+        reached_at=reached_at,
+        accepted_at=accepted_at,
         **zeros,
-        **drafting,
     )
 
 
+def judge(expected):
+    """Return an `Acceptance` that knows draft version 1, trained for policy version 0."""
+    acceptance = Acceptance()
+    acceptance.published(Publish("draft", 1, 0, expected))
+    return acceptance
+
+
 def test_a_generator_whose_draft_accepts_too_little_is_named_once():
-    acceptance, half = Acceptance(), PROPOSALS // 2
+    acceptance, half = judge(0.6), PROPOSALS // 2
     good, bad = record("generator0", [half], [half * 6 // 10]), record("generator1", [half], [half // 5])
-    assert acceptance.wrong([good, bad], 0.6) == []  # too few proposals to judge
-    (line,) = acceptance.wrong([good, bad], 0.6)
-    assert line.startswith("the draft of generator1 has 20% of its proposals accepted, and a fresh pass of the draft ")
+    assert acceptance.wrong([good, bad]) == []  # too few proposals to judge
+    (line,) = acceptance.wrong([good, bad])
+    assert line.startswith("the draft of generator1 has 20% of its proposals accepted, and a fresh pass of the same ")
     assert "expects 60%" in line
-    assert acceptance.wrong([good, bad, good, bad], 0.6) == []
+    assert acceptance.wrong([good, bad, good, bad]) == []
+
+
+@pytest.mark.parametrize(
+    "why", ["the draft that the run began with", "a version of which nothing is known", "a policy that has moved on"]
+)
+def test_a_draft_is_judged_only_by_its_own_version(why):
+    """An adapter that learns fast, or that was lost, makes no generator look wrong."""
+    acceptance = judge(0.9)
+    acceptance.published(Publish("draft", 2, 0))
+    of = {"draft_version": 0} if "began" in why else {"draft_version": 2} if "nothing" in why else {"version": KEPT + 1}
+    assert acceptance.wrong([record("generator0", [2 * PROPOSALS], [0], **of)]) == []
+    assert len(acceptance.wrong([record("generator0", [2 * PROPOSALS], [0])])) == 1
 
 
 @given(st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_chance_names_no_generator(expected, seed):
     """The rate of false lines is below 1e-9: what is found would lie ten standard errors or more below its mean."""
-    random, acceptance = np.random.default_rng(seed), Acceptance()
+    random, acceptance = np.random.default_rng(seed), judge(expected)
     for _ in range(20):
         groups = [record("generator0", [100], [int(random.binomial(100, expected))]) for _ in range(4)]
-        assert acceptance.wrong(groups, expected) == []
+        assert acceptance.wrong(groups) == []
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -127,4 +148,5 @@ def test_a_draft_with_other_weights_is_found_by_what_it_accepts(wrong):
     _, rates = trainer.step(supervise(model, draft.aux_layers, tokens_BL, mask_BL, config.sampling.temperature))
     group = record("generator0", summed(c.reached_at for c in done), summed(c.accepted_at for c in done))
     assert sum(group.reached_at) >= PROPOSALS
-    assert bool(Acceptance().wrong([group], rates[0])) == wrong
+    assert trainer.expected() == rates[0] and trainer.expected() == -1
+    assert bool(judge(rates[0]).wrong([group])) == wrong

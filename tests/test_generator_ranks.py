@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncspec.actors.base import ActorSpec
 from asyncspec.actors.generator import Generator
 from asyncspec.actors.generator_rank import STEP, GeneratorRank, RanksDiffer
+from asyncspec.actors.logprob_rank import LogprobRank
 from asyncspec.config import load, to_yaml
 from asyncspec.engine.protocol import Completion
 from asyncspec.engine.shares import Shares
@@ -21,6 +22,14 @@ CONFIG = to_yaml(
     load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", "engine.tensor_parallel=2", "eval.exact=true"])
 )
 LIVE_STEPS = 3  # engine steps that a sample takes
+
+
+@pytest.mark.parametrize("made", [GeneratorRank, LogprobRank])
+def test_a_rank_that_is_stopped_before_it_knows_its_leader_just_ends(made, tmp_path):
+    generates = made is GeneratorRank
+    text = CONFIG if generates else to_yaml(load("tiny", ["logprob.ranks=2"]))
+    name = "generator0_rank1" if generates else "logprob_rank1"
+    made(ActorSpec(made.role, name, str(tmp_path), text)).finish()
 
 
 class Engine:

@@ -367,13 +367,13 @@ def test_spans_of_a_real_gpu_last_as_long_as_its_work():
 def test_a_delay_must_have_a_place_and_a_time(text, message):
     with pytest.raises(ValueError, match=message):
         delays.parse(text)
-    assert delays.parse("train=0.5,queue=1") == {"train": 0.5, "queue": 1.0}
+    assert delays.parse("train=0.5, queue=1") == [("", "train", 0.5), ("", "queue", 1.0)]
 
 
 def test_a_delay_may_be_one_actors_only():
-    text = "train=0.5,trainer_rank1:checkpoint=8"
-    assert delays.parse(text, "trainer") == {"train": 0.5}
-    assert delays.parse(text, "trainer_rank1") == {"train": 0.5, "checkpoint": 8.0}
+    text = "trainer:train=2,train=0.5,trainer_rank1:checkpoint=8"
+    assert delays.of_actor(text, "trainer") == {"train": 2.0}
+    assert delays.of_actor(text, "trainer_rank1") == {"train": 0.5, "checkpoint": 8.0}
 
 
 def test_a_delay_is_a_span_of_what_it_held_up(monkeypatch):

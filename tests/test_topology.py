@@ -127,7 +127,7 @@ def test_the_ranks_of_a_generator_count_as_actors_of_a_node_and_stay_together():
     assert topology.deal([names[name] for name in placed[0]], 4) == [0, 1, 2, 3]
     with pytest.raises(
         ConfigError,
-        match="node 1 has 3 ranks of generators; expected a multiple of engine.tensor_parallel=2, since all ranks of a "
+        match="generator:3 on node 1: expected a multiple of engine.tensor_parallel=2, since all ranks of a "
         "generator are on one node; nearest valid choice: engine.tensor_parallel=1",
     ):
         load("tiny", [*VLLM, "engine.tensor_parallel=2", "deployment.nodes=trainer+logprob,generator:3,generator"])

@@ -9,8 +9,7 @@ about it here: a broadcast that fails has a deadline of its own, and a stuck rea
     40 s                   generator0 beats: 4   logprob beats: 3    -> logprob has used version 3 for 30 s too long
 
 Bytes that arrived may still be loaded wrongly. What a generator samples shows that: the trainer compares the logprobs
-of its tokens with a fresh pass of the same version (rl/observed.py), and `Acceptance` compares what its draft accepts
-with what a fresh pass of the draft expects.
+of its tokens with a fresh pass of the same version (rl/observed.py), and `Acceptance` does the same for its draft.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from asyncspec.wire.messages import GroupRecord, Whole
+from asyncspec.wire.messages import GroupRecord, Publish, Whole
 
 KEPT = 8  # of each kind, the newest versions whose checksums are kept
 # A generator is judged by this many proposals at a time: one standard error is then below 0.02.
@@ -53,7 +52,7 @@ class Different(NamedTuple):
     sender: str
 
     def __str__(self) -> str:
-        return f"{self.name} holds another {self.kind} version {self.version} than {self.sender} has sent"
+        return f"{self.name} holds other bytes of {self.kind} version {self.version} than {self.sender} has sent"
 
 
 class Delivery:
@@ -117,23 +116,34 @@ class Delivery:
 
 
 class Acceptance:
-    """Finds generators whose draft accepts far less than a fresh pass of the draft expects: it did not arrive, or was
-    loaded wrongly.
+    """Finds generators whose draft accepts far less than a fresh pass of the same version expects: it did not arrive,
+    or was loaded wrongly.
+
+    The draft that a run begins with is not judged: nobody has made such a pass of it. A version that was published is
+    judged by what its trainer found shortly before. Drafts improve, so that is rather too little than too much.
     """
 
     def __init__(self) -> None:
+        # draft version -> the acceptance of a first proposal that is expected, and the policy version of that
+        self._expected: dict[int, tuple[float, int]] = {}
         # generator -> proposals that were verified, proposals that were accepted, those that were expected to be
         self._sums: dict[str, tuple[int, int, float]] = {}
         self._named: set[str] = set()
 
-    def wrong(self, groups: Sequence[GroupRecord], expected: float) -> list[str]:
-        """Note a step. Return a line for each generator that is found, once for each of them.
+    def published(self, draft: Publish) -> None:
+        """Note what is expected of a draft version."""
+        if draft.expected >= 0:
+            self._expected[draft.version] = draft.expected, draft.policy_version
+        for old in sorted(self._expected)[:-KEPT]:
+            del self._expected[old]
 
-        Args:
-            expected: the acceptance of a first proposal, by the draft adapter's own pass over the newest groups.
-        """
+    def wrong(self, groups: Sequence[GroupRecord]) -> list[str]:
+        """Note the groups of a step. Return a line for each generator that is found, once for each of them."""
         lines = []
         for group in groups:
+            expected, policy_version = self._expected.get(group.draft_version, (-1.0, 0))
+            if expected < 0 or group.version_max - policy_version > KEPT:  # not known, or of a policy that has moved on
+                continue
             verified, accepted = sum(group.reached_at), sum(group.accepted_at)
             before = self._sums.get(group.generator, (0, 0, 0.0))
             self._sums[group.generator] = before[0] + verified, before[1] + accepted, before[2] + verified * expected
@@ -145,7 +155,7 @@ class Acceptance:
             if found < min(LEAST_SHARE * hope, hope - MARGIN) and generator not in self._named:
                 self._named.add(generator)
                 lines.append(
-                    f"the draft of {generator} has {found:.0%} of its proposals accepted, and a fresh pass of the "
-                    f"draft expects {hope:.0%}: its weights did not arrive whole, or its engine computes something else"
+                    f"the draft of {generator} has {found:.0%} of its proposals accepted, and a fresh pass of the same "
+                    f"version expects {hope:.0%}: look whether its engine loads drafts as they are sent"
                 )
         return lines

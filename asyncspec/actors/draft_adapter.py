@@ -122,7 +122,9 @@ class DraftAdapter(Actor):
         if self.trainer.steps % self.config.draft.publish_every == 0 and not self.publisher.busy:
             self.published += 1
             self.publisher.publish(
-                m.Publish("draft", self.published, self.policy_version), self._snapshot(), self.control.send
+                m.Publish("draft", self.published, self.policy_version, self.trainer.expected()),
+                self._snapshot(),
+                self.control.send,
             )
             self.fault("send")
 

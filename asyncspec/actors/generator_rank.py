@@ -72,6 +72,8 @@ class GeneratorRank(EngineHolder, Follower):
 
     def finish(self) -> None:
         """Take part in the steps that the first rank has begun."""
+        if not self.receivers:  # it knows no leader yet
+            return
         try:
             self.follow_to_the_end(KILLED_S)
         except StopRequested as stopped:  # a rank was lost meanwhile

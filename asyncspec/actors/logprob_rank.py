@@ -74,6 +74,8 @@ class LogprobRank(PolicyHolder, Follower):
 
     def finish(self) -> None:
         """Take part in the passes that the leading rank has begun."""
+        if self.receiver is None:  # it knows no leader yet
+            return
         try:
             self.follow_to_the_end(KILLED_S)
         except StopRequested as stopped:  # a rank was lost meanwhile

@@ -96,6 +96,7 @@ class Switchboard:
         self.recovery.delivery.published(message.kind, message.version, time.monotonic())
         if message.kind == "draft":
             self.records.counters["draft/policy_version"] = message.policy_version
+            self.acceptance.published(message)
         else:
             self.schedule.published(message)
 
@@ -141,8 +142,9 @@ class Switchboard:
         if self.server.rejected:
             self.records.counters["wire/controller_rejected"] = self.server.rejected
         self.schedule.step_done(message)
-        if (expected := self.records.counters.get("draft/expected_acceptance_1")) is not None:
-            for line in self.acceptance.wrong(message.groups, expected):
+        sampling = self.run.config.sampling
+        if sampling.top_p == 1 and not sampling.top_k:  # otherwise drafts propose from another distribution
+            for line in self.acceptance.wrong(message.groups):
                 self.records.line(line)
 
     # Records.

@@ -237,7 +237,9 @@ class Trainer(Actor):
         self.fault("send")
         if self.mtp is not None and not self.publishers["draft"].busy and self.mtp.due():
             self.publishers["draft"].publish(
-                m.Publish("draft", version, version - 1), self.mtp.snapshot(), self.control.send
+                m.Publish("draft", version, version - 1, self.mtp.trainer.expected()),
+                self.mtp.snapshot(),
+                self.control.send,
             )
 
     def _notice(self, text: str) -> None:

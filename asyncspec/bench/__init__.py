@@ -39,6 +39,11 @@ BENCHMARKS = {
         "whether speculation and the policy lag change what is learned: curves, the difference and its interval",
         85,
     ),
+    "end_to_end": Listed(
+        "asyncspec.bench.end_to_end",
+        "the time to a held-out accuracy: synchronous and asynchronous, with and without speculation, in two settings",
+        80,
+    ),
     "algorithms": Listed(
         "asyncspec.bench.algorithms",
         "whether each loss, off-policy correction and way to take a step learns the default job",

@@ -108,14 +108,15 @@ def run(
         raise UserError(f"--out {out}: expected a directory to write to")
     benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    if full and (only or not benchmark.full_repeats):
-        raise UserError(f"bench {name} --full: expected " + ("no --only" if only else "no such flag: it has one size"))
-    variants = (*benchmark.variants, *(benchmark.full_variants if full else ()))
-    repeats = repeats or (benchmark.full_repeats if full else benchmark.repeats)
     kept = directory / KEPT
-    samples = _kept(kept, overrides, variants) if full else {}
-    done = len(samples.get(variants[0], ()))
     try:
+        if full and (only or not benchmark.full_repeats):
+            why = "expected no --only" if only else "this benchmark has one size; expected no --full"
+            raise UserError(f"bench {name} --full: {why}")
+        variants = (*benchmark.variants, *(benchmark.full_variants if full else ()))
+        samples = _kept(kept, overrides, variants) if full else {}
+        done = len(samples.get(variants[0], ()))
+        repeats = max(done, repeats or (benchmark.full_repeats if full else benchmark.repeats))
         chosen = _chosen(variants, only)
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
 
@@ -135,7 +136,9 @@ def run(
                         )
                         progress.update(bar, advance=1)
                     if full:
-                        kept.write_text(json.dumps({"overrides": list(overrides), "samples": samples}))
+                        whole = kept.with_suffix(".partial")  # an interrupt leaves the file as it was
+                        whole.write_text(json.dumps({"overrides": list(overrides), "samples": samples}))
+                        whole.replace(kept)
 
             measure(repeats - done, chosen, done)
             rounds, variants = benchmark.again(samples)
@@ -195,14 +198,21 @@ def _kept(file: Path, overrides: Sequence[str], variants: Sequence[str]) -> Samp
     """Return the samples of the whole repetitions that earlier sittings have measured.
 
     Raises:
-        UserError: they were measured with other fields, or are of other variants.
+        UserError: the file is damaged, or they were measured with other fields, or are of other variants.
     """
     if not file.exists():
         return {}
-    kept = json.loads(file.read_text())
-    if kept["overrides"] != list(overrides) or list(kept["samples"]) != list(variants):
-        raise UserError(f"{file}: measured with {kept['overrides']} before; expected the same fields, or another --out")
-    return kept["samples"]
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        fields, samples = list(kept["overrides"]), dict(kept["samples"])
+        counts = {len(measured) for measured in samples.values()}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{file}: damaged; expected what --full has written; delete it, or take another --out"
+        ) from None
+    if fields != list(overrides) or list(samples) != list(variants) or len(counts) != 1:
+        raise UserError(f"{file}: measured with {fields} before; expected the same fields, or another --out")
+    return samples
 
 
 def _ratios(samples: Samples) -> dict[str, float]:

@@ -37,6 +37,7 @@ _DRAFTS = {
     **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"),
     **dict.fromkeys(ARCHITECTURES.values(), "draft_model"),
 }
+_ACTOR = re.compile(r"(controller|trainer|logprob\d*|generator\d+|draft_adapter)(_rank\d+)?(\.\d+)?")
 CXX = "a C++ compiler on the PATH (g++, or the one CXX names)"
 
 
@@ -84,6 +85,9 @@ def _check_notations(config: Config) -> None:
             parse(text)
         except ValueError as error:
             raise ConfigError(f"{name}={text!r}: {error}; for example {example}") from None
+    delays, faults = config.deployment.delays, config.deployment.faults
+    _check_actors("deployment.delays", delays, [actor for actor, _, _ in parse_delays(delays) if actor])
+    _check_actors("deployment.faults", faults, [actor for actor, _, _, _ in parse_faults(faults)])
     _need(config, bool(config.deployment.host), "deployment.host", "auto, or an address of this host", "auto")
     if config.drafting and config.speculation.draft_length != "auto":
         name, text = "speculation.draft_length", config.speculation.draft_length
@@ -91,6 +95,14 @@ def _check_notations(config: Config) -> None:
         expected = "at least 1 with a draft (speculation.method=none turns drafting off)"
         _need(config, int(text) >= 1, name, expected, 1)
         _need(config, int(text) <= 16, name, "at most 16", 16)
+
+
+def _check_actors(name: str, text: str, actors: list[str]) -> None:
+    """Check the names of actors in a field. How many actors there are, a launcher may decide later."""
+    for actor in actors:
+        if not _ACTOR.fullmatch(actor):
+            near = difflib.get_close_matches(actor, ("controller", "trainer", "generator0", "logprob"), 1, 0.0)[0]
+            raise ConfigError(f"{name}={text!r}: {actor!r}: expected the name of an actor; nearest: {near}")
 
 
 def _check_ranks(config: Config) -> None:
@@ -131,8 +143,8 @@ def _check_engine(config: Config) -> None:
         _need(config, config.speculation.method != "mtp", "speculation.method", methods, "eagle3")
         expected = "a whole number with engine.kind=vllm: vLLM's draft length is fixed"
         _need(config, length is not None, "speculation.draft_length", expected, 3)
-        held = config.sampling.temperature >= 0.01
-        _need(config, held, "sampling.temperature", "at least 0.01 with engine.kind=vllm", 0.01)
+        temperature, expected = config.sampling.temperature, "0.01 to 2 with engine.kind=vllm"
+        _need(config, 0.01 <= temperature <= 2, "sampling.temperature", expected, min(2, max(0.01, temperature)))
     if kind == "sglang":
         _check_sglang(config)
 

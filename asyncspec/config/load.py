@@ -98,12 +98,13 @@ def _apply_nodes(config: Config, given: typing.AbstractSet[str]) -> None:
         )
     totals["logprob"] //= ranks
     parallel = max(1, config.engine.tensor_parallel)
+    divisor = math.gcd(parallel, *(node.get("generator", 0) for node in nodes))
     for index, node in enumerate(nodes):
         if (found := node.get("generator", 0)) % parallel:
             raise ConfigError(
-                f"deployment.nodes={text!r}: node {index} has {found} ranks of generators; expected a multiple of "
+                f"deployment.nodes={text!r}: generator:{found} on node {index}: expected a multiple of "
                 f"engine.tensor_parallel={parallel}, since all ranks of a generator are on one node; "
-                f"nearest valid choice: engine.tensor_parallel={math.gcd(parallel, found)}"
+                f"nearest valid choice: engine.tensor_parallel={divisor}"
             )
     totals["generator"] //= parallel
     for name, role in (

@@ -7,6 +7,7 @@ V vocabulary, N heads, H head size, R positions of all rows that count.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -148,6 +149,7 @@ class DraftTrainer:
         self.draft, self.loss, self.lr = draft, loss, lr
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
         self.steps = self.skipped = 0
+        self._rates: list[float] = []  # of a first proposal, in the steps since `expected` was called
 
     def state(self) -> dict:
         """Return everything that the next step depends on, for `restore`."""
@@ -177,4 +179,12 @@ class DraftTrainer:
             return loss.item(), rates
         self.optimizer.step()
         self.steps += 1
+        self._rates.append(rates[0])
         return loss.item(), rates
+
+    def expected(self) -> float:
+        """Return the expected acceptance rate of a first proposal, the mean over the steps since the last call; -1 if
+        there was none.
+        """
+        rates, self._rates = self._rates, []
+        return statistics.fmean(rates) if rates else -1.0

@@ -54,11 +54,13 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
             f"deployment.nodes={config.deployment.nodes!r}: names {len(nodes)} nodes; expected one for each of "
             f"torchrun's {world_size} ranks; nearest valid choice: torchrun --nnodes {len(nodes)} --nproc-per-node 1"
         )
-    if nodes is None and config.engine.tensor_parallel > 1 and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if nodes is None and config.engine.tensor_parallel > 1 and hosts > 1:
         raise ConfigError(
             f"deployment.nodes='': expected the actors of each node, since all ranks of a generator are on one node "
-            f"(engine.tensor_parallel={config.engine.tensor_parallel}); nearest valid choice: deployment.nodes="
-            f"trainer+logprob,generator:{config.engine.tensor_parallel}"
+            f"(engine.tensor_parallel={config.engine.tensor_parallel}); nearest valid choice: torchrun "
+            f"--nproc-per-node 1 and deployment.nodes=trainer+logprob,{hosts - 1}*generator:"
+            f"{config.engine.tensor_parallel}"
         )
     roles_taken = 1 + len(actor_names(config))
     if nodes is None and world_size > roles_taken:

@@ -24,19 +24,16 @@ PLACES = {  # place: what is delayed, each time it happens
 }
 
 
-def parse(text: str, me: str = "") -> dict[str, float]:
-    """Return seconds by place from "place=seconds,actor:place=seconds".
-
-    Args:
-        me: the first name of the actor whose delays are returned.
+def parse(text: str) -> list[tuple[str, str, float]]:
+    """Return (actor, place, seconds) of each delay; the actor is "" for all of them.
 
     Raises:
         ValueError: the form is wrong, a place is unknown, or a time is below 0; the message says which.
     """
-    delays = {}
+    delays = []
     for item in filter(None, text.split(",")):
         where, _, written = item.partition("=")
-        actor, _, place = where.rpartition(":")
+        actor, _, place = where.strip().rpartition(":")
         if place not in PLACES:
             raise ValueError(f"{place!r} is not one of {', '.join(PLACES)}")
         try:
@@ -45,9 +42,18 @@ def parse(text: str, me: str = "") -> dict[str, float]:
             raise ValueError(f"{written!r} is not a number of seconds") from None
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"{written} is not a duration of 0 or more seconds")
-        if actor in ("", me):
-            delays[place] = seconds
+        delays.append((actor, place, seconds))
     return delays
+
+
+def of_actor(text: str, me: str) -> dict[str, float]:
+    """Return the seconds of an actor by place. A delay that names it overrides one for all actors.
+
+    Args:
+        me: the actor's first name.
+    """
+    mine = [delay for delay in parse(text) if delay[0] in ("", me)]
+    return {place: seconds for _, place, seconds in sorted(mine, key=lambda delay: delay[0])}  # "" comes first
 
 
 class Delays:
@@ -59,7 +65,7 @@ class Delays:
             text: deployment.delays.
             me: the actor's first name.
         """
-        self.seconds, self._recorder = parse(text, me), recorder
+        self.seconds, self._recorder = of_actor(text, me), recorder
 
     def __call__(self, place: str, times: int = 1, ticket: int = -1, version: int = -1) -> None:
         """Sleep for what happened `times` times in this place, to the ticket or version; -1: to all in this actor."""

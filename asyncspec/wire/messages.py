@@ -198,6 +198,7 @@ class Publish(Message, frozen=True):
     kind: str
     version: int
     policy_version: int = -1  # of a draft: the policy version that it was last trained for
+    expected: float = -1.0  # of a draft: the acceptance rate of a first proposal in its last training; -1: not known
     epoch: int = 1
     catch_up: bool = False  # as in `Membership`
 

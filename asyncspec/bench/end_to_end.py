@@ -1,0 +1,173 @@
+"""bench end_to_end: the time to a held-out accuracy, from a synchronous run without speculation to an asynchronous one
+with it.
+
+Two settings: the default job as it is, and one whose synchronous step has the published share of generation, 65 to 72%
+(arXiv 2604.26779); fewer samples at once make it so. Four modes in each. In a synchronous run the phases take turns, so
+each may use both cores. An asynchronous run gives its generator and its trainer a core each. A run ends once the
+accuracy is reached, as the mean of two evaluations in a row, and the time is interpolated between evaluations. It
+counts from the beginning of the first step, so loading and the first calibration of the draft length are left out.
+
+The bounds follow from the synchronous run's share of generation R (Amdahl, 1967) and the acceptance length a: with
+speculation 1 / (1 - R + R / a), with asynchrony 1 / max(R, 1 - R), with both 1 / max(R / a, 1 - R). They take an
+asynchronous stage to be as fast as in a synchronous run, where it has both cores.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from asyncspec.bench.harness import Benchmark, Samples, ratio
+from asyncspec.bench.jobs import run_job
+from asyncspec.errors import UserError
+from asyncspec.timing.metrics import read_rows
+
+TARGET = 0.6  # held-out accuracy; the shipped policy begins at about 0.35
+STEPS, EVAL_EVERY = 72, 4  # the most steps of a run, and steps between evaluations
+SKIP = 1  # the first step has an evaluation and the calibration of the draft length in it
+SETTINGS = {"default": (), "generation-bound": ("engine.slots=4",)}
+_BOTH_CORES = ("--policy-lag", "0", "engine.threads=2", "logprob.threads=2", "trainer.threads=2")
+_ONE_EACH = ("--policy-lag", "1")
+_NO_DRAFT = ("speculation.method=none",)
+MODES = {
+    "synchronous": (*_BOTH_CORES, *_NO_DRAFT),
+    "synchronous speculative": _BOTH_CORES,
+    "asynchronous": (*_ONE_EACH, *_NO_DRAFT),
+    "asynchronous speculative": _ONE_EACH,
+}
+FIRST, LAST = "synchronous", "asynchronous speculative"
+_VARIANTS = {f"{setting}, {mode}": (setting, mode) for setting in SETTINGS for mode in MODES}
+
+
+def reached(rows: Sequence[dict], target: float) -> float | None:
+    """Return the seconds from the beginning of the first step until the mean of two evaluations in a row reached the
+    target, interpolated between two such means; None if it did not.
+    """
+    ends, at = {0: 0.0}, 0.0
+    for row in rows:
+        at += row["time/step"]
+        ends[row["policy_version"]] = at
+    # A row repeats the evaluation before it.
+    found = {row["eval/policy_version"]: row["eval/score"] for row in rows if row.get("eval/score") is not None}
+    versions = sorted(found)
+    means = [(ends[b], (found[a] + found[b]) / 2) for a, b in zip(versions, versions[1:])]
+    before = (0.0, found[versions[0]]) if versions else (0.0, 0.0)
+    for seconds, mean in means:
+        if mean >= target:
+            return before[0] + (seconds - before[0]) * (target - before[1]) / (mean - before[1])
+        before = seconds, mean
+    return None
+
+
+def bounds(share: float, acceptance: float) -> dict[str, float]:
+    """Return the speedup over the synchronous mode that each mode could have at most.
+
+    Args:
+        share: the share of a synchronous step in which it generates, without speculation.
+        acceptance: tokens per verification, with speculation.
+    """
+    return {
+        "synchronous": 1.0,
+        "synchronous speculative": 1 / (1 - share + share / acceptance),
+        "asynchronous": 1 / max(share, 1 - share),
+        "asynchronous speculative": 1 / max(share / acceptance, 1 - share),
+    }
+
+
+def _watch(run_dir: Path, process: subprocess.Popen) -> None:
+    """Interrupt a run once it has reached the target."""
+    metrics = run_dir / "metrics.jsonl"
+    while process.poll() is None:
+        time.sleep(0.5)
+        if metrics.exists() and reached(read_rows(metrics), TARGET) is not None:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+class EndToEndBenchmark(Benchmark):
+    name = "end_to_end"
+    repeats, full_repeats = 5, 12
+    variants = tuple(_VARIANTS)
+    columns = ("to_target_s", "steps", "step_s", "generation_share", "acceptance_length")
+
+    def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        self.overrides, self.out = list(overrides), out
+
+    def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        setting, mode = _VARIANTS[variant]
+        run_dir = self.out / f"{variant.replace(',', '').replace(' ', '-')}-{repetition}"
+        shutil.rmtree(run_dir, ignore_errors=True)  # of a sitting that was cut short
+        rows = run_job(
+            run_dir,
+            *MODES[mode],
+            f"steps={STEPS}",
+            f"eval.every={EVAL_EVERY}",
+            f"seed={repetition}",
+            "checkpoint.every=0",
+            *SETTINGS[setting],
+            *self.overrides,
+            beside=partial(_watch, run_dir),
+            expected=(0, 130),
+        )
+        if (seconds := reached(rows, TARGET)) is None:
+            raise UserError(f"bench end_to_end: {variant}: no accuracy of {TARGET:g} within {len(rows)} steps")
+        steady = rows[SKIP:]
+        step = sum(row["time/step"] for row in steady)
+        return {
+            "to_target_s": seconds,
+            "steps": float(len(rows)),
+            "step_s": statistics.median(row["time/step"] for row in steady),
+            "generation_share": sum(row["time/generation"] for row in steady) / step,
+            "acceptance_length": statistics.fmean(row["spec/acceptance_length"] for row in steady),
+        }
+
+    def headline(self, samples: Samples) -> dict[str, float]:
+        return {
+            "speedup_default": self._speedup(samples, "default", LAST),
+            "speedup_generation_bound": self._speedup(samples, "generation-bound", LAST),
+            "generation_share": self._share(samples, "generation-bound"),
+            "generation_share_default": self._share(samples, "default"),
+        }
+
+    def _speedup(self, samples: Samples, setting: str, mode: str) -> float:
+        return ratio(samples, "to_target_s", f"{setting}, {FIRST}", f"{setting}, {mode}")
+
+    def _share(self, samples: Samples, setting: str) -> float:
+        return statistics.median(sample["generation_share"] for sample in samples[f"{setting}, {FIRST}"])
+
+    def tables(self, samples: Samples) -> list[Table]:
+        table = Table(title=f"Time to a held-out accuracy of {TARGET:g}", title_justify="left")
+        for column in ("setting", "mode", "seconds", "speedup", "bound", "by step"):
+            table.add_column(column, justify="left" if column in ("setting", "mode") else "right")
+        for setting in SETTINGS:
+            drafted = samples[f"{setting}, {LAST}"]
+            most = bounds(self._share(samples, setting), statistics.median(s["acceptance_length"] for s in drafted))
+            for mode in MODES:
+                measured = samples[f"{setting}, {mode}"]
+                seconds = statistics.median(sample["to_target_s"] for sample in measured)
+                by_step = ratio(samples, "step_s", f"{setting}, {FIRST}", f"{setting}, {mode}")
+                speedup = self._speedup(samples, setting, mode)
+                table.add_row(setting, mode, f"{seconds:.0f}", f"{speedup:.2f}", f"{most[mode]:.2f}", f"{by_step:.2f}")
+        return [*super().tables(samples), table]
+
+    def plot(self, axes, samples: Samples) -> None:
+        for place, (variant, (setting, _)) in enumerate(_VARIANTS.items()):
+            times = [sample["to_target_s"] for sample in samples[variant]]
+            color = "#2f6db5" if setting == "default" else "#c9362b"
+            axes.barh(place, statistics.median(times), color=color, alpha=0.5)
+            axes.plot(times, [place] * len(times), "o", color=color, markersize=3)
+        axes.set_yticks(range(len(_VARIANTS)), list(_VARIANTS), fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"seconds to a held-out accuracy of {TARGET:g}: median, and each seed")
+
+
+def make(overrides: Sequence[str], out: Path) -> EndToEndBenchmark:
+    return EndToEndBenchmark(overrides, out)
