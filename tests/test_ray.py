@@ -163,7 +163,7 @@ def apart(played, found):
 def test_no_two_ranks_or_generators_of_a_shipped_topology_share_a_gpu(name):
     nodes = topology.parse(yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["deployment"]["nodes"])
     totals = topology.total(nodes)
-    names = topology.name_actors(totals["trainer"], totals["logprob"], 1, totals["generator"], True)
+    names = topology.name_actors(totals["trainer"], totals["logprob"], 1, totals["generator"], 1, True)
     for here in topology.assign(nodes, {"controller": "controller", **names}):
         played = [names[actor] for actor in here if actor != "controller"]
         assert apart(played, packed(launcher._shares(played, 8), 8)) and apart(played, topology.deal(played, 8))
