@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncspec import faults
-from asyncspec.bench.harness import Benchmark, Samples, ratio
+from asyncspec.bench.harness import Benchmark, Samples, plot_parts, ratio
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.config import Config, load, topology
 from asyncspec.errors import UserError
 from asyncspec.ledger import checkpoint, ledger
 from asyncspec.ledger.audit import violations
+from asyncspec.timing.attribution import PARTS
 from asyncspec.timing.metrics import read_rows
 
 CONFIG, SKIP = "mock_rl_think_8b", 2  # the configuration; steps that fill the pipeline
@@ -64,6 +65,10 @@ class DeploymentBenchmark(Benchmark):
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out.absolute()
         self.config = self._config("ar")
+        if (steps := self.config.steps) <= FAULT_AFTER + SKIP:
+            raise UserError(
+                f"bench deployment: steps={steps}: expected at least {FAULT_AFTER + SKIP + 1}, for the faults"
+            )
         nodes = topology.parse(self.config.deployment.nodes)
         self.victim = max(i for i, node in enumerate(nodes) if "generator" in node)  # the node that is cut off
         self.raising = f"generator{topology.total(nodes)['generator'] // 2}"
@@ -138,21 +143,7 @@ class DeploymentBenchmark(Benchmark):
         return {
             "step_s": mean("time/step"),
             "step_median_s": statistics.median(row["time/step"] for row in steady) / scale,
-            **{
-                f"{part}_s": mean(f"time/{part}")
-                for part in (
-                    "exposed_generation",
-                    "exposed_logprob",
-                    "exposed_reward",
-                    "prepare",
-                    "recovery",
-                    "admission",
-                    "transport",
-                    "data",
-                    "train",
-                    "other",
-                )
-            },
+            **{f"{part}_s": mean(f"time/{part}") for part in PARTS},
             "generation_s": mean("time/generation"),
             "violations": len(broken),
             "generators_lost": rows[-1].get("recovery/generators_lost", 0),
@@ -203,16 +194,11 @@ class DeploymentBenchmark(Benchmark):
         }
 
     def plot(self, axes, samples: Samples) -> None:
-        parts = ("train", "exposed_generation", "exposed_logprob", "exposed_reward", "prepare", "recovery", "other")
-        left = [0.0] * len(self.variants)
-        for part in parts:
-            values = [statistics.fmean(s[f"{part}_s"] for s in samples[v]) for v in self.variants]
-            axes.barh(self.variants, values, left=left, label=part)
-            left = [a + b for a, b in zip(left, values)]
+        """Draw a step of each variant by its parts; a stroke is the published step."""
+        plot_parts(axes, samples, self.variants)
         for variant, key in (("ar", "step_ar_s"), ("spec", "step_spec_s")):
-            axes.plot([PUBLISHED[key]], [variant], "k|", markersize=30, label="published" if variant == "ar" else None)
-        axes.set_xlabel("seconds per step on the mocked machines")
-        axes.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.4, -0.14))
+            axes.plot([PUBLISHED[key]], [variant], "k|", markersize=30)
+        axes.set_xlabel("seconds per step on the mocked machines; strokes: published")
 
     def close(self) -> None:
         self.hosts.close()
