@@ -1,5 +1,6 @@
 """The configuration of a run: its fields, how it is composed and checked, and which node runs which actors."""
 
+from asyncspec.config.deployment import MockConfig
 from asyncspec.config.download import fetch_all, fetched_data, fetched_model, fetched_weights, hub_names, use_names
 from asyncspec.config.learning import OptimizerConfig, RLConfig
 from asyncspec.config.load import from_yaml, load, nearest_field, to_yaml
@@ -16,7 +17,6 @@ from asyncspec.config.schema import LONGEST_DRAFT, Config, default_of
 from asyncspec.config.sections import (
     DataConfig,
     DraftConfig,
-    MockConfig,
     SpeculationConfig,
     TrainerConfig,
 )

@@ -1,7 +1,7 @@
 """Refuse configurations that cannot run, before anything starts.
 
-The bounds and choices of a single field are in its metadata (schema.py). This file checks combinations of fields and
-the contents of the files that the fields name.
+The bounds and choices of a single field are in its metadata (schema.py). This file checks combinations of fields, and
+that the files exist which the fields name. The files check_*.py check the rest.
 """
 
 from __future__ import annotations
@@ -16,27 +16,17 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncspec.config import check_division, check_evaluation, check_learning, check_logging, eval_sets
+from asyncspec.config import check_evaluation, check_learning, check_logging, check_models, eval_sets
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.config.paths import data_files, resolve_path, sources
 from asyncspec.config.schema import Config, default_of
 from asyncspec.config.sections import REWARDS
-from asyncspec.errors import ConfigError, first_line
+from asyncspec.errors import ConfigError
 from asyncspec.faults import parse as parse_faults
-from asyncspec.models import CheckpointError
 from asyncspec.models.chat import parse_variables
-from asyncspec.models.draft_shape import DraftShape
-from asyncspec.models.headers import read_json
-from asyncspec.models.shape import ARCHITECTURES, MTP_ARCHITECTURES, PolicyShape
 from asyncspec.timing.delays import parse as parse_delays
 
-# The speculation.method that each architecture in a draft's config.json serves.
-_DRAFTS = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp"),
-    **dict.fromkeys(ARCHITECTURES.values(), "draft_model"),
-}
 _ACTOR = re.compile(r"(controller|trainer|logprob\d*|generator\d+|draft_adapter)(_rank\d+)?(\.\d+)?")
 CXX = "a C++ compiler on the PATH (g++, or the one CXX names)"
 
@@ -62,7 +52,7 @@ def check_files(config: Config) -> None:
     Raises:
         ConfigError: as for `check_values`.
     """
-    for part in (_check_names, _check_models, _check_lengths):
+    for part in (_check_names, check_models.check_models, check_models.check_lengths):
         part(config)
 
 
@@ -277,128 +267,4 @@ def _check_sglang(config: Config) -> None:
             name,
             f"{whole} {kind}: SGLang returns logprobs of the whole distribution",
             whole,
-        )
-
-
-def _check_models(config: Config) -> None:
-    """Check that the policy has a supported architecture and divides among the ranks as configured."""
-    policy, shape = _read_json("model.path", config.model.path), _shape("model.path", config.model.path)
-    if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"model.path={config.model.path!r}: there is no tokenizer.json; expected a Hugging Face directory with one"
-        )
-    heads = shape.n_kv_heads
-    for name in ("trainer.tensor_parallel", "logprob.tensor_parallel"):
-        parallel = value_of(config, name)
-        # Under tensor parallelism, torchtitan's mixture of experts needs a number of samples that the ranks divide.
-        if parallel > 1 and shape.experts is not None:
-            raise ConfigError(
-                f"{name}={parallel}: expected 1 with a mixture-of-experts policy; nearest valid choice: {name}=1"
-            )
-        if heads % parallel:
-            raise ConfigError(
-                f"{name}={parallel}: expected a divisor of the policy's {heads} key-value heads; nearest valid choice: "
-                f"{name}={math.gcd(heads, parallel)}"
-            )
-    check_division.check(config, "policy", shape)
-    if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
-        raise ConfigError(
-            f"model.path={config.model.path!r}: also contains an MTP module; expected a policy without one with "
-            f"engine.kind={config.engine.kind}; nearest valid choice: engine.kind=torch"
-        )
-    _check_reference(config, shape)
-    _check_draft(config, policy, shape)
-
-
-def _check_reference(config: Config, policy: PolicyShape) -> None:
-    if config.model.reference_path and config.rl.kl_coef > 0:
-        found = _shape("model.reference_path", config.model.reference_path).vocab_size
-        if found != policy.vocab_size:
-            raise ConfigError(
-                f"model.reference_path={config.model.reference_path!r}: has vocab_size={found}; expected "
-                f"{policy.vocab_size}, as in model.path; nearest valid choice: model.reference_path=, which "
-                "takes the policy of model.path"
-            )
-        needed = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
-        if (positions := _shape("model.reference_path", config.model.reference_path).longest) < needed:
-            raise ConfigError(
-                f"model.reference_path={config.model.reference_path!r}: has {positions} positions; expected at least "
-                f"{needed}, for prompt and response; nearest valid choice: sampling.max_response_tokens="
-                f"{max(1, positions - config.engine.max_prompt_tokens)}"
-            )
-
-
-def _shape(name: str, path: str) -> PolicyShape:
-    """Return the shape of a policy that a field names."""
-    try:
-        return PolicyShape.from_hf(resolve_path(path))
-    except CheckpointError as error:
-        shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
-        raise ConfigError(f"{name}={path!r}: {first_line(error)}{shipped}") from None
-
-
-def _check_draft(config: Config, policy: dict, shape: PolicyShape) -> None:
-    """Check that the draft fits the method and was made for this policy."""
-    method, directory = config.speculation.method, config.draft_directory
-    if not directory:
-        return
-    draft = _read_json("speculation.draft_path", directory)
-    architectures = draft.get("architectures")
-    found = architectures[0] if isinstance(architectures, list) and architectures else architectures or "?"
-    fits = _DRAFTS.get(str(found), "?")
-    # The checkpoint of a policy may contain its MTP module.
-    if method != fits and (method, fits) != ("mtp", "draft_model"):
-        nearest = (
-            f"speculation.method={fits}"
-            if fits != "?"
-            else f"speculation.draft_path={default_of('speculation.draft_path')}"
-        )
-        raise ConfigError(
-            f"speculation.draft_path={directory!r}: contains a {found}; expected a draft for "
-            f"speculation.method={method}; nearest valid choice: {nearest}"
-        )
-    keys = {"draft_model": ("vocab_size",), "mtp": ("model_type", "vocab_size", "hidden_size")}
-    for key in keys.get(method, ("vocab_size", "hidden_size")):
-        if draft.get(key) != policy.get(key):
-            raise ConfigError(
-                f"speculation.draft_path={directory!r}: made for {key}={draft.get(key)}; expected {policy.get(key)}, "
-                f"as in model.path; speculation.method=ngram needs no draft"
-            )
-    if method == "mtp":
-        return
-    try:
-        path = resolve_path(directory)
-        own = DraftShape.from_hf(path, shape) if method == "eagle3" else PolicyShape.from_hf(path)
-    except CheckpointError as error:
-        raise ConfigError(
-            f"speculation.draft_path={directory!r}: {first_line(error)}; speculation.method=ngram needs no draft"
-        ) from None
-    check_division.check(config, "draft", own)
-
-
-def _read_json(name: str, path: str) -> dict:
-    try:
-        return read_json(resolve_path(path) / "config.json")
-    except CheckpointError as error:
-        raise ConfigError(f"{name}={path!r}: {first_line(error)}") from None
-
-
-def _check_lengths(config: Config) -> None:
-    """Check that prompt, response and proposed tokens fit the policy's max_position_embeddings."""
-    positions = _shape("model.path", config.model.path).longest
-    drafted = 1 + config.longest_draft if config.drafting else 0
-    room = positions - config.engine.max_prompt_tokens - drafted
-    if room < 1:
-        rest = positions - drafted - config.sampling.max_response_tokens
-        nearest = rest if rest > 0 else (positions - drafted) // 2
-        raise ConfigError(
-            f"engine.max_prompt_tokens={config.engine.max_prompt_tokens}: leaves no room for a response; expected "
-            f"less, since the policy has {positions} positions; nearest valid choice: "
-            f"engine.max_prompt_tokens={nearest}"
-        )
-    if config.sampling.max_response_tokens > room:
-        raise ConfigError(
-            f"sampling.max_response_tokens={config.sampling.max_response_tokens}: expected at most {room}, since the "
-            f"policy has {positions} positions and prompts take up to {config.engine.max_prompt_tokens}; nearest valid "
-            f"choice: sampling.max_response_tokens={room}"
         )

@@ -1,4 +1,5 @@
-"""All fields of a run's configuration: its sections are in sections.py.
+"""All fields of a run's configuration: its sections are in sections.py, learning.py, deployment.py and
+showing.py.
 
 `asyncspec train --help` prints this list. `load.py` fills it from YAML and overrides; `check.py` refuses combinations
 that cannot run. This file imports no torch, so reading a configuration is instant.
@@ -9,17 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncspec.config.deployment import DeploymentConfig, MockConfig
 from asyncspec.config.fields import knob, value_of
 from asyncspec.config.learning import RLConfig
 from asyncspec.config.sections import (
     CheckpointConfig,
     DataConfig,
-    DeploymentConfig,
     DraftConfig,
     EngineConfig,
     EvalConfig,
     LogprobConfig,
-    MockConfig,
     ModelConfig,
     SamplingConfig,
     SpeculationConfig,
