@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from asyncspec.wire.messages import GroupRecord, Publish, Whole
 
-KEPT = 8  # of each kind, the newest versions whose checksums are kept
+KEPT = 8  # versions, the newest ones of each kind, of which something is kept
 # A generator is judged by this many proposals at a time: one standard error is then below 0.02.
 PROPOSALS = 1000
 # It is named below this share of the expected acceptance, if it is also below it by MARGIN. Later positions of a draft
@@ -99,17 +99,17 @@ class Delivery:
             senders: kind -> its sender.
             whole: (member, kind -> the newest version that it has sent or received whole).
         """
-        whole, found = list(whole), []
+        held, found = dict(whole), []
         for kind, sender in senders.items():
             sums = self._sums.setdefault(kind, {})
-            if (sent := dict(whole).get(sender, {}).get(kind)) is not None:
+            if (sent := held.get(sender, {}).get(kind)) is not None:
                 sums[sent.version] = sent.checksum
                 for old in sorted(sums)[:-KEPT]:
                     del sums[old]
-            for name, versions in whole:
-                held = versions.get(kind)
-                if held is not None and sums.get(held.version, held.checksum) != held.checksum:
-                    found.append(Different(name, kind, held.version, sender))
+            for name, versions in held.items():
+                mine = versions.get(kind)
+                if mine is not None and sums.get(mine.version, mine.checksum) != mine.checksum:
+                    found.append(Different(name, kind, mine.version, sender))
         news = [each for each in found if each not in self._told]
         self._told.update(news)
         return news

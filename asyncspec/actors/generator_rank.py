@@ -13,11 +13,9 @@ What a rank's engine returns is discarded: the first rank has the same.
 
 from __future__ import annotations
 
-from asyncspec.actors.base import StopRequested
 from asyncspec.actors.engine_holder import EngineHolder
 from asyncspec.actors.team import Follower
 from asyncspec.config.topology import GENERATOR_RANK
-from asyncspec.deadlines import KILLED_S
 from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
 
@@ -69,12 +67,3 @@ class GeneratorRank(EngineHolder, Follower):
             self.using.pop("policy", None)
         elif (kind := _KINDS.get(message.what)) is not None:
             self.swap(kind, *self.receivers[kind].take(message.number))
-
-    def finish(self) -> None:
-        """Take part in the steps that the first rank has begun."""
-        if not self.receivers:  # it knows no leader yet
-            return
-        try:
-            self.follow_to_the_end(KILLED_S)
-        except StopRequested as stopped:  # a rank was lost meanwhile
-            self.log(str(stopped))

@@ -10,11 +10,9 @@ swap it in, between two groups:
 
 from __future__ import annotations
 
-from asyncspec.actors.base import StopRequested
 from asyncspec.actors.logprob import COLLECT, SUPERVISE, SWAP, PolicyHolder
 from asyncspec.actors.team import NOTHING, Follower
 from asyncspec.config.topology import LOGPROB_RANK
-from asyncspec.deadlines import KILLED_S
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
@@ -71,12 +69,3 @@ class LogprobRank(PolicyHolder, Follower):
             with self.recorder.span("swap policy", version=self.version):
                 scorer.swap(tensors)
             self.using["policy"] = self.version
-
-    def finish(self) -> None:
-        """Take part in the passes that the leading rank has begun."""
-        if self.receiver is None:  # it knows no leader yet
-            return
-        try:
-            self.follow_to_the_end(KILLED_S)
-        except StopRequested as stopped:  # a rank was lost meanwhile
-            self.log(str(stopped))

@@ -20,7 +20,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 
-from asyncspec.actors.base import Actor, first_name
+from asyncspec.actors.base import Actor, StopRequested, first_name
 from asyncspec.config import topology
 from asyncspec.deadlines import COLLECTIVE_S, KILLED_S
 from asyncspec.errors import first_line
@@ -156,6 +156,15 @@ class Follower(Actor):
         except RuntimeError as error:
             self.ended = True
             await_end(self, error)
+
+    def finish(self) -> None:
+        """Take part in what the leading rank has begun."""
+        if not self.workers:  # it was stopped before it knew the leading rank
+            return
+        try:
+            self.follow_to_the_end(KILLED_S)
+        except StopRequested as stopped:  # a rank was lost meanwhile
+            self.log(str(stopped))
 
     def follow_to_the_end(self, patience_s: float) -> None:
         """Keep following orders until the leading rank ends the team.
