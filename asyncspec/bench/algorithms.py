@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncspec.bench.harness import Benchmark, Samples
-from asyncspec.bench.jobs import run_job
+from asyncspec.bench.jobs import job_dir, run_job
 
 STEPS, HELD_OUT = 30, 256
 SETTINGS = {
@@ -60,7 +60,7 @@ class AlgorithmsBenchmark(Benchmark):
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         rows = run_job(
-            self.out / f"{variant.replace(',', '').replace(' ', '-')}-{repetition}",
+            job_dir(self.out, variant, repetition),
             *SETTINGS[variant],
             f"steps={STEPS}",
             f"seed={repetition}",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from asyncspec import faults
 from asyncspec.bench.harness import Benchmark, Samples, plot_parts, ratio
+from asyncspec.bench.jobs import job_dir
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.config import Config, load, topology
 from asyncspec.errors import UserError
@@ -82,7 +83,7 @@ class DeploymentBenchmark(Benchmark):
         return [*common, *_OF_VARIANT[variant], *self.overrides]
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
-        run_dir = self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}"
+        run_dir = job_dir(self.out, variant, repetition)
         logs = run_dir.with_suffix(".hosts")
         logs.mkdir(parents=True, exist_ok=True)
         nodes = []

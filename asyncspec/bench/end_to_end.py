@@ -26,9 +26,9 @@ from pathlib import Path
 from rich.table import Table
 
 from asyncspec.bench.harness import Benchmark, Samples, ratio
-from asyncspec.bench.jobs import run_job
+from asyncspec.bench.jobs import job_dir, run_job
 from asyncspec.errors import UserError
-from asyncspec.timing.metrics import read_rows
+from asyncspec.timing.metrics import read_rows, scores_by_version
 
 TARGET = 0.6  # held-out accuracy; the shipped policy begins at about 0.35
 STEPS, EVAL_EVERY = 72, 4  # the most steps of a run, and steps between evaluations
@@ -55,9 +55,8 @@ def reached(rows: Sequence[dict], target: float) -> float | None:
     for row in rows:
         at += row["time/step"]
         ends[row["policy_version"]] = at
-    # A row repeats the evaluation before it.
-    found = {row["eval/policy_version"]: row["eval/score"] for row in rows if row.get("eval/score") is not None}
-    versions = sorted(found)
+    found = scores_by_version(rows)
+    versions = list(found)
     means = [(ends[b], (found[a] + found[b]) / 2) for a, b in zip(versions, versions[1:])]
     before = (0.0, found[versions[0]]) if versions else (0.0, 0.0)
     for seconds, mean in means:
@@ -103,10 +102,10 @@ class EndToEndBenchmark(Benchmark):
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         setting, mode = _VARIANTS[variant]
-        run_dir = self.out / f"{variant.replace(',', '').replace(' ', '-')}-{repetition}"
-        shutil.rmtree(run_dir, ignore_errors=True)  # of a sitting that was cut short
+        directory = job_dir(self.out, variant, repetition)
+        shutil.rmtree(directory, ignore_errors=True)  # of a sitting that was cut short
         rows = run_job(
-            run_dir,
+            directory,
             *MODES[mode],
             f"steps={STEPS}",
             f"eval.every={EVAL_EVERY}",
@@ -114,7 +113,7 @@ class EndToEndBenchmark(Benchmark):
             "checkpoint.every=0",
             *SETTINGS[setting],
             *self.overrides,
-            beside=partial(_watch, run_dir),
+            beside=partial(_watch, directory),
             expected=(0, 130),
         )
         if (seconds := reached(rows, TARGET)) is None:

@@ -12,6 +12,11 @@ from asyncspec.errors import UserError
 from asyncspec.timing.metrics import read_rows
 
 
+def job_dir(out: Path, variant: str, repetition: int) -> Path:
+    """Return the directory of a variant's run."""
+    return out / f"{variant.replace(',', '').replace(' ', '-')}-{repetition}"
+
+
 def run_job(
     run_dir: Path,
     *arguments: str,

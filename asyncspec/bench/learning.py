@@ -6,7 +6,7 @@ taken for each seed, as the mean over the lags, so that the seeds are independen
 all lags without the off-policy correction.
 
 Equivalence is claimed only if the 90% interval of the difference lies within EQUAL either way: two one-sided tests at
-5% (Schuirmann, 1987, doi:10.1007/BF01068419). Otherwise the power did not suffice.
+5% (Schuirmann, 1987, doi:10.1007/BF01068419). Otherwise `verdict` says what was shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rich.table import Table
 from scipy.stats import t as student
 
 from asyncspec.bench.harness import Benchmark, Samples
-from asyncspec.bench.jobs import run_job
+from asyncspec.bench.jobs import job_dir, run_job
+from asyncspec.timing.metrics import scores_by_version
 
 STEPS, EVAL_EVERY, LAST = 48, 8, 3  # steps of a run, between evaluations, and evaluations that make its result
 EQUAL = 0.05  # the largest difference of held-out accuracy that counts as none
@@ -92,10 +93,10 @@ class LearningBenchmark(Benchmark):
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         lag, what = (_PLAIN | _MORE)[variant]
-        run_dir = self.out / f"{variant.replace(',', '').replace(' ', '-')}-{repetition}"
-        shutil.rmtree(run_dir, ignore_errors=True)  # of a sitting that was cut short
+        directory = job_dir(self.out, variant, repetition)
+        shutil.rmtree(directory, ignore_errors=True)  # of a sitting that was cut short
         rows = run_job(
-            run_dir,
+            directory,
             "--policy-lag",
             str(lag),
             f"steps={STEPS}",
@@ -106,13 +107,12 @@ class LearningBenchmark(Benchmark):
             *_FIELDS[what],
             *self.overrides,
         )
-        # A row repeats the evaluation before it.
-        found = {row["eval/policy_version"]: row["eval/score"] for row in rows if row.get("eval/score") is not None}
-        scores = [found[version] for version in sorted(found)]
+        found = scores_by_version(rows)
+        values = list(found.values())
         return {
-            "accuracy_start": scores[0],
-            "accuracy_end": statistics.fmean(scores[-LAST:]),
-            **{f"accuracy_{version:.0f}": found[version] for version in sorted(found)},
+            "accuracy_start": values[0],
+            "accuracy_end": statistics.fmean(values[-LAST:]),
+            **{f"accuracy_{version:.0f}": score for version, score in found.items()},
             "reward_end": statistics.fmean(row["reward/mean"] for row in rows[-EVAL_EVERY:]),
             "lag_max": max(row["lag/max"] for row in rows),
             "acceptance_length": statistics.fmean(row["spec/acceptance_length"] for row in rows),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncspec.bench.harness import Benchmark, Samples
-from asyncspec.bench.jobs import run_job
+from asyncspec.bench.jobs import job_dir, run_job
 
 STEPS = 60
 SETTINGS = {
@@ -35,7 +35,7 @@ class RanksBenchmark(Benchmark):
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         rows = run_job(
-            self.out / f"{variant.replace(', ', '-').replace(' ', '-')}-{repetition}",
+            job_dir(self.out, variant, repetition),
             f"steps={STEPS}",
             f"seed={repetition}",
             *SETTINGS[variant],

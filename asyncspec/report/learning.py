@@ -8,6 +8,7 @@ import numpy as np
 
 from asyncspec.report.changes import Change, change, fall
 from asyncspec.report.run import Run
+from asyncspec.timing.metrics import scores_by_version
 
 MUCH, MANY, SOME, FEW = 0.5, 0.3, 0.1, 0.01  # shares from which a fault is named
 COLLAPSED = 0.3  # of the first entropy
@@ -43,10 +44,7 @@ def _difficulty(run: Run) -> str:
 
 def _overfitting(run: Run) -> Iterator[str]:
     rose = _change(run, "reward/mean")
-    by_version = {
-        row["eval/policy_version"]: row["eval/score"] for row in run.rows if row.get("eval/score") is not None
-    }
-    fell = fall([score for _, score in sorted(by_version.items())])
+    fell = fall(list(scores_by_version(run.rows).values()))
     if rose is not None and rose.after > rose.before and fell is not None:
         yield (
             f"The held-out score fell from {fell[0]:.3f} to {fell[1]:.3f} while the reward rose from {rose.before:.3f} "

@@ -116,6 +116,12 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+def scores_by_version(rows: Iterable[Mapping[str, Any]]) -> dict[float, float]:
+    """Return the score of each version that was evaluated, in order. A row repeats the evaluation before it."""
+    found = {row["eval/policy_version"]: row["eval/score"] for row in rows if row.get("eval/score") is not None}
+    return dict(sorted(found.items()))
+
+
 def scores(rows: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """Return what the held-out rewards of some evaluations are called, and each as text.
 
