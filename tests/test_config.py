@@ -1,14 +1,11 @@
 """Wrong input is one line that names the field, the value, what was expected and the nearest valid choice."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from asyncspec.config import CONFIG_DIR, Config, ConfigError, from_yaml, load, resolve_path, to_yaml
-from asyncspec.config.fields import describe
+from asyncspec.config import CONFIG_DIR, ConfigError, from_yaml, load, resolve_path, to_yaml
 
 VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
 
@@ -306,38 +303,6 @@ def test_a_reference_with_another_vocabulary_is_refused_if_it_is_used(tmp_path):
         load("tiny", [f"model.reference_path={tmp_path}", "rl.kl_coef=0.1"])
 
 
-@pytest.mark.parametrize(
-    "args,expected",
-    [
-        (["train", "steps=3", "--seed", "2", "polcy_lag=1"], "nearest valid choice: policy_lag"),
-        (["bench", "engine", "--repeats", "2", "sed=1"], "sed in the overrides"),
-        (["train", "--stesp", "3"], "--stesp: no such flag; nearest: --steps"),
-        (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
-        (
-            ["trian"],
-            "'trian': expected one of train, host, draft, doctor, data, export, serve, report, audit, bench, "
-            "before any flag; nearest: train",
-        ),
-        (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
-        (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),
-        (["bench", "async", "--out", "/proc/x"], "--out /proc/x: "),
-        (
-            ["bench", "async", "--only", "lag 2"],
-            "--only 'lag 2': expected the beginning of a variant, for example 'lag 0'; nearest: lag",
-        ),
-    ],
-)
-def test_wrong_command_lines_give_one_clear_line(args, expected, capsys):
-    from asyncspec.cli import main
-
-    try:
-        code = main(args)
-    except SystemExit as stop:
-        code = stop.code
-    error = capsys.readouterr().err
-    assert code == 2 and expected in error and error.count("\n") == 1
-
-
 def test_defaults_file_and_overrides_are_merged_in_this_order(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("steps: 7\ntrainer:\n  optimizer:\n    lr: 0.5\n")
@@ -362,24 +327,6 @@ def test_every_shipped_config_loads_or_names_the_model_the_user_must_supply():
             ConfigError, match="^model.path='models/[^']*': expected a Hugging Face directory, with config.json"
         ):
             load(path.stem)
-
-
-def test_help_lists_flags_and_every_field_with_its_meaning():
-    text = subprocess.run(
-        [sys.executable, "-m", "asyncspec.cli", "train", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    for word in ("--config", "--policy-lag", "--steps", "--run-dir", "--seed"):
-        assert word in text
-    for name, default, metadata in describe(Config):
-        assert metadata["help"] and f"{name}={default} {metadata['help']}" in " ".join(text.split())
-
-
-def test_a_typo_ends_the_command_with_one_line():
-    result = subprocess.run(
-        [sys.executable, "-m", "asyncspec.cli", "train", "trainer.optimiser.lr=1"], capture_output=True, text=True
-    )
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and "trainer.optimizer.lr" in result.stderr
 
 
 @pytest.mark.slow

@@ -72,24 +72,23 @@ def test_two_ranks_sample_the_tokens_of_one_across_an_update():
     check("ranks", "speculation.method=eagle3")
 
 
+def run_with_vllm(tmp_path, monkeypatch, steps, *fields):
+    """Run to the end with vLLM and an adapted draft. Return the output, and the rows of metrics."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    usual = ("engine.kind=vllm", "speculation.method=eagle3", "draft.publish_every=1")
+    run = Running.new(tmp_path / "run", "--steps", str(steps), *usual, *fields, launcher=(PYTHON, SCRIPT))
+    output = run.end()
+    check_run(tmp_path / "run", steps)
+    trained = rows(tmp_path / "run")
+    assert trained[-1]["spec/draft_version"] > 1 and trained[-1]["spec/acceptance_length"] > 2.5
+    return output, trained
+
+
 @pytest.mark.vllm
 @needs_vllm
 def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    run = Running.new(
-        tmp_path / "run",
-        "--steps",
-        "6",
-        "engine.kind=vllm",
-        "speculation.method=eagle3",
-        "speculation.draft_length=3",
-        "draft.publish_every=1",
-        launcher=(PYTHON, SCRIPT),
-    )
-    run.end()
-    check_run(tmp_path / "run", 6)
-    last = rows(tmp_path / "run")[-1]
-    assert last["spec/draft_version"] > 1 and last["spec/acceptance_length"] > 2.5
+    _, trained = run_with_vllm(tmp_path, monkeypatch, 6)
+    last = trained[-1]
     first, second, third = (last[f"spec/acceptance_{position}"] for position in (1, 2, 3))
     # If a response ends among accepted proposals, its last verification gives one token less.
     assert 0 <= 1 + first * (1 + second * (1 + third)) - last["spec/acceptance_length"] < 0.5
@@ -98,24 +97,16 @@ def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatc
 @pytest.mark.vllm
 @needs_vllm
 def test_a_generator_of_two_ranks_keeps_its_lag_and_survives_the_loss_of_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    run = Running.new(
-        tmp_path / "run",
-        "--steps",
-        "3",
-        "engine.kind=vllm",
+    output, trained = run_with_vllm(
+        tmp_path,
+        monkeypatch,
+        3,
         "engine.tensor_parallel=2",
         "engine.kv_at_swap=recompute",
-        "speculation.method=eagle3",
-        "draft.publish_every=1",
         "checkpoint.every=1",
         "deployment.faults=generator0_rank1:work:40:kill",
-        launcher=(PYTHON, SCRIPT),
     )
-    assert "generator0_rank1 died: its process ended: all actors restart from the last checkpoint" in run.end()
-    check_run(tmp_path / "run", 3)
-    trained = rows(tmp_path / "run")
-    assert trained[-1]["spec/draft_version"] > 1 and trained[-1]["spec/acceptance_length"] > 2.5
+    assert "generator0_rank1 died: its process ended: all actors restart from the last checkpoint" in output
     gaps = [row["sampling/same_version_gap"] for row in trained if "sampling/same_version_gap" in row]
     assert gaps and max(gaps) < 1e-5
     # its rank counts as no generator
