@@ -87,28 +87,30 @@ def test_a_thinned_result_holds_quartiles(counting, tmp_path, monkeypatch):
 
 def test_a_full_benchmark_goes_on_after_its_whole_repetitions(counting, tmp_path, monkeypatch):
     monkeypatch.setattr(Counting, "full_repeats", 3)
-    monkeypatch.setattr(Counting, "full_variants", ("extra",), raising=False)
+    monkeypatch.setattr(Counting, "full_variants", ("extra", "other"), raising=False)
 
     def cut_short(variant, repetition):
-        if len(counting.order) == 6:
+        if len(counting.order) == 11:
             raise KeyboardInterrupt
         return Counting.measure(counting, variant, repetition)
 
     monkeypatch.setattr(counting, "measure", cut_short)
     with pytest.raises(KeyboardInterrupt):
         harness.run("counting", str(tmp_path), None, [], full=True)
-    assert counting.order == ["job 1", "job 2", "64 mtp 1", "extra", "extra", "64 mtp 1"]
+    plain = ["job 1", "job 2", "64 mtp 1", "64 mtp 1", "job 2", "job 1", "job 1", "job 2", "64 mtp 1"]
+    assert counting.order == [*plain, "extra", "other"]
+    assert len(json.loads((tmp_path / "result.json").read_text())["samples"]) == 3  # written before the further ones
     monkeypatch.undo()
     again = Counting()
-    again.full_repeats, again.full_variants = 3, ("extra",)
+    again.full_repeats, again.full_variants = 3, ("extra", "other")
     monkeypatch.setitem(BENCHMARKS, "counting", Listed(__name__, "nothing", 1))
     monkeypatch.setattr(sys.modules[__name__], "make", lambda overrides, out: again, raising=False)
     with pytest.raises(UserError, match=r"measured with \[\] before; expected the same fields, or another --out"):
         harness.run("counting", str(tmp_path), None, ["steps=3"], full=True)
     assert harness.run("counting", str(tmp_path), None, [], full=True) == 0
-    assert again.order == ["extra", "64 mtp 1", "job 2", "job 1", "job 1", "job 2", "64 mtp 1", "extra"]
+    assert again.order == ["other", "extra", "extra", "other"]
     samples = json.loads((tmp_path / "result.json").read_text())["samples"]
-    assert samples["job 1"] == [{"call": 1.0}, {"call": 4.0}, {"call": 5.0}] and len(samples["extra"]) == 3
+    assert samples["job 1"] == [{"call": 1.0}, {"call": 6.0}, {"call": 7.0}] and len(samples["extra"]) == 3
 
 
 def test_a_benchmark_of_one_size_has_no_full_one(counting, tmp_path):

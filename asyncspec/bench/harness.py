@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 from threadpoolctl import threadpool_info
@@ -45,7 +46,7 @@ class Benchmark(ABC):
     repeats: int
     variants: Sequence[str]
     columns: Sequence[str]  # the measurements shown in the progress lines and in the table
-    # What `--full` measures: repetitions, and variants beside the usual ones. 0: the benchmark has no `--full`.
+    # What `--full` measures: repetitions, and variants after the usual ones. 0: the benchmark has no `--full`.
     full_repeats = 0
     full_variants: Sequence[str] = ()
 
@@ -113,11 +114,11 @@ def run(
         if full and (only or not benchmark.full_repeats):
             why = "expected no --only" if only else "this benchmark has one size; expected no --full"
             raise UserError(f"bench {name} --full: {why}")
-        variants = (*benchmark.variants, *(benchmark.full_variants if full else ()))
-        samples = _kept(kept, overrides, variants) if full else {}
-        done = len(samples.get(variants[0], ()))
-        repeats = max(done, repeats or (benchmark.full_repeats if full else benchmark.repeats))
-        chosen = _chosen(variants, only)
+        sets = [benchmark.variants, *([benchmark.full_variants] if full and benchmark.full_variants else [])]
+        samples = _kept(kept, overrides, sets) if full else {}
+        repeats = repeats or (benchmark.full_repeats if full else benchmark.repeats)
+        repeats = max(repeats, len(samples.get(benchmark.variants[0], ())))
+        chosen = _chosen(benchmark.variants, only)
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
 
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
@@ -140,12 +141,32 @@ def run(
                         whole.write_text(json.dumps({"overrides": list(overrides), "samples": samples}))
                         whole.replace(kept)
 
-            measure(repeats - done, chosen, done)
+            for variants in sets if full else [chosen]:
+                done = len(samples.get(variants[0], ()))
+                measure(repeats - done, variants, done)
+                if variants is not sets[-1]:  # the next set takes long
+                    _write(benchmark, samples, directory, repeats, only, full, overrides, console)
             rounds, variants = benchmark.again(samples)
             if rounds:
                 measure(rounds, variants, repeats, "again ")
     finally:
         benchmark.close()
+    _write(benchmark, samples, directory, repeats, only, full, overrides, console)
+    return 0
+
+
+def _write(
+    benchmark: Benchmark,
+    samples: Samples,
+    directory: Path,
+    repeats: int,
+    only: Sequence[str],
+    full: bool,
+    overrides: Sequence[str],
+    console: Console,
+) -> None:
+    """Write result.json and the plot, and print tables and headline."""
+    name = benchmark.name
     # With some variants alone there is neither the whole headline nor the plot.
     headline = _ratios(samples) if only else benchmark.headline(samples)
     options = [word for begin in only for word in ("--only", begin)] + ["--full"] * full
@@ -173,7 +194,6 @@ def run(
         written.append(directory / "plot.png")
         _plot(name, benchmark, samples, written[1])
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
-    return 0
 
 
 def _chosen(variants: Sequence[str], only: Sequence[str]) -> Sequence[str]:
@@ -194,7 +214,7 @@ def _chosen(variants: Sequence[str], only: Sequence[str]) -> Sequence[str]:
     return [variant for variant in variants if not only or any(begins(variant, begin) for begin in only)]
 
 
-def _kept(file: Path, overrides: Sequence[str], variants: Sequence[str]) -> Samples:
+def _kept(file: Path, overrides: Sequence[str], sets: Sequence[Sequence[str]]) -> Samples:
     """Return the samples of the whole repetitions that earlier sittings have measured.
 
     Raises:
@@ -205,12 +225,13 @@ def _kept(file: Path, overrides: Sequence[str], variants: Sequence[str]) -> Samp
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         fields, samples = list(kept["overrides"]), dict(kept["samples"])
-        counts = {len(measured) for measured in samples.values()}
+        counts = [{len(samples[variant]) for variant in variants if variant in samples} for variants in sets]
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"{file}: damaged; expected what --full has written; delete it, or take another --out"
         ) from None
-    if fields != list(overrides) or list(samples) != list(variants) or len(counts) != 1:
+    begun = [variant for variants in sets if variants[0] in samples for variant in variants]
+    if fields != list(overrides) or list(samples) != begun or any(len(each) > 1 for each in counts):
         raise UserError(f"{file}: measured with {fields} before; expected the same fields, or another --out")
     return samples
 
