@@ -190,7 +190,7 @@ def test_the_bounds_are_those_of_amdahl():
 def test_trl_is_asked_for_the_job_and_its_better_engine_is_compared(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "compare" / "trl_grpo.py"))
     job = script["Job"](**peers.job_of(load("tiny", ["rl.clip_high=0.3"]), "vllm", tmp_path))
-    assert job.clip_high == 0.3 and job.groups_per_step * job.group_size == job.rows_per_pass
+    assert job.clip_high == 0.3 and job.groups_per_step * job.group_size % job.rows_per_pass == 0
     samples = {
         peers.OURS: [{"step_s": 1.0, "to_target_s": 10.0}],
         "TRL, transformers": [{"step_s": 5.0, "to_target_s": 60.0}],

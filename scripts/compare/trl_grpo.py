@@ -4,7 +4,8 @@
 Writes metrics.jsonl to the job's directory, in the fields of a run's: a row for each step, whose seconds leave
 evaluations out, and then the held-out score of the version that the step made, if it was evaluated.
 
-In vLLM's engine heads are widened as in models/widen.py, since its attention on CPUs has no narrow ones.
+In vLLM's engine heads are widened as in models/widen.py, since its attention on CPUs has no narrow ones. TRL loads new
+weights into vLLM tensor by tensor, which fails on CPUs, whose kernels have packed copies; here vLLM reloads them all.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def main() -> None:
         eval_strategy="steps",
         eval_steps=job.eval_every,
         eval_on_start=True,
-        per_device_eval_batch_size=64,
+        per_device_eval_batch_size=256,
         num_generations_eval=1,
         logging_steps=1,
         save_strategy="no",
@@ -172,11 +173,14 @@ def main() -> None:
 
 
 def _prepare_vllm(job: Job, policy) -> None:
-    """Have TRL find vLLM, and vLLM load the policy with wider heads, at the start and at each update."""
+    """Have vLLM load the policy with wider heads, at the start and at each update."""
     import tempfile
 
     import torch
     import vllm
+    from trl.generation import vllm_generation
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     from asyncspec.engine import vllm_process
     from asyncspec.models.widen import widened, widened_tensors
@@ -187,14 +191,23 @@ def _prepare_vllm(job: Job, policy) -> None:
         widened(Path(job.policy), Path(policy.name_or_path), factor)
     build = vllm.LLM.__init__
 
-    def wider(self, *args, **kwargs) -> None:
+    def in_float32(self, *args, **kwargs) -> None:
         build(self, *args, **(kwargs | {"dtype": "float32"}))
         torch.set_num_threads(job.threads)
-        model = self.llm_engine.model_executor.driver_worker.model_runner.model
-        load = model.load_weights
-        model.load_weights = lambda weights: load(widened_tensors(dict(weights), head_dim, factor).items())
 
-    vllm.LLM.__init__ = wider
+    def sync_weights(self) -> None:
+        engine = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        initialize_layerwise_reload(engine.model)
+        tensors = {name: tensor.detach() for name, tensor in self._iter_named_params()}
+        engine.model.load_weights(widened_tensors(tensors, head_dim, factor).items())
+        finalize_layerwise_reload(engine.model, engine.model_config)
+        for layer in engine.model.modules():
+            if isinstance(layer, ParallelLMHead):  # tied to the embedding, so it is not loaded itself
+                layer.quant_method.process_weights_after_loading(layer)
+        self.llm.reset_prefix_cache()
+
+    vllm.LLM.__init__ = in_float32
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
 if __name__ == "__main__":
