@@ -164,7 +164,7 @@ class LearningBenchmark(Benchmark):
                 low, high = zip(*(interval(each, 0.95) for each in found))
                 axes.fill_between(versions, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel("held-out accuracy: mean over the seeds, 95% interval")
+        axes.set_ylabel("held-out accuracy: mean, 95% interval")
         axes.legend(fontsize=7)
 
 

@@ -52,7 +52,7 @@ class _Work:
     """A group of the run: when a generator got it, the rounds of its responses, and what followed."""
 
     def __init__(self, group: GroupRecord, trained: bool) -> None:
-        self.id, self.place, self.trained = group.ticket_id, group.place, trained
+        self.id, self.trained = group.ticket_id, trained
         # "generator0.1" replaced generator0, so they count as one
         self.generator = group.generator.partition(".")[0]
         tokens = sum(group.response_tokens)
@@ -187,6 +187,79 @@ def _delivery(steps: Sequence[StepDone], works: Sequence[Sequence[_Work]]) -> fl
     return float(np.median(np.array(uses)[after[known]] - ends[known])) if known.any() else 0.0
 
 
+class _Replay:
+    """The events of a run under a change, from its first step on. Times begin at 0."""
+
+    def __init__(
+        self, steps: Sequence[StepDone], lag: int, slots: int, speed: Speed, change: Change, logprobs: int
+    ) -> None:
+        self.steps, self.lag, self.slots, self.change = steps, lag + change.lag, slots, change
+        self.works = _works(steps)
+        self.step_of = {work.id: (index, work) for index, works in enumerate(self.works) for work in works}
+        self.delivery = _delivery(steps, self.works)
+        count = len({work.generator for works in self.works for work in works}) + change.generators
+        faster = Speed(speed.fixed / change.generation, speed.each / change.generation)
+        self.engines, self.load = [_Generator(faster, slots) for _ in range(count)], [0] * count
+        self.pending: deque[_Work] = deque()
+        self.left: dict[int, int] = {}  # a group with a generator: its responses that are not generated yet
+        self.ready: list[dict[int, float]] = [{} for _ in steps]  # of a step: when its groups were through logprob
+        self.logprob_free = [0.0] * logprobs
+        self.admitted = [(0.0, step) for step in range(min(self.lag + 1, len(steps)))]  # when a step may begin; a heap
+        self.ends: list[float] = []
+
+    def run(self) -> list[float]:
+        """Return when each step ends."""
+        while self.admitted or self.pending or any(engine.live for engine in self.engines):
+            first = min(range(len(self.engines)), key=lambda i: self.engines[i].next_end())
+            now = self.engines[first].next_end()
+            if self.admitted and self.admitted[0][0] <= now:
+                now, step = heapq.heappop(self.admitted)
+                self.pending.extend(self.works[step])
+            else:
+                self._generated(first, now)
+            self._dispatch(now)
+            while len(self.ends) < len(self.steps) and self._train():
+                pass
+        return self.ends
+
+    def _dispatch(self, now: float) -> None:
+        while self.pending:
+            least = min(range(len(self.engines)), key=self.load.__getitem__)
+            if self.load[least] >= 2 * self.slots:
+                return
+            work = self.pending.popleft()
+            self.left[work.id] = len(work.rounds)
+            self.load[least] += len(work.rounds)
+            self.engines[least].submit(now, work.id, work.rounds)
+
+    def _generated(self, engine: int, now: float) -> None:
+        """End a response. After the last one of a group the logprob actor gets the group."""
+        group = self.engines[engine].end_one(now)
+        self.left[group] -= 1
+        self.load[engine] -= 1
+        step, work = self.step_of[group]
+        if not self.left[group] and work.trained:
+            actor = work.id % len(self.logprob_free)
+            begun = max(self.logprob_free[actor], now + work.reward + work.travel)
+            self.logprob_free[actor] = self.ready[step][group] = begun + work.logprob / self.change.logprob
+
+    def _train(self) -> bool:
+        """Train the next step, if its groups are all there, and let a later one begin; return whether it was."""
+        index, free = len(self.ends), self.ends[-1] if self.ends else 0.0
+        works, step = self.works[index], self.steps[index]
+        trained = [work for work in works if work.trained]
+        if any(self.left.get(work.id, 1) for work in works) or len(self.ready[index]) < len(trained):
+            return False
+        for work, seconds in zip(trained, _training(step, trained)):
+            free = max(free, self.ready[index][work.id]) + seconds / self.change.train
+        if not trained:  # rl.dynamic_sampling left all of them out
+            free += step.end - step.start
+        self.ends.append(free)
+        if index + self.lag + 1 < len(self.steps):
+            heapq.heappush(self.admitted, (free + self.delivery, index + self.lag + 1))
+        return True
+
+
 def step_times(
     steps: Sequence[StepDone], lag: int, slots: int, speed: Speed, change: Change = Change(), logprobs: int = 1
 ) -> list[float]:
@@ -199,68 +272,7 @@ def step_times(
         speed: the generators' speed in the run.
         logprobs: the number of logprob actors that the run had.
     """
-    works = _works(steps)
-    prepare = _delivery(steps, works)
-    lag += change.lag
-    faster = Speed(speed.fixed / change.generation, speed.each / change.generation)
-    count = len({w.generator for work in works for w in work}) + change.generators
-    engines, load = [_Generator(faster, slots) for _ in range(count)], [0] * count
-    pending: deque[_Work] = deque()
-    left: dict[int, int] = {}  # group: its responses that are not generated yet
-    at: dict[int, int] = {}  # group: its generator
-    by_id = {w.id: (index, w) for index, work in enumerate(works) for w in work}
-    ready: list[dict[int, float]] = [{} for _ in works]  # of a step: when its groups were through logprob
-    logprob_free = [0.0] * logprobs
-    published = [(0.0, step) for step in range(min(lag + 1, len(steps)))]  # (when, step that it lets begin)
-    ends: list[float] = []
-
-    def dispatch(now: float) -> None:
-        while pending:
-            chosen = min(range(count), key=load.__getitem__)
-            if load[chosen] >= 2 * slots:
-                return
-            work = pending.popleft()
-            load[chosen] += len(work.rounds)
-            left[work.id], at[work.id] = len(work.rounds), chosen
-            engines[chosen].submit(now, work.id, work.rounds)
-
-    def train() -> None:
-        """Train the steps whose groups are all there, and let later ones begin."""
-        while len(ends) < len(steps):
-            index = len(ends)
-            trained = [w for w in works[index] if w.trained]
-            if len(ready[index]) < len(trained):
-                return
-            step, free = steps[index], ends[-1] if ends else 0.0
-            if not trained:  # rl.dynamic_sampling left all of them out
-                if any(w.id in left or w.id not in at for w in works[index]):
-                    return
-                free += step.end - step.start
-            for work, seconds in zip(trained, _training(step, trained)):
-                free = max(free, ready[index][work.id]) + seconds / change.train
-            ends.append(free)
-            if index + lag + 1 < len(steps):
-                heapq.heappush(published, (free + prepare, index + lag + 1))
-
-    while published or pending or any(engine.live for engine in engines):
-        chosen = min(range(count), key=lambda i: engines[i].next_end())
-        now = engines[chosen].next_end()
-        if published and published[0][0] <= now:
-            now, index = heapq.heappop(published)
-            pending.extend(works[index])
-        else:
-            group = engines[chosen].end_one(now)
-            left[group] -= 1
-            load[chosen] -= 1
-            if not left[group]:
-                del left[group]
-                index, work = by_id[group]
-                if work.trained:
-                    actor = work.id % logprobs
-                    begun = max(logprob_free[actor], now + work.reward + work.travel)
-                    logprob_free[actor] = ready[index][group] = begun + work.logprob / change.logprob
-        dispatch(now)
-        train()
+    ends = _Replay(steps, lag, slots, speed, change, logprobs).run()
     return [b - a for a, b in zip([0.0, *ends], ends)]
 
 
