@@ -1,12 +1,14 @@
 #!/bin/sh
 # Run all measurements that need a GPU, or only the named parts, and write the results into a directory.
 #
-#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [smollm2] [random] [stop] [trainer] [costs] [engine]
-#       [engine-random]
+#   scripts/measure_gpu.sh DIRECTORY [tests] [default] [smollm2] [modes] [random] [stop] [trainer] [costs]
+#       [engine] [engine-random]
 #
 #   tests          the tests that need a GPU
 #   default        the default job, in float32 and in bfloat16
 #   smollm2        SmolLM2-135M-Instruct learns short sums; examples/smollm2/prepare.py names the packages that it needs
+#   modes          the same model, synchronous and asynchronous, without speculation and with n-gram lookup: where a step's
+#                  time goes
 #   random         a job with random weights of Qwen3-0.6B's sizes
 #   stop           whether an interrupted job with such weights, in float32, ends with a whole checkpoint, and how fast
 #   trainer        the trainer's passes with such weights: utilization of the GPU, and memory
@@ -20,7 +22,7 @@ set -eu
 out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- tests default smollm2 random stop trainer costs engine engine-random
+[ $# -gt 0 ] || set -- tests default smollm2 modes random stop trainer costs engine engine-random
 device=${DEVICE:-cuda} failed=0
 asyncspec() { python3 -m asyncspec.cli "$@"; }
 launch=${LAUNCH:-python3 -m asyncspec.cli train}
@@ -44,6 +46,18 @@ for part in "$@"; do
             --run-dir "$out/smollm2"
         asyncspec audit "$out/smollm2" || failed=1
         rm -r "$out/smollm2/checkpoint"* ;;
+    modes)
+        [ -d smollm2/model ] || python3 examples/smollm2/prepare.py
+        for lag in 0 1; do
+            for method in none ngram; do
+                run=$out/lag$lag-$method
+                $launch --config examples/smollm2/config.yaml "deployment.device=$device" --policy-lag $lag \
+                    "speculation.method=$method" --steps "${STEPS:-30}" --run-dir "$run"
+                asyncspec audit "$run" || failed=1
+                asyncspec report --text "$run" > "$run.txt"
+                rm -r "$run/checkpoint"*
+            done
+        done ;;
     random) # shellcheck disable=SC2086  # $fields must be split into words
         own
         $launch --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \
@@ -86,7 +100,7 @@ checkpoint.newest(Path(sys.argv[1]), 'trainer', print); print('whole checkpoint:
         own
         asyncspec bench engine $fields "deployment.device=$device" sampling.max_response_tokens=32 --repeats "${REPEATS:-2}" --out "$out/engine-random" ;;
     *)
-        echo "$part: expected tests, default, random, stop, costs, engine or engine-random" >&2
+        echo "$part: expected tests, default, smollm2, modes, random, stop, trainer, costs, engine or engine-random" >&2
         exit 2 ;;
     esac
 done

@@ -73,7 +73,7 @@ def job_of(c: configuration.Config, engine: str, directory: Path) -> dict:
 
 class PeersBenchmark(Benchmark):
     name = "peers"
-    repeats, full_repeats = 3, 8
+    repeats, full_repeats = 2, 8
     variants = (OURS, *ENGINES)
     columns = ("to_target_s", "steps", "step_s", "reward_start")
 
