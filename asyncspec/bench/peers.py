@@ -153,7 +153,7 @@ class PeersBenchmark(Benchmark):
                 axes.plot(*zip(*curve(rows)), "o-", color=color, markersize=3, alpha=0.7, label=label)
         axes.axhline(TARGET, color="gray", linewidth=0.8, linestyle="--")
         axes.set_xlabel("seconds since the first step began")
-        axes.set_ylabel("held-out accuracy: mean of two evaluations in a row")
+        axes.set_ylabel("held-out accuracy, mean of two")
         axes.legend(fontsize=7)
 
 
