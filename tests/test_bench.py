@@ -114,6 +114,11 @@ def test_a_full_benchmark_goes_on_after_its_whole_repetitions(counting, tmp_path
     assert samples["job 1"] == [{"call": 1.0}, {"call": 6.0}, {"call": 7.0}] and len(samples["extra"]) == 3
 
 
+def test_a_plain_benchmark_says_its_result_once(counting, tmp_path, capsys):
+    assert harness.run("counting", str(tmp_path), 1, []) == 0
+    assert capsys.readouterr().out.count("written:") == 1
+
+
 def test_a_benchmark_of_one_size_has_no_full_one(counting, tmp_path):
     with pytest.raises(UserError, match="bench counting --full: this benchmark has one size; expected no --full"):
         harness.run("counting", str(tmp_path), None, [], full=True)

@@ -119,6 +119,8 @@ def run(
         repeats = repeats or (benchmark.full_repeats if full else benchmark.repeats)
         repeats = max(repeats, len(samples.get(benchmark.variants[0], ())))
         chosen = _chosen(benchmark.variants, only)
+        options = [word for begin in only for word in ("--only", begin)] + ["--full"] * full
+        command = shlex.join(["asyncspec", "bench", name, "--repeats", str(repeats), *options, *overrides])
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
 
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
@@ -144,32 +146,28 @@ def run(
             for variants in sets if full else [chosen]:
                 done = len(samples.get(variants[0], ()))
                 measure(repeats - done, variants, done)
-                if variants is not sets[-1]:  # the next set takes long
-                    _write(benchmark, samples, directory, repeats, only, full, overrides, console)
+                if full and variants is not sets[-1]:  # the next set takes long
+                    _write(benchmark, samples, directory, command, not only, console)
             rounds, variants = benchmark.again(samples)
             if rounds:
                 measure(rounds, variants, repeats, "again ")
     finally:
         benchmark.close()
-    _write(benchmark, samples, directory, repeats, only, full, overrides, console)
+    _write(benchmark, samples, directory, command, not only, console)
     return 0
 
 
 def _write(
-    benchmark: Benchmark,
-    samples: Samples,
-    directory: Path,
-    repeats: int,
-    only: Sequence[str],
-    full: bool,
-    overrides: Sequence[str],
-    console: Console,
+    benchmark: Benchmark, samples: Samples, directory: Path, command: str, whole: bool, console: Console
 ) -> None:
-    """Write result.json and the plot, and print tables and headline."""
+    """Write result.json and the plot, and print tables and headline.
+
+    Args:
+        command: the command that measured the samples.
+        whole: whether all usual variants were measured. With some alone there is neither a headline nor a plot.
+    """
     name = benchmark.name
-    # With some variants alone there is neither the whole headline nor the plot.
-    headline = _ratios(samples) if only else benchmark.headline(samples)
-    options = [word for begin in only for word in ("--only", begin)] + ["--full"] * full
+    headline = benchmark.headline(samples) if whole else _ratios(samples)
     (directory / "result.json").write_text(
         json.dumps(
             {
@@ -178,19 +176,19 @@ def _write(
                 "samples": samples,
                 "machine": machine(),
                 "versions": versions(),
-                "command": shlex.join(["asyncspec", "bench", name, "--repeats", str(repeats), *options, *overrides]),
+                "command": command,
                 "date": datetime.datetime.now().isoformat(timespec="seconds"),
             },
             indent=1,
         )
         + "\n"
     )
-    for table in [_table(benchmark, samples)] if only else benchmark.tables(samples):
+    for table in benchmark.tables(samples) if whole else [_table(benchmark, samples)]:
         console.print(table)
     for key, value in headline.items():
         console.print(f"{key}: {value:.3f}", soft_wrap=True)
     written = [directory / "result.json"]
-    if not only:
+    if whole:
         written.append(directory / "plot.png")
         _plot(name, benchmark, samples, written[1])
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
