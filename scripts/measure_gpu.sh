@@ -7,8 +7,8 @@
 #   tests          the tests that need a GPU
 #   default        the default job, in float32 and in bfloat16
 #   smollm2        SmolLM2-135M-Instruct learns short sums; examples/smollm2/prepare.py names the packages that it needs
-#   modes          the same model, synchronous and asynchronous, without speculation and with n-gram lookup: where a step's
-#                  time goes
+#   modes          the same model, synchronous and asynchronous, without speculation and with n-gram lookup: where the
+#                  time of a step goes
 #   random         a job with random weights of Qwen3-0.6B's sizes
 #   stop           whether an interrupted job with such weights, in float32, ends with a whole checkpoint, and how fast
 #   trainer        the trainer's passes with such weights: utilization of the GPU, and memory

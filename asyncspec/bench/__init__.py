@@ -37,18 +37,18 @@ BENCHMARKS = {
     "learning": Listed(
         "asyncspec.bench.learning",
         "whether speculation and the policy lag change what is learned: curves, the difference and its interval",
-        85,
+        60,
     ),
     "end_to_end": Listed(
         "asyncspec.bench.end_to_end",
         "the time to a held-out accuracy: synchronous and asynchronous, with and without speculation, in two settings",
-        80,
+        45,
     ),
     "peers": Listed(
         "asyncspec.bench.peers",
         "the default job beside TRL's GRPOTrainer: seconds a step, and to a held-out accuracy; TRL's environment is "
         "made unless ASYNCSPEC_TRL_PYTHON names its interpreter",
-        50,
+        40,
     ),
     "what_if": Listed(
         "asyncspec.bench.what_if", "whether a run that is replayed with a change tells what the change gives", 20

@@ -1,12 +1,12 @@
 """bench what_if: whether a run that is replayed with a change tells what the change gives.
 
-Each pair is a run, and the same run with a change made. `asyncspec report` replays the first one with the change; the
-error is its step over the second one's, minus 1. A step is the mean without the first ones, which fill the pipeline.
+Each pair is a run, and the same run with a change. The first one is replayed with the change, as `asyncspec report`
+does. The error is the predicted step over the second run's, minus 1. A step is the mean of all but the first two.
 
 - another generator: mocked GPUs, one generator, and then two
 - lag 2: mocked GPUs, long-tailed responses, lag 1 and then 2
-- twice the threads: the default job at lag 0, one thread for each actor and then two. How much faster each stage is
-  with two threads is taken from the second run. What this does to a step is predicted.
+- twice the threads: the default job at lag 0, one thread for each actor and then two. The second run says how fast
+  each stage is with two threads; the replay predicts what this does to a step.
 - shared cores: the default job, lag 0 and then 1. Five actors then share two cores and slow one another down, which the
   replay does not know. It is not part of `error_max`.
 """
@@ -26,7 +26,7 @@ from asyncspec.timing import timeline
 from asyncspec.timing.whatif import SKIP, Change, predicted
 from asyncspec.wire.messages import StepDone
 
-STAGES = {"generation": "generation", "logprob": "logprob", "train": "train"}  # of a Change: time/ of a row
+STAGES = ("generation", "logprob", "train")  # their speeds in a Change, and their times in a row, have these names
 
 
 class Pair(NamedTuple):
@@ -96,7 +96,7 @@ class WhatIfBenchmark(Benchmark):
         c = configuration.load("tiny", [*pair.fields, *pair.before, *self.overrides])
         steps, before = self._run(f"{variant} before", repetition, (*pair.fields, *pair.before))
         _, after = self._run(f"{variant} after", repetition, (*pair.fields, *pair.after))
-        speeds = {stage: mean(before, f"time/{part}") / mean(after, f"time/{part}") for stage, part in STAGES.items()}
+        speeds = {stage: mean(before, f"time/{stage}") / mean(after, f"time/{stage}") for stage in STAGES}
         result = {
             "before_s": mean(before, "time/step"),
             "predicted_s": predicted(steps, c.policy_lag, c.engine.slots, [pair.change or Change(**speeds)])[0],

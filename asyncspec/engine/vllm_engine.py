@@ -42,7 +42,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -77,10 +76,7 @@ class _InProcessTransfer(WeightTransferEngine[dict, dict]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # A head tied to the embedding is not loaded itself: its packed copy is still that of the old embedding.
-            for layer in self.model.modules():
-                if isinstance(layer, ParallelLMHead):
-                    layer.quant_method.process_weights_after_loading(layer)
+            vllm_process.pack_heads(self.model)
 
     def shutdown(self) -> None:
         pass

@@ -46,6 +46,17 @@ def repair_rejection_sampler() -> None:
     )
 
 
+def pack_heads(model: torch.nn.Module) -> None:
+    """Pack a policy's head again after an update on a CPU. A head tied to the embedding is not loaded itself, so its
+    packed copy is still that of the old embedding.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 def use_ranks(rank: int, device: str) -> None:
     """Have vLLM's executor for external launchers compute on a device, as one of the ranks of torch's default group."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator

@@ -27,7 +27,7 @@ import numpy as np
 from asyncspec.wire.messages import GroupRecord, StepDone
 
 SKIP = 2  # steps during which the pipeline fills
-MOST_RESPONSES = 8000  # of the last steps: what is replayed of a long run
+MOST_RESPONSES = 8000  # of a longer run the last steps are replayed, with about so many responses
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def _works(steps: Sequence[StepDone]) -> list[list[_Work]]:
 
 
 def _training(step: StepDone, trained: Sequence[_Work]) -> list[float]:
-    """Return the trainer's work for each group of a step. What it did between two waits is shared evenly by the groups
-    that it had got for it.
+    """Return the seconds that the trainer works on each group of a step. The work between two waits is shared evenly by
+    the groups that the first wait had made available.
     """
     places, seconds = {work.id: place for place, work in enumerate(trained)}, [0.0] * len(trained)
     waits = [(places[w.ticket_id], w.start, w.end) for w in step.waits if w.ticket_id in places]
@@ -174,8 +174,9 @@ def _training(step: StepDone, trained: Sequence[_Work]) -> list[float]:
 
 
 def _delivery(steps: Sequence[StepDone], works: Sequence[Sequence[_Work]]) -> float:
-    """Return the seconds from the end of a step until a generator uses its version, the median over the steps: a
-    generator is interrupted for it, or admits the first tickets that waited for it.
+    """Return the seconds from the end of a step until a generator uses its version, the median over the steps.
+
+    A generator begins to use a version when it is interrupted for it, or when it admits the first ticket after it.
     """
     uses = sorted(
         {p.start for s in steps for g in s.groups for p in g.phases if p.name == "swap"}
@@ -215,11 +216,12 @@ class _Replay:
             if self.admitted and self.admitted[0][0] <= now:
                 now, step = heapq.heappop(self.admitted)
                 self.pending.extend(self.works[step])
+                news = not self.works[step]
             else:
-                self._generated(first, now)
+                news = self._generated(first, now)
             self._dispatch(now)
-            while len(self.ends) < len(self.steps) and self._train():
-                pass
+            while news and len(self.ends) < len(self.steps):
+                news = self._train()
         return self.ends
 
     def _dispatch(self, now: float) -> None:
@@ -232,8 +234,8 @@ class _Replay:
             self.load[least] += len(work.rounds)
             self.engines[least].submit(now, work.id, work.rounds)
 
-    def _generated(self, engine: int, now: float) -> None:
-        """End a response. After the last one of a group the logprob actor gets the group."""
+    def _generated(self, engine: int, now: float) -> bool:
+        """End a response; return whether it was the last one of its group. Then the logprob actor gets the group."""
         group = self.engines[engine].end_one(now)
         self.left[group] -= 1
         self.load[engine] -= 1
@@ -242,6 +244,7 @@ class _Replay:
             actor = work.id % len(self.logprob_free)
             begun = max(self.logprob_free[actor], now + work.reward + work.travel)
             self.logprob_free[actor] = self.ready[step][group] = begun + work.logprob / self.change.logprob
+        return not self.left[group]
 
     def _train(self) -> bool:
         """Train the next step, if its groups are all there, and let a later one begin; return whether it was."""
@@ -308,5 +311,5 @@ def _end(group: GroupRecord, name: str) -> float:
     return next(p.end for p in reversed(group.phases) if p.name == name)
 
 
-def _length(group: GroupRecord, *names: str) -> float:
-    return sum(p.end - p.start for p in group.phases if p.name in names)
+def _length(group: GroupRecord, name: str) -> float:
+    return sum(p.end - p.start for p in group.phases if p.name == name)

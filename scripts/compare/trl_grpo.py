@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -63,7 +64,6 @@ def main() -> None:
         "OMP_NUM_THREADS": str(job.threads),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     from asyncspec.engine import vllm_process
 
@@ -174,12 +174,9 @@ def main() -> None:
 
 def _prepare_vllm(job: Job, policy) -> None:
     """Have vLLM load the policy with wider heads, at the start and at each update."""
-    import tempfile
-
     import torch
     import vllm
     from trl.generation import vllm_generation
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     from asyncspec.engine import vllm_process
@@ -201,9 +198,7 @@ def _prepare_vllm(job: Job, policy) -> None:
         tensors = {name: tensor.detach() for name, tensor in self._iter_named_params()}
         engine.model.load_weights(widened_tensors(tensors, head_dim, factor).items())
         finalize_layerwise_reload(engine.model, engine.model_config)
-        for layer in engine.model.modules():
-            if isinstance(layer, ParallelLMHead):  # tied to the embedding, so it is not loaded itself
-                layer.quant_method.process_weights_after_loading(layer)
+        vllm_process.pack_heads(engine.model)
         self.llm.reset_prefix_cache()
 
     vllm.LLM.__init__ = in_float32
