@@ -117,7 +117,6 @@ def run(
         sets = [benchmark.variants, *([benchmark.full_variants] if full and benchmark.full_variants else [])]
         samples = _kept(kept, overrides, sets) if full else {}
         repeats = repeats or (benchmark.full_repeats if full else benchmark.repeats)
-        repeats = max(repeats, len(samples.get(benchmark.variants[0], ())))
         chosen = _chosen(benchmark.variants, only)
         options = [word for begin in only for word in ("--only", begin)] + ["--full"] * full
         command = shlex.join(["asyncspec", "bench", name, "--repeats", str(repeats), *options, *overrides])
@@ -145,7 +144,7 @@ def run(
 
             for variants in sets if full else [chosen]:
                 done = len(samples.get(variants[0], ()))
-                measure(repeats - done, variants, done)
+                measure(max(repeats - done, 0), variants, done)
                 if full and variants is not sets[-1]:  # the next set takes long
                     _write(benchmark, samples, directory, command, not only, console)
             rounds, variants = benchmark.again(samples)

@@ -127,6 +127,11 @@ class LearningBenchmark(Benchmark):
         by_lag = [np.subtract(ends(lag, "with"), ends(lag, "without")) for lag in LAGS]
         return np.mean(by_lag, axis=0).tolist()
 
+    def recovered(self, samples: Samples, lag: int) -> list[float]:
+        """Return what the off-policy correction adds to the final accuracy at a lag, for each seed."""
+        corrected, plain = (samples[f"lag {lag}, {what}"] for what in ("corrected", "not corrected"))
+        return [one["accuracy_end"] - other["accuracy_end"] for one, other in zip(corrected, plain, strict=True)]
+
     def headline(self, samples: Samples) -> dict[str, float]:
         found = self.differences(samples)
         low, high = interval(found, 0.95)
@@ -148,7 +153,17 @@ class LearningBenchmark(Benchmark):
             ends = [sample["accuracy_end"] for sample in measured]
             low, high = interval(ends, 0.95)
             table.add_row(variant, f"{statistics.fmean(ends):.3f}", f"{low:.3f} to {high:.3f}")
-        return [*super().tables(samples), table]
+        if not samples.keys() & _MORE.keys():
+            return [*super().tables(samples), table]
+        recovered = Table(title="What the correction adds to the final accuracy, for each seed", title_justify="left")
+        for column in ("lag", "difference", "95% interval", "smallest detectable"):
+            recovered.add_column(column, justify="right")
+        for lag in MORE_LAGS:
+            found = self.recovered(samples, lag)
+            low, high = interval(found, 0.95)
+            seen = smallest_detectable(found)
+            recovered.add_row(str(lag), f"{statistics.fmean(found):.3f}", f"{low:.3f} to {high:.3f}", f"{seen:.3f}")
+        return [*super().tables(samples), table, recovered]
 
     def plot(self, axes, samples: Samples) -> None:
         """Draw the mean curve of each plain variant, with the 95% interval of the mean."""
