@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+import asyncspec
 from asyncspec.config import Config
 from asyncspec.config.fields import describe
 
@@ -57,3 +59,7 @@ def test_a_typo_ends_the_command_with_one_line():
     )
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and "trainer.optimizer.lr" in result.stderr
+
+
+def test_the_installed_version_is_the_one_that_the_command_prints():
+    assert version("asyncspec") == asyncspec.__version__

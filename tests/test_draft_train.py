@@ -6,14 +6,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from asyncspec.commands import draft_train
 from asyncspec.commands.draft_measure import Worth
 from asyncspec.commands.draft_samples import Rollout, sampled
 from asyncspec.commands.draft_settings import Training
 from asyncspec.commands.draft_train import _draft_vocabulary, train_draft
 from asyncspec.drafts import draft as drafts
+from asyncspec.errors import UserError
 
 
 def run_draft_train(cwd, *args, **kwargs):
@@ -25,6 +28,13 @@ def run_draft_train(cwd, *args, **kwargs):
         timeout=240,
         **kwargs,
     )
+
+
+def test_no_draft_is_written_if_no_step_was_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(draft_train, "train_draft", lambda draft, *_: SimpleNamespace(steps=0))
+    with pytest.raises(UserError, match="--minutes 0.5: no step was done in them; expected more"):
+        draft_train.run(Training(out=str(tmp_path / "draft"), minutes=0.5), time.monotonic())
+    assert not list((tmp_path / "draft").glob("*.safetensors"))
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ def test_the_text_says_where_the_time_went(run_dir):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][2:]
     mean = sum(row["time/step"] for row in rows) / len(rows)
     assert f"{mean:.3f} s (median" in done.stdout
+    tokens = sum(row["throughput/tokens_per_s"] * row["time/step"] for row in rows)
+    assert f"{tokens / len(rows) / mean:.0f} tokens/s" in done.stdout
     assert re.search(r"step \d+: [\d.]+ s", done.stdout) and "generation twice as fast" in done.stdout
     assert re.search(r"trainer: busy \d+%, blocked on input \d+%", done.stdout)
 

@@ -111,7 +111,7 @@ class Conductor:
         for member in crew.present:
             member.since = time.monotonic()
         self._listen_until(
-            lambda: [member for member in crew.present if not member.joined], "to load and join their broadcast groups"
+            lambda: [member for member in crew.present if not member.joined], "to load and to join the broadcasts"
         )
         if run.stop_reason:
             return
@@ -165,9 +165,7 @@ class Conductor:
                 return
             now = time.monotonic()
             if now > tell_at:
-                self.records.line(
-                    f"waiting for {_names(missing())} {what}; a machine's first start compiles for about ten seconds"
-                )
+                self.records.line(f"waiting for {_names(missing())} {what}")
                 tell_at = math.inf
             late = [
                 member

@@ -155,6 +155,9 @@ def run(settings: Training, began: float) -> int:
 
         trainer = train_draft(draft, model, rounds, settings, shown, until)
         bars.update(bar, completed=1.0)
+    if not trainer.steps:
+        board.close()
+        raise UserError(f"draft train: --minutes {settings.minutes:g}: no step was done in them; expected more")
     draft.save(out, path)
     console.print(f"{trainer.steps} steps; measuring on held-out prompts", soft_wrap=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -94,6 +95,13 @@ class Run:
     def step_seconds(self) -> float:
         return float(self.series("time/step")[self.steady].mean())
 
+    def tokens_per_second(self) -> float:
+        """Return the response tokens of the steady steps over their seconds."""
+        seconds = self.series("time/step")[self.steady]
+        tokens = self.series("throughput/tokens_per_s")[self.steady] * seconds
+        known = np.isfinite(tokens)
+        return float(tokens[known].sum() / seconds[known].sum()) if known.any() else math.nan
+
     @property
     def drafting(self) -> str:
         c = self.config
@@ -123,7 +131,7 @@ class Run:
                 f"{self.parts()['exposed_generation']:.3f} s per step, "
                 f"{self.parts()['exposed_generation'] / seconds:.1%}",
             ),
-            ("throughput", f"{np.nanmean(self.series('throughput/tokens_per_s')[steady]):.0f} tokens/s"),
+            ("throughput", f"{self.tokens_per_second():.0f} tokens/s"),
             (
                 "acceptance length",
                 f"{np.nanmean(self.series('spec/acceptance_length')[steady]):.2f} at a mean draft length of "

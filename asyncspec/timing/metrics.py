@@ -28,8 +28,8 @@ TABLE_ROWS = (
     ("export", "time/export"),
     ("other", "time/other"),
     ("step", "time/step"),
-    ("generation, exposed or hidden", "time/generation"),
-    ("logprob, exposed or hidden", "time/logprob"),
+    ("a group generates", "time/generation"),
+    ("a group is scored", "time/logprob"),
 )
 
 
@@ -68,7 +68,8 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict, kl: b
         "tokens/truncated": sum(g.truncated for g in groups) / len(lengths),
         "time/step": seconds,
         **{f"time/{part}": value for part, value in parts.items()},
-        # Whole stages, exposed or hidden: the time during which any group of the step was in them.
+        # Whole stages: the time during which any group of the step was in them. The trainer may wait longer, for a
+        # group that waits for a slot or for another stage.
         "time/generation": stage_time(groups, "generate"),
         "time/logprob": stage_time(groups, "logprob"),
         # For comparison with NeMo-RL: a stopwatch around the trainer's waits, whatever their cause.
