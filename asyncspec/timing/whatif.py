@@ -5,7 +5,8 @@ The run is replayed from its timeline by the rules of the pipeline:
 - a step's tickets are issued when the version that the lag requires has been published;
 - the least loaded generator gets the next ticket, until each has samples for two engines;
 - a generator decodes as many responses at once as it has slots, those of different steps too;
-- each logprob actor takes one group after the other;
+- each logprob actor takes one group after the other, in the order in which they come;
+- where groups without signal are replaced, a replacement is issued when such a group has its rewards;
 - the trainer takes groups in ticket order, and publishes a version after each step.
 
 Logprob, training and rewards take what they took. A generator needs `fixed + each * n` seconds for a round in which n
@@ -16,6 +17,7 @@ which the run's groups were generated.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -24,10 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncspec.wire.messages import GroupRecord, StepDone
+from asyncspec.wire.facts import TRY_IDS, GroupRecord
+from asyncspec.wire.messages import StepDone
 
-SKIP = 2  # steps during which the pipeline fills
+SKIP = 2  # steps during which the pipeline fills, at least
 MOST_RESPONSES = 8000  # of a longer run the last steps are replayed, with about so many responses
+LEAST_STEPS = 8  # of the steps that are replayed, after those that fill the pipeline, however many responses they have
+FITTED_RESPONSES = 4000  # about so many are simulated to fit the generators' speed
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class _Work:
         self.travel = 0.0
         if trained:
             self.travel = max(0.0, _start(group, "logprob_weights") - _end(group, "reward"))
+        self.swaps = [phase.start for phase in group.phases if phase.name == "swap"]
         self.received, self.admitted = _start(group, "weights"), _end(group, "weights")
         self.done = _end(group, "generate")
 
@@ -120,17 +126,31 @@ def fitted(steps: Sequence[StepDone], slots: int) -> Speed:
             arrivals.setdefault(each.generator, []).append((max(each.received, there[each.generator]), each))
     for those in arrivals.values():
         those.sort(key=lambda pair: (pair[0], pair[1].id))
+    chosen, responses = [], 0
+    for those in arrivals.values():  # generators are alike
+        if responses < FITTED_RESPONSES:
+            chosen.append(those)
+            responses += sum(len(work.rounds) for _, work in those)
+    took = [(work.done - work.admitted) / max(work.rounds) for each in chosen for _, work in each]
+    unit_s = max(1e-9, statistics.median(took))
 
-    def error(logs) -> float:
-        speed = Speed(*np.exp(logs))
-        found = [gap for each in arrivals.values() for gap in _gaps(each, speed, slots)]
-        return statistics.fmean(map(abs, found))
+    def speed_of(point) -> Speed:
+        # Where all slots are full most of the time, only a full round's time shows; so that is one of the two numbers.
+        full_s, share = unit_s * math.exp(point[0]), min(1.0, max(0.0, point[1]))
+        return Speed(full_s * (1 - share), full_s * share / slots)
 
-    took = [(work.done - work.admitted) / max(work.rounds) for each in arrivals.values() for _, work in each]
-    round_s = max(1e-6, statistics.median(took))
-    starts = [(round_s / 2, round_s / 2 / slots), (round_s, round_s / 100 / slots)]
-    found = [minimize(error, np.log(start), method="Nelder-Mead", options={"maxfev": 60}) for start in starts]
-    return Speed(*map(float, np.exp(min(found, key=lambda result: result.fun).x)))
+    def error(point) -> float:
+        speed = speed_of(point)
+        outside = abs(point[1] - min(1.0, max(0.0, point[1])))
+        found = [gap for each in chosen for gap in _gaps(each, speed, slots)]
+        return statistics.fmean(map(abs, found)) / unit_s * (1 + outside)
+
+    found = []
+    for share in (0.1, 0.5, 0.9):
+        simplex = [(0.0, share), (0.2, share), (0.0, share + (0.2 if share < 0.5 else -0.2))]
+        options = {"maxfev": 60, "initial_simplex": simplex, "xatol": 1e-3, "fatol": 1e-6}
+        found.append(minimize(error, simplex[0], method="Nelder-Mead", options=options))
+    return speed_of(min(found, key=lambda result: result.fun).x)
 
 
 def _gaps(arrivals: Sequence[tuple[float, _Work]], speed: Speed, slots: int) -> list[float]:
@@ -160,32 +180,40 @@ def _works(steps: Sequence[StepDone]) -> list[list[_Work]]:
 
 def _training(step: StepDone, trained: Sequence[_Work]) -> list[float]:
     """Return the seconds that the trainer works on each group of a step. The work between two waits is shared evenly by
-    the groups that the first wait had made available.
+    the groups that the first wait had made available. A wait for a group that is left out makes none available.
     """
     places, seconds = {work.id: place for place, work in enumerate(trained)}, [0.0] * len(trained)
-    waits = [(places[w.ticket_id], w.start, w.end) for w in step.waits if w.ticket_id in places]
-    begun = [(0, step.start), *((place, end) for place, _, end in waits)]
-    ended = [*((place, start) for place, start, _ in waits), (len(trained), step.end)]
-    for (first, start), (after, end) in zip(begun, ended):
+    first, worked, free = 0, 0.0, step.start
+
+    def share(after: int) -> None:
         groups = range(first, max(after, first + 1))
         for place in groups:
-            seconds[place] += (end - start) / len(groups)
+            seconds[place] += worked / len(groups)
+
+    for wait in step.waits:
+        worked += wait.start - free
+        free = wait.end
+        if wait.ticket_id in places:
+            share(places[wait.ticket_id])
+            first, worked = places[wait.ticket_id], 0.0
+    worked += step.end - free
+    if trained:
+        share(len(trained))
     return seconds
 
 
-def _delivery(steps: Sequence[StepDone], works: Sequence[Sequence[_Work]]) -> float:
+def _delivery(steps: Sequence[StepDone], works: Sequence[Sequence[_Work]], lag: int) -> float:
     """Return the seconds from the end of a step until a generator uses its version, the median over the steps.
 
-    A generator begins to use a version when it is interrupted for it, or when it admits the first ticket after it.
+    A generator begins to use a version when it is interrupted for it, or when it admits the first ticket that needs it.
     """
-    uses = sorted(
-        {p.start for s in steps for g in s.groups for p in g.phases if p.name == "swap"}
-        | {w.admitted for work in works for w in work}
-    )
-    ends = np.array([step.end for step in steps])
-    after = np.searchsorted(uses, ends)
-    known = after < len(uses)
-    return float(np.median(np.array(uses)[after[known]] - ends[known])) if known.any() else 0.0
+    swaps = np.array(sorted({at for work in works for each in work for at in each.swaps}))
+    found = []
+    for index, step in enumerate(steps):
+        admitted = [each.admitted for each in works[index + lag + 1]] if index + lag + 1 < len(works) else []
+        after = [at for at in admitted if at >= step.end] + swaps[swaps >= step.end][:1].tolist()
+        found += [min(after) - step.end] if after else []
+    return statistics.median(found) if found else 0.0
 
 
 class _Replay:
@@ -197,32 +225,48 @@ class _Replay:
         self.steps, self.lag, self.slots, self.change = steps, lag + change.lag, slots, change
         self.works = _works(steps)
         self.step_of = {work.id: (index, work) for index, works in enumerate(self.works) for work in works}
-        self.delivery = _delivery(steps, self.works)
+        self.delivery = _delivery(steps, self.works, lag)
+        # A group without signal that was left out -> the one that replaced it, which is its place's next try.
+        self.replacement: dict[int, _Work] = {}
+        for works in self.works:
+            tries = {work.id: work for work in works}
+            left_out = [work.id for work in works if not work.trained]
+            self.replacement |= {lost: tries[lost + TRY_IDS] for lost in left_out if lost + TRY_IDS in tries}
+        self.later = {work.id for work in self.replacement.values()}
         count = len({work.generator for works in self.works for work in works}) + change.generators
         faster = Speed(speed.fixed / change.generation, speed.each / change.generation)
         self.engines, self.load = [_Generator(faster, slots) for _ in range(count)], [0] * count
         self.pending: deque[_Work] = deque()
         self.left: dict[int, int] = {}  # a group with a generator: its responses that are not generated yet
+        self.known: set[int] = set()  # groups that have their rewards
         self.ready: list[dict[int, float]] = [{} for _ in steps]  # of a step: when its groups were through logprob
+        self.rewarded: list[tuple[float, int]] = []  # when groups have their rewards, and which; a heap
         self.logprob_free = [0.0] * logprobs
         self.admitted = [(0.0, step) for step in range(min(self.lag + 1, len(steps)))]  # when a step may begin; a heap
         self.ends: list[float] = []
 
     def run(self) -> list[float]:
         """Return when each step ends."""
-        while self.admitted or self.pending or any(engine.live for engine in self.engines):
+        while self.admitted or self.pending or self.rewarded or any(engine.live for engine in self.engines):
             first = min(range(len(self.engines)), key=lambda i: self.engines[i].next_end())
-            now = self.engines[first].next_end()
-            if self.admitted and self.admitted[0][0] <= now:
+            now, news = self.engines[first].next_end(), False
+            if self.admitted and self.admitted[0][0] <= min(now, self._next_reward()):
                 now, step = heapq.heappop(self.admitted)
-                self.pending.extend(self.works[step])
+                self.pending.extend(work for work in self.works[step] if work.id not in self.later)
                 news = not self.works[step]
+            elif self._next_reward() <= now:
+                now, group = heapq.heappop(self.rewarded)
+                self._rewarded(now, group)
+                news = True
             else:
-                news = self._generated(first, now)
+                self._generated(first, now)
             self._dispatch(now)
             while news and len(self.ends) < len(self.steps):
                 news = self._train()
         return self.ends
+
+    def _next_reward(self) -> float:
+        return self.rewarded[0][0] if self.rewarded else float("inf")
 
     def _dispatch(self, now: float) -> None:
         while self.pending:
@@ -234,24 +278,32 @@ class _Replay:
             self.load[least] += len(work.rounds)
             self.engines[least].submit(now, work.id, work.rounds)
 
-    def _generated(self, engine: int, now: float) -> bool:
-        """End a response; return whether it was the last one of its group. Then the logprob actor gets the group."""
+    def _generated(self, engine: int, now: float) -> None:
+        """End a response. The last one of a group is followed by the group's rewards."""
         group = self.engines[engine].end_one(now)
         self.left[group] -= 1
         self.load[engine] -= 1
+        if not self.left[group]:
+            work = self.step_of[group][1]
+            heapq.heappush(self.rewarded, (now + work.reward + work.travel, group))
+
+    def _rewarded(self, now: float, group: int) -> None:
+        """Give a group to its logprob actor, or issue the one that replaces it."""
         step, work = self.step_of[group]
-        if not self.left[group] and work.trained:
+        self.known.add(group)
+        if work.trained:
             actor = work.id % len(self.logprob_free)
-            begun = max(self.logprob_free[actor], now + work.reward + work.travel)
+            begun = max(self.logprob_free[actor], now)
             self.logprob_free[actor] = self.ready[step][group] = begun + work.logprob / self.change.logprob
-        return not self.left[group]
+        elif group in self.replacement:
+            self.pending.append(self.replacement[group])
 
     def _train(self) -> bool:
         """Train the next step, if its groups are all there, and let a later one begin; return whether it was."""
         index, free = len(self.ends), self.ends[-1] if self.ends else 0.0
         works, step = self.works[index], self.steps[index]
         trained = [work for work in works if work.trained]
-        if any(self.left.get(work.id, 1) for work in works) or len(self.ready[index]) < len(trained):
+        if not all(work.id in self.known for work in works):
             return False
         for work, seconds in zip(trained, _training(step, trained)):
             free = max(free, self.ready[index][work.id]) + seconds / self.change.train
@@ -285,22 +337,32 @@ def predicted(
     """Predict the mean seconds of a step under each change.
 
     This is the measured mean, times the ratio of the replays with and without the change. Of a run with very many
-    responses the last steps are replayed.
+    responses the last steps are replayed, and of a run that was resumed on another clock those of the last part.
+
+    Returns:
+        One number for each change; [] if the steps are too few, or if the history of a group is not known.
     """
-    responses, first = 0, len(steps)
-    while first and responses <= MOST_RESPONSES:
+    skip = max(SKIP, 2 * (lag + 1 + max(change.lag for change in changes)))
+    begun = [0, *(i for i, (a, b) in enumerate(zip(steps, steps[1:]), start=1) if b.start < a.start)][-1]
+    steps, responses, first = steps[begun:], 0, len(steps) - begun
+    while first and (responses <= MOST_RESPONSES or len(steps) - first < skip + LEAST_STEPS):
         first -= 1
         responses += sum(len(g.response_tokens) for g in (*steps[first].groups, *steps[first].unused))
-    measured, played = statistics.fmean([s.end - s.start for s in steps][SKIP:]), steps[first:]
-    if not responses or len(played) <= SKIP:
-        return [measured] * len(changes)
-    speed = fitted(played, slots)
+    played = steps[first:]
+    skip = min(skip, max(SKIP, len(played) // 2))
+    if not responses or len(played) <= skip or not all(_known(g) for s in played for g in (*s.groups, *s.unused)):
+        return []
+    measured, speed = statistics.fmean([s.end - s.start for s in steps][SKIP:]), fitted(played, slots)
 
     def mean(change: Change) -> float:
-        return statistics.fmean(step_times(played, lag, slots, speed, change, logprobs)[SKIP:])
+        return statistics.fmean(step_times(played, lag, slots, speed, change, logprobs)[skip:])
 
     now = mean(Change())
     return [measured * mean(change) / now for change in changes]
+
+
+def _known(group: GroupRecord) -> bool:
+    return {"weights", "generate"} <= {phase.name for phase in group.phases}
 
 
 def _start(group: GroupRecord, name: str) -> float:
