@@ -1,10 +1,14 @@
-"""Ends a process with its parent."""
+"""Ends a process with its parent.
+
+Usage: python -m asyncspec.parent PARENT COMMAND... runs a command that ends with the process PARENT.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -14,3 +18,8 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -24,10 +24,22 @@ shift
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- tests default smollm2 modes random stop trainer costs engine engine-random
 device=${DEVICE:-cuda} failed=0
+parts="tests default smollm2 modes random stop trainer costs engine engine-random"
+for part in "$@"; do
+    case " $parts " in
+    *" $part "*) ;;
+    *)
+        echo "$part: expected one of $parts" >&2
+        exit 2 ;;
+    esac
+done
 asyncspec() { python3 -m asyncspec.cli "$@"; }
 launch=${LAUNCH:-python3 -m asyncspec.cli train}
 own() { # make the policy of random weights, and set the fields that name it
-    [ -d "$out/policy" ] || python3 scripts/make_random.py "$out/policy" --like "${LIKE:-qwen3-0.6b}"
+    if [ ! -d "$out/policy" ]; then
+        python3 scripts/make_random.py "$out/policy.partial" --like "${LIKE:-qwen3-0.6b}"
+        mv "$out/policy.partial" "$out/policy"
+    fi
     fields="model.path=$out/policy speculation.draft_path=$out/policy/eagle3 model.dtype=bfloat16"
 }
 for part in "$@"; do
@@ -37,33 +49,34 @@ for part in "$@"; do
         tail -1 "$out/tests.txt" ;;
     default)
         for dtype in float32 bfloat16; do
-            $launch "deployment.device=$device" "model.dtype=$dtype" --steps "${STEPS:-60}" --run-dir "$out/default-$dtype"
+            $launch "deployment.device=$device" "model.dtype=$dtype" --steps "${STEPS:-60}" --run-dir "$out/default-$dtype" \
+                || failed=1
             asyncspec audit "$out/default-$dtype" || failed=1
         done ;;
     smollm2)
         [ -d smollm2/model ] || python3 examples/smollm2/prepare.py
         $launch --config examples/smollm2/config.yaml "deployment.device=$device" --steps "${STEPS:-120}" \
-            --run-dir "$out/smollm2"
+            --run-dir "$out/smollm2" || failed=1
         asyncspec audit "$out/smollm2" || failed=1
-        rm -r "$out/smollm2/checkpoint"* ;;
+        rm -rf "$out/smollm2/checkpoint"* ;;
     modes)
         [ -d smollm2/model ] || python3 examples/smollm2/prepare.py
         for lag in 0 1; do
             for method in none ngram; do
                 run=$out/lag$lag-$method
                 $launch --config examples/smollm2/config.yaml "deployment.device=$device" --policy-lag $lag \
-                    "speculation.method=$method" --steps "${STEPS:-30}" --run-dir "$run"
+                    "speculation.method=$method" --steps "${STEPS:-30}" --run-dir "$run" || failed=1
                 asyncspec audit "$run" || failed=1
-                asyncspec report --text "$run" > "$run.txt"
-                rm -r "$run/checkpoint"*
+                asyncspec report --text "$run" > "$run.txt" || failed=1
+                rm -rf "$run/checkpoint"*
             done
         done ;;
     random) # shellcheck disable=SC2086  # $fields must be split into words
         own
         $launch --config qwen3_0.6b_1gpu $fields "deployment.device=$device" data.reward=asyncspec.tasks.sums:parity data.eval_prompts=8 \
-            eval.every=0 --steps 4 --run-dir "$out/random"
+            eval.every=0 --steps 4 --run-dir "$out/random" || failed=1
         asyncspec audit "$out/random" || failed=1
-        rm -r "$out/random/checkpoint"* ;;
+        rm -rf "$out/random/checkpoint"* ;;
     trainer)
         own
         python3 scripts/measure_trainer.py "$out/policy" --device "$device" --scale "${SCALE:-1}" \
@@ -80,15 +93,18 @@ for part in "$@"; do
             sleep 1
         done
         began=$(date +%s)
-        kill -TERM $pid || failed=1
-        wait $pid || true
-        echo "stopped within $(($(date +%s) - began)) s" | tee -a "$out/stop.txt"
+        if kill -TERM $pid; then
+            wait $pid || true
+            echo "stopped within $(($(date +%s) - began)) s" | tee -a "$out/stop.txt"
+        else
+            failed=1
+        fi
         tail -4 "$out/stop.txt"
         asyncspec audit "$out/stop" || failed=1
         python3 -c "import sys; from pathlib import Path; from asyncspec.ledger import checkpoint; found = \
 checkpoint.newest(Path(sys.argv[1]), 'trainer', print); print('whole checkpoint:', found); sys.exit(found is None)" \
             "$out/stop" || failed=1
-        rm -r "$out/stop/checkpoint"* ;;
+        rm -rf "$out/stop/checkpoint"* ;;
     costs)
         {
             python3 scripts/step_costs.py "deployment.device=$device"
@@ -99,9 +115,6 @@ checkpoint.newest(Path(sys.argv[1]), 'trainer', print); print('whole checkpoint:
     engine-random) # with random weights every rollout runs to the limit, shellcheck disable=SC2086
         own
         asyncspec bench engine $fields "deployment.device=$device" sampling.max_response_tokens=32 --repeats "${REPEATS:-2}" --out "$out/engine-random" ;;
-    *)
-        echo "$part: expected tests, default, smollm2, modes, random, stop, trainer, costs, engine or engine-random" >&2
-        exit 2 ;;
     esac
 done
 rm -rf "$out/policy"

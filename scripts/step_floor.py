@@ -22,6 +22,7 @@ from rich.table import Table
 from asyncspec import config as configuration
 from asyncspec.console import terminal
 from asyncspec.drafts import draft as drafts
+from asyncspec.errors import UserError
 from asyncspec.models import policy
 from asyncspec.report.run import Run
 from asyncspec.tasks.data import load_problems
@@ -47,8 +48,16 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: step_floor.py RUN")
     torch.set_num_threads(1)
-    run = Run.read(Path(sys.argv[1]))
+    try:
+        run = Run.read(Path(sys.argv[1]))
+    except UserError as error:
+        sys.exit(f"step_floor.py: {error}")
     c, steps, rows = run.config, run.steps[whatif.SKIP :], run.rows[whatif.SKIP :]
+    if not steps or len(steps) != len(rows):
+        sys.exit(f"step_floor.py: {sys.argv[1]}: expected a timeline of more than {whatif.SKIP} steps")
+    kinds, alone = (c.engine.kind, c.trainer.kind), (c.trainer.ranks, c.deployment.logprobs, c.deployment.generators)
+    if kinds != ("torch", "torch") or alone != (1, 1, 1) or c.deployment.device == "cuda":
+        sys.exit("step_floor.py: expected a run on CPUs with one trainer, one logprob actor and one embedded engine")
     model, shape = policy.load(configuration.resolve_path(c.model.path))
     trunk = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
     head = [model.lm_head.weight]

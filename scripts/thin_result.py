@@ -37,13 +37,12 @@ def main() -> None:
         sys.exit("usage: thin_result.py FILE...")
     for name in sys.argv[1:]:
         file = Path(name)
-        if not file.is_file():
-            sys.exit(f"{file}: expected the result.json that a benchmark wrote")
-        result = json.loads(file.read_text())
-        if "samples" not in result:
-            sys.exit(f"{file}: has no samples; expected the result.json that a benchmark wrote")
-        samples = result.pop("samples")
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(thin(measured))}" for key, measured in samples.items())
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            samples, _ = result.pop("samples"), result["benchmark"]
+            lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(thin(rows))}" for key, rows in samples.items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            sys.exit(f"{file}: expected the result.json that a benchmark wrote, with its samples")
         rest = json.dumps(result, indent=1)
         file.write_text(rest[:-2] + ',\n "quartiles": {\n' + lines + "\n }\n}\n")
 

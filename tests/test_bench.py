@@ -187,9 +187,18 @@ def test_the_time_to_an_accuracy_is_between_two_means_of_two_evaluations():
 
 
 def test_the_bounds_are_those_of_amdahl():
-    bounds = end_to_end.bounds(2 / 3, 4.0)
+    bounds = end_to_end.bounds(generation=2 / 3, logprob=0.1, train=0.2, acceptance=4.0)
     assert bounds["synchronous speculative"] == pytest.approx(2.0)
-    assert bounds["asynchronous"] == pytest.approx(1.5) and bounds["asynchronous speculative"] == pytest.approx(3.0)
+    assert bounds["asynchronous"] == pytest.approx(1.5) and bounds["asynchronous speculative"] == pytest.approx(5.0)
+
+
+def test_an_evaluation_of_several_versions_counts_at_the_middle_of_them():
+    def row(version, first, last, score):
+        of = {"eval/policy_version": first, "eval/policy_version_max": last, "eval/score": score}
+        return {"policy_version": version, "time/step": 2.0} | of
+
+    rows = [row(1, 0, 0, 0.2), row(2, 0, 0, 0.2), row(3, 1, 3, 0.6)]
+    assert end_to_end.curve(rows) == [(0.0, 0.2), (4.0, 0.4)]
 
 
 def test_trl_is_asked_for_the_job_and_its_better_engine_is_compared(tmp_path):

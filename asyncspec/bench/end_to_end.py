@@ -7,11 +7,13 @@ fastest for it; benchmarks/end_to_end has those that were tried. Because the pol
 slower with two threads than with one. The synchronous speculative mode has two logprob actors and two trainer ranks.
 
 A run ends once the accuracy is reached, as the mean of two evaluations in a row, and the time is interpolated between
-evaluations. It counts from the beginning of the first step, so loading is left out.
+evaluations. It counts from the beginning of the first step, so loading is left out. An evaluation's responses share
+the slots with those of the steps, and may come from several versions; its time is the middle of the first and the last.
 
-The bounds follow from the synchronous run's share of generation R (Amdahl, 1967) and the acceptance length a: with
-speculation 1 / (1 - R + R / a), with asynchrony 1 / max(R, 1 - R), with both 1 / max(R / a, 1 - R). They take an
-asynchronous stage to be as fast as in a synchronous run. Here three busy actors share two cores.
+The bounds follow from the shares of a synchronous step, R of generation, P of logprob and T of training, and from the
+acceptance length a (Amdahl, 1967): with speculation 1 / (1 - R + R / a), with asynchrony 1 / max(R, P, T), with both
+1 / max(R / a, P, T). They take a stage to be as fast as in a synchronous run, with a processor of its own. Here three
+busy actors share two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from asyncspec.bench.harness import Benchmark, Samples, ratio
+from asyncspec.bench.harness import Benchmark, Samples, median, ratio
 from asyncspec.bench.jobs import job_dir, run_job
 from asyncspec.errors import UserError
 from asyncspec.timing.metrics import read_rows, scores_by_version
@@ -44,6 +46,7 @@ MODES = {
     "asynchronous speculative": ("--policy-lag", "1"),
 }
 FIRST, LAST = "synchronous", "asynchronous speculative"
+STAGES = ("generation", "logprob", "train")
 _VARIANTS = {f"{setting}, {mode}": (setting, mode) for setting in SETTINGS for mode in MODES}
 
 
@@ -54,13 +57,18 @@ def curve(rows: Sequence[dict]) -> list[tuple[float, float]]:
     Args:
         rows: rows of metrics.jsonl. `time/step` may be missing in some.
     """
-    ends, at = {0: 0.0}, 0.0
+    ends, at, last = {0: 0.0}, 0.0, {}
     for row in rows:
         if "time/step" in row:
             at += row["time/step"]
             ends[row["policy_version"]] = at
+        if row.get("eval/score") is not None:
+            last[row["eval/policy_version"]] = row.get("eval/policy_version_max", row["eval/policy_version"])
     found = list(scores_by_version(rows).items())
-    later = [(ends[version], (before + score) / 2) for (_, before), (version, score) in zip(found, found[1:])]
+    later = [
+        ((ends[version] + ends[min(last[version], max(ends))]) / 2, (before + score) / 2)
+        for (_, before), (version, score) in zip(found, found[1:])
+    ]
     return [(0.0, score) for _, score in found[:1]] + later
 
 
@@ -75,18 +83,19 @@ def reached(rows: Sequence[dict], target: float) -> float | None:
     return None
 
 
-def bounds(share: float, acceptance: float) -> dict[str, float]:
-    """Return the speedup over the synchronous mode that each mode could have at most.
+def bounds(generation: float, logprob: float, train: float, acceptance: float) -> dict[str, float]:
+    """Return the speedup over the synchronous mode that each mode would have at most, if stages did not slow one
+    another down and drafts cost nothing.
 
     Args:
-        share: the share of a synchronous step in which it generates, without speculation.
+        generation, logprob, train: shares of a synchronous step without speculation in which it does this.
         acceptance: tokens per verification, with speculation.
     """
     return {
         "synchronous": 1.0,
-        "synchronous speculative": 1 / (1 - share + share / acceptance),
-        "asynchronous": 1 / max(share, 1 - share),
-        "asynchronous speculative": 1 / max(share / acceptance, 1 - share),
+        "synchronous speculative": 1 / (1 - generation + generation / acceptance),
+        "asynchronous": 1 / max(generation, logprob, train),
+        "asynchronous speculative": 1 / max(generation / acceptance, logprob, train),
     }
 
 
@@ -127,13 +136,15 @@ class EndToEndBenchmark(Benchmark):
         )
         if (seconds := reached(rows, TARGET)) is None:
             raise UserError(f"bench end_to_end: {variant}: no accuracy of {TARGET:g} within {len(rows)} steps")
+        if not seconds:
+            raise UserError(f"bench end_to_end: {variant}: the policy has an accuracy of {TARGET:g} untrained")
         steady = rows[SKIP:]
         step = sum(row["time/step"] for row in steady)
         return {
             "to_target_s": seconds,
             "steps": float(len(rows)),
             "step_s": statistics.median(row["time/step"] for row in steady),
-            "generation_share": sum(row["time/generation"] for row in steady) / step,
+            **{f"{stage}_share": sum(row[f"time/{stage}"] for row in steady) / step for stage in STAGES},
             "acceptance_length": statistics.fmean(row["spec/acceptance_length"] for row in steady),
         }
 
@@ -148,16 +159,16 @@ class EndToEndBenchmark(Benchmark):
     def _speedup(self, samples: Samples, setting: str, mode: str) -> float:
         return ratio(samples, "to_target_s", f"{setting}, {FIRST}", f"{setting}, {mode}")
 
-    def _share(self, samples: Samples, setting: str) -> float:
-        return statistics.median(sample["generation_share"] for sample in samples[f"{setting}, {FIRST}"])
+    def _share(self, samples: Samples, setting: str, stage: str = "generation") -> float:
+        return median(samples, f"{setting}, {FIRST}", f"{stage}_share")
 
     def tables(self, samples: Samples) -> list[Table]:
         table = Table(title=f"Time to a held-out accuracy of {TARGET:g}", title_justify="left")
         for column in ("setting", "mode", "seconds", "speedup", "bound", "by step"):
             table.add_column(column, justify="left" if column in ("setting", "mode") else "right")
         for setting in SETTINGS:
-            drafted = samples[f"{setting}, {LAST}"]
-            most = bounds(self._share(samples, setting), statistics.median(s["acceptance_length"] for s in drafted))
+            shares = [self._share(samples, setting, stage) for stage in STAGES]
+            most = bounds(*shares, median(samples, f"{setting}, {LAST}", "acceptance_length"))
             for mode in MODES:
                 measured = samples[f"{setting}, {mode}"]
                 seconds = statistics.median(sample["to_target_s"] for sample in measured)

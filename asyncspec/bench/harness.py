@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import sys
 from abc import ABC, abstractmethod
@@ -117,9 +118,11 @@ def run(
         sets = [benchmark.variants, *([benchmark.full_variants] if full and benchmark.full_variants else [])]
         samples = _kept(kept, overrides, sets) if full else {}
         repeats = repeats or (benchmark.full_repeats if full else benchmark.repeats)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what a benchmark has started
         chosen = _chosen(benchmark.variants, only)
         options = [word for begin in only for word in ("--only", begin)] + ["--full"] * full
-        command = shlex.join(["asyncspec", "bench", name, "--repeats", str(repeats), *options, *overrides])
+        most = max(repeats, len(samples.get(benchmark.variants[0], ())))
+        command = shlex.join(["asyncspec", "bench", name, "--repeats", str(most), *options, *overrides])
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
 
             def measure(rounds: int, variants: Sequence[str], first: int = 0, prefix: str = "") -> None:
@@ -168,7 +171,7 @@ def _write(
     name = benchmark.name
     headline = benchmark.headline(samples) if whole else _ratios(samples)
     (directory / "result.json").write_text(
-        json.dumps(
+        as_json(
             {
                 "benchmark": name,
                 "headline": headline,
@@ -177,8 +180,7 @@ def _write(
                 "versions": versions(),
                 "command": command,
                 "date": datetime.datetime.now().isoformat(timespec="seconds"),
-            },
-            indent=1,
+            }
         )
         + "\n"
     )
@@ -191,6 +193,11 @@ def _write(
         written.append(directory / "plot.png")
         _plot(name, benchmark, samples, written[1])
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
+
+
+def as_json(result) -> str:
+    """Return a result as JSON, which has no NaN and no infinity: null stands for them."""
+    return json.dumps(json.loads(json.dumps(result), parse_constant=lambda name: None), indent=1)
 
 
 def _chosen(variants: Sequence[str], only: Sequence[str]) -> Sequence[str]:
@@ -223,12 +230,16 @@ def _kept(file: Path, overrides: Sequence[str], sets: Sequence[Sequence[str]]) -
         kept = json.loads(file.read_text(encoding="utf-8"))
         fields, samples = list(kept["overrides"]), dict(kept["samples"])
         counts = [{len(samples[variant]) for variant in variants if variant in samples} for variants in sets]
-    except (ValueError, KeyError, TypeError):
+        if not all(sample and isinstance(sample, dict) for measured in samples.values() for sample in measured):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{file}: damaged; expected what --full has written; delete it, or take another --out"
         ) from None
     begun = [variant for variants in sets if variants[0] in samples for variant in variants]
-    if fields != list(overrides) or list(samples) != begun or any(len(each) > 1 for each in counts):
+    if list(samples) != begun or any(len(each) > 1 for each in counts):
+        raise UserError(f"{file}: of another benchmark or its other version; expected another --out")
+    if fields != list(overrides):
         raise UserError(f"{file}: measured with {fields} before; expected the same fields, or another --out")
     return samples
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,8 @@ def train_draft(out: Path, *arguments: str) -> None:
 
 
 def _run(arguments: list[str], what: str, beside=None, expected: Sequence[int] = (0,)) -> None:
-    command = [sys.executable, "-m", "asyncspec.cli", *arguments]
+    die_with = [sys.executable, "-m", "asyncspec.parent", str(os.getpid())]
+    command = [*die_with, sys.executable, "-m", "asyncspec.cli", *arguments]
     # A file, not a pipe: a pipe could fill up, because nobody reads it while `beside` runs.
     with (
         tempfile.TemporaryFile("w+") as written,

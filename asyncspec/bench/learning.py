@@ -23,6 +23,7 @@ from scipy.stats import t as student
 
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.bench.jobs import job_dir, run_job
+from asyncspec.errors import UserError
 from asyncspec.timing.metrics import scores_by_version
 
 STEPS, EVAL_EVERY, LAST = 48, 8, 3  # steps of a run, between evaluations, and evaluations that make its result
@@ -106,7 +107,8 @@ class LearningBenchmark(Benchmark):
             *self.overrides,
         )
         found = scores_by_version(rows)
-        values = list(found.values())
+        if not (values := list(found.values())):
+            raise UserError(f"bench learning: {variant}: the run had no evaluation; expected eval.every of 1 or more")
         return {
             "accuracy_start": values[0],
             "accuracy_end": statistics.fmean(values[-LAST:]),

@@ -12,26 +12,24 @@ with scripts/compare/make_environments.sh, which takes about 5 minutes.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from rich.table import Table
 
 from asyncspec import config as configuration
 from asyncspec.bench.end_to_end import EVAL_EVERY, SKIP, STEPS, TARGET, curve, reached, watch
+from asyncspec.bench.environments import SCRIPTS, interpreter
 from asyncspec.bench.harness import Benchmark, Samples, ratio
 from asyncspec.bench.jobs import job_dir, run_job
 from asyncspec.errors import UserError
 from asyncspec.tasks.data import load_problems
 from asyncspec.timing.metrics import read_rows
 
-PYTHON = "ASYNCSPEC_TRL_PYTHON"
-SCRIPTS = configuration.PACKAGE_DIR.parent / "scripts" / "compare"
 OURS = "asyncspec"
 ENGINES = {"TRL, transformers": "transformers", "TRL, vLLM": "vllm"}
 CORES = 2
@@ -79,16 +77,12 @@ class PeersBenchmark(Benchmark):
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
         self.overrides, self.out = list(overrides), out
-        self.python = os.environ.get(PYTHON) or self._made()
+        configuration.load("tiny", self.overrides)  # wrong fields, before anything is made
 
-    def _made(self) -> str:
-        """Return the interpreter of an environment with TRL, made unless it is there."""
-        python = self.out / "trl" / "bin" / "python"
-        if not python.exists():
-            print(f"bench peers: makes an environment with TRL in {self.out}, about 5 minutes; or set {PYTHON}")
-            if subprocess.run(["bash", str(SCRIPTS / "make_environments.sh"), str(self.out), "trl"]).returncode:
-                raise UserError(f"bench peers: no environment with TRL; set {PYTHON} to the interpreter of one")
-        return str(python)
+    @cached_property
+    def python(self) -> str:
+        """The interpreter of an environment with TRL."""
+        return interpreter("trl", self.out)
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         directory = job_dir(self.out, variant, repetition)
@@ -148,7 +142,10 @@ class PeersBenchmark(Benchmark):
         """Draw the held-out accuracy of each run by its time."""
         for variant, color in zip(self.variants, ("#2f6db5", "#c9362b", "#7a5195")):
             for repetition in range(len(samples[variant])):
-                rows = read_rows(job_dir(self.out, variant, repetition) / "metrics.jsonl")
+                file = job_dir(self.out, variant, repetition) / "metrics.jsonl"
+                if not file.exists():  # deleted since --full measured it
+                    continue
+                rows = read_rows(file)
                 label = variant if repetition == 0 else None
                 axes.plot(*zip(*curve(rows)), "o-", color=color, markersize=3, alpha=0.7, label=label)
         axes.axhline(TARGET, color="gray", linewidth=0.8, linestyle="--")

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from asyncspec import config as configuration
 from asyncspec.bench.harness import Benchmark, Samples, median
 from asyncspec.bench.jobs import job_dir, run_job
+from asyncspec.errors import UserError
 from asyncspec.timing import timeline
 from asyncspec.timing.whatif import SKIP, Change, predicted
 from asyncspec.wire.messages import StepDone
@@ -96,10 +97,13 @@ class WhatIfBenchmark(Benchmark):
         c = configuration.load("tiny", [*pair.fields, *pair.before, *self.overrides])
         steps, before = self._run(f"{variant} before", repetition, (*pair.fields, *pair.before))
         _, after = self._run(f"{variant} after", repetition, (*pair.fields, *pair.after))
+        if len(steps) <= SKIP or len(after) <= SKIP:
+            raise UserError(f"bench what_if: {variant}: {len(steps)} steps are too few; expected more than {SKIP}")
         speeds = {stage: mean(before, f"time/{stage}") / mean(after, f"time/{stage}") for stage in STAGES}
+        changes, logprobs = [pair.change or Change(**speeds)], c.deployment.logprobs
         result = {
             "before_s": mean(before, "time/step"),
-            "predicted_s": predicted(steps, c.policy_lag, c.engine.slots, [pair.change or Change(**speeds)])[0],
+            "predicted_s": predicted(steps, c.policy_lag, c.engine.slots, changes, logprobs)[0],
             "after_s": mean(after, "time/step"),
             **{f"{stage}_speed": speed for stage, speed in speeds.items()},
         }
