@@ -1,14 +1,19 @@
 """The form that all benchmarks share: variants alternate, some may be measured alone, results can be thinned."""
 
+import contextlib
 import json
 import runpy
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from asyncspec.bench import BENCHMARKS, Listed, end_to_end, harness, learning, peers
+from asyncspec.bench import BENCHMARKS, Listed, end_to_end, environments, harness, learning, peers
 from asyncspec.bench.speculation import FIXED, SpeculationBenchmark
 from asyncspec.config import load
 from asyncspec.errors import UserError
@@ -119,13 +124,89 @@ def test_a_plain_benchmark_says_its_result_once(counting, tmp_path, capsys):
     assert capsys.readouterr().out.count("written:") == 1
 
 
+def test_samples_of_another_benchmark_are_named_as_such(counting, tmp_path, monkeypatch):
+    monkeypatch.setattr(Counting, "full_repeats", 3)
+    (tmp_path / "samples.json").write_text('{"overrides": [], "samples": {"lag 0": [{"call": 1.0}]}}')
+    with pytest.raises(UserError, match="samples.json: of another benchmark or its other version; expected another"):
+        harness.run("counting", str(tmp_path), None, [], full=True)
+
+
+def test_a_result_is_json_for_every_reader():
+    assert json.loads(
+        harness.as_json({"low": float("nan"), "high": [float("inf"), 1.5]}), parse_constant=pytest.fail
+    ) == {
+        "low": None,
+        "high": [None, 1.5],
+    }
+
+
+def test_an_environment_that_was_cut_short_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def make(command):
+        made.append(command[-1])
+        (tmp_path / "trl" / "bin").mkdir(parents=True)
+        (tmp_path / "trl" / "bin" / "python").touch()
+        return SimpleNamespace(returncode=len(made) == 1)
+
+    monkeypatch.delenv("ASYNCSPEC_TRL_PYTHON", raising=False)
+    monkeypatch.setattr(environments.subprocess, "run", make)
+    with pytest.raises(UserError, match="no environment with trl; set ASYNCSPEC_TRL_PYTHON to the interpreter of one"):
+        environments.interpreter("trl", tmp_path)
+    for _ in range(2):
+        assert environments.interpreter("trl", tmp_path) == str(tmp_path / "trl" / "bin" / "python")
+    assert made == ["trl", "trl"]
+    monkeypatch.setenv("ASYNCSPEC_TRL_PYTHON", str(tmp_path))
+    with pytest.raises(UserError, match="ASYNCSPEC_TRL_PYTHON=.*: expected the interpreter of an environment with trl"):
+        environments.interpreter("trl", tmp_path)
+
+
+def processes_of(directory):
+    """Return the process ids whose command names a directory."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(directory).encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_benchmark_leaves_no_run_behind(tmp_path, how):
+    mocked = ("engine.kind=mock", "trainer.kind=mock")
+    command = [sys.executable, "-m", "asyncspec.cli", "bench", "async", "--out", str(tmp_path), *mocked]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")), 60)
+        assert len(processes_of(tmp_path)) > 1
+        bench.send_signal(how)
+    wait_for(lambda: not processes_of(tmp_path), 30)
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_a_benchmark_of_one_size_has_no_full_one(counting, tmp_path):
     with pytest.raises(UserError, match="bench counting --full: this benchmark has one size; expected no --full"):
         harness.run("counting", str(tmp_path), None, [], full=True)
     assert counting.closed  # what it started is stopped
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"overrides": [], "samples": {"job 1": [', "\0\0"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"overrides": [], "samples": {"job 1": [',
+        "\0\0",
+        '{"overrides": [], "samples": {"job 1": [{}]}}',
+    ],
+)
 def test_a_damaged_file_of_earlier_sittings_is_one_line(counting, tmp_path, monkeypatch, content):
     monkeypatch.setattr(Counting, "full_repeats", 3)
     (tmp_path / "samples.json").write_text(content)
