@@ -1,12 +1,13 @@
 """MockSglangServer: a test double for an SGLang 0.5.23 server. It runs our TorchEngine behind SGLang's HTTP interface.
 
 It has the paths, the fields and the refusals that engine/sglang_server.py and sglang_engine.py rely on, as in the
-sources of that version, and refuses every other field. Tokens, logprobs and their versions are real. So are weights,
-which it loads from the given folders.
+sources of that version, and refuses what it does not imitate. Tokens, logprobs and their versions are real. So are
+weights, which it loads from the given folders. Like the server, it ends if it cannot load them.
 """
 
 import json
 import queue
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,13 +21,25 @@ from asyncspec.models import policy
 from asyncspec.speculation.verify import Sampling
 
 POLICY = resolve_path("asset:tiny/policy")
-GENERATE = {"input_ids", "sampling_params", "return_logprob", "stream"}
-SAMPLING = {"temperature", "max_new_tokens", "stop_token_ids", "sampling_seed"}
+NEUTRAL = {  # what would come from the server's settings if it were not given
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+SAMPLING = {"temperature", "max_new_tokens", "stop_token_ids", "sampling_seed", *NEUTRAL}
 UPDATE = {"model_path", "load_format", "weight_version", "flush_cache"}
 
 
 class Refusal(Exception):
     """Answer HTTP 400 with this message."""
+
+
+class Ended(Exception):
+    """The server ends."""
 
 
 class MockSglangServer:
@@ -58,12 +71,16 @@ class MockSglangServer:
             "speculative_num_draft_tokens": draft_length + 1 if self.speculating else None,
             "speculative_accept_threshold_single": 1.0,
             "speculative_accept_threshold_acc": 1.0,
+            "max_req_input_len": 96 + max_response_tokens + 2 - 6,
+            "max_queued_requests": None,
+            "enable_hierarchical_cache": False,
         } | (info or {})
         self.faults = {}  # path -> callable(handler) that answers instead
         self.change = lambda path, content: content  # applied to every answer
         self.most = self.swaps = 0  # most requests open at once; weight updates
         self._lock, self._paused, self._ended = threading.Lock(), False, False
         self._open, self._requests = {}, 0  # by request number, the queue for its answer
+        self._pauses = {}  # by request number, how often a pause met it
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -111,42 +128,50 @@ class MockSglangServer:
     def _handle(self, handler, body):
         if handler.path in self.faults:
             return self.faults[handler.path](handler)
+        routes = {
+            "/server_info": lambda body: self.info,
+            "/generate": self._generate,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/update_weights_from_disk": self._update,
+            "/abort_request": self._abort,
+        }
+        if handler.path not in routes:
+            return reply(handler, 404, b'{"detail": "Not Found"}')
+        if (handler.command == "GET") != (handler.path == "/server_info"):
+            return reply(handler, 405, b'{"detail": "Method Not Allowed"}')
         try:
-            content = {
-                "/server_info": lambda body: self.info,
-                "/generate": self._generate,
-                "/pause_generation": self._pause,
-                "/continue_generation": self._continue,
-                "/update_weights_from_disk": self._update,
-                "/abort_request": self._abort,
-            }[handler.path](body)
-            status = 200
+            status, content = 200, routes[handler.path](body)
+        except Ended:
+            self._http.socket.close()
+            return handler.connection.shutdown(socket.SHUT_RDWR)
         except Refusal as refusal:
-            status, content = (
-                400,
-                {"error": {"message": str(refusal)}}
-                if handler.path == "/generate"
-                else {"success": False, "message": str(refusal)},
-            )
-        except KeyError:
-            status, content = 404, {"detail": "Not Found"}
+            status, content = 400, {"success": False, "message": str(refusal)}
+            if handler.path == "/generate":
+                content = {"error": str(refusal) if "unknown field" in str(refusal) else {"message": str(refusal)}}
         reply(handler, status, json.dumps(self.change(handler.path, content)).encode() if content is not None else b"")
 
     def _generate(self, body):
         settings = body["sampling_params"]
-        if set(body) - GENERATE or set(settings) - SAMPLING:
-            raise Refusal(f"unknown fields: {set(body) - GENERATE | set(settings) - SAMPLING}")
-        if (settings["temperature"], settings["stop_token_ids"], body["stream"]) != (
-            self.temperature,
-            [self.shape.eos_token_id],
-            False,
-        ):
-            raise Refusal(f"this double samples at {self.temperature} until {self.shape.eos_token_id}: {settings}")
+        if unknown := set(settings) - SAMPLING:
+            raise Refusal(f"unknown field {min(unknown)}")
+        fixed = {"temperature": self.temperature, "stop_token_ids": [self.shape.eos_token_id], **NEUTRAL}
+        if settings.items() < fixed.items() or any(settings[name] != value for name, value in fixed.items()):
+            raise Refusal(f"this double samples with {fixed}: {settings}")
+        assert body["stream"] is False and body["return_logprob"] is True
+        total, most = len(body["input_ids"]) + settings["max_new_tokens"], self.info["max_req_input_len"] + 6
+        if total > most:
+            raise Refusal(
+                f"Requested token count exceeds the model's maximum context length of {most} tokens. You requested a "
+                f"total of {total} tokens: {len(body['input_ids'])} tokens from the input messages and "
+                f"{settings['max_new_tokens']} tokens for the completion. Please reduce the number of tokens in the "
+                "input messages or the completion to fit within the limit."
+            )
         arrived = queue.SimpleQueue()
         with self._lock:
             self._requests += 1
             number = self._requests
-            self._open[number] = arrived
+            self._open[number], self._pauses[number] = arrived, 0
             self.most = max(self.most, len(self._open))
             self.engine.submit(
                 Request(number, body["input_ids"], [settings["sampling_seed"]], settings["max_new_tokens"])
@@ -154,16 +179,20 @@ class MockSglangServer:
         done = arrived.get()
         with self._lock:
             del self._open[number]
-        return answer(number, body, done, self.weight_version, self.shape.eos_token_id, self.speculating)
+            met = self._pauses.pop(number)
+        return answer(number, body, done, self.weight_version, self.shape.eos_token_id, self.speculating, met)
 
     def _pause(self, body):
         if body != {"mode": "retract"}:
             raise Refusal(f"this double pauses only in mode retract: {body}")
         with self._lock:
             self._paused = True
+            self._pauses = {number: count + 1 for number, count in self._pauses.items()}
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     def _continue(self, body):
+        if body not in ({}, {"torch_empty_cache": False}):
+            raise Refusal(f"this double continues without more ado: {body}")
         with self._lock:
             self._paused = False
         return {"message": "Generation continued successfully.", "status": "ok"}
@@ -171,12 +200,14 @@ class MockSglangServer:
     def _update(self, body):
         if set(body) - UPDATE or body["load_format"] != "safetensors" or not self._paused or not body["flush_cache"]:
             raise Refusal(f"this double updates only while paused, from safetensors, with a flush: {body}")
+        if not Path(body["model_path"]).is_dir():
+            raise Refusal(f"Failed to get weights iterator: {body['model_path']}.")
         try:
             model, _ = policy.load(Path(body["model_path"]))
             with self._lock:
                 self.engine.load_policy(dict(model.named_parameters()), int(body["weight_version"]))
-        except Exception as error:
-            raise Refusal(f"Failed to update weights: {error}.\nRolling back to original weights.") from None
+        except Exception:
+            raise Ended from None  # its rollback reads the same files
         self.weight_version, self.swaps = body["weight_version"], self.swaps + 1
         return {
             "success": True,
@@ -200,11 +231,12 @@ def reply(handler, status, content):
     handler.wfile.write(content)
 
 
-def answer(number, body, done, weight_version, eos, speculating):
+def answer(number, body, done, weight_version, eos, speculating, pauses):
     """Return the answer of /generate.
 
     Args:
         done: the engine's Completion; None: aborted.
+        pauses: how often a pause met the sample.
     """
     if done is None:
         return {
@@ -216,7 +248,7 @@ def answer(number, body, done, weight_version, eos, speculating):
                 "prompt_tokens": len(body["input_ids"]),
                 "completion_tokens": 0,
                 "cached_tokens": 0,
-                "num_retractions": 0,
+                "num_retractions": pauses,
                 "output_token_logprobs": [],
                 "weight_versions": [{"version": weight_version, "start": 0, "end": 0}],
                 "weight_version": weight_version,
@@ -234,7 +266,7 @@ def answer(number, body, done, weight_version, eos, speculating):
         "prompt_tokens": len(body["input_ids"]),
         "completion_tokens": len(tokens),
         "cached_tokens": 0,
-        "num_retractions": 0,
+        "num_retractions": pauses,
         "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(done.logprobs.tolist(), tokens)],
         "weight_versions": spans,
         "weight_version": spans[-1]["version"],
@@ -244,5 +276,12 @@ def answer(number, body, done, weight_version, eos, speculating):
             "spec_verify_ct": done.verifications,
             "spec_num_proposed_drafts": done.proposed,
             "spec_num_correct_drafts": done.accepted,
+            "spec_correct_drafts_histogram": exactly(done),
         }
-    return {"text": "", "output_ids": tokens[:-1] if stopped else tokens, "meta_info": meta}
+    return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+def exactly(done):
+    """Return how many verifications of a sample accepted exactly 0, 1, 2, ... proposals."""
+    least = [done.verifications, *done.accepted_at, 0]
+    return [a - b for a, b in zip(least, least[1:])]

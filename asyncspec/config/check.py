@@ -243,7 +243,7 @@ def _check_sglang(config: Config) -> None:
         config,
         config.speculation.method in ("ngram", "none"),
         "speculation.method",
-        f"ngram or none {kind}: SGLang's weight update would overwrite the draft with the policy",
+        f"ngram or none {kind}: its update from files would overwrite a draft with the policy",
         "none",
     )
     _need(
@@ -251,7 +251,14 @@ def _check_sglang(config: Config) -> None:
         config.fixed_draft_length is not None,
         "speculation.draft_length",
         f"a whole number {kind}: SGLang's draft length is fixed",
-        3,
+        1,
+    )
+    _need(
+        config,
+        config.speculation.method != "ngram" or config.fixed_draft_length == 1,
+        "speculation.draft_length",
+        f"1 {kind}: SGLang fills a longer n-gram draft with copies of token 0, which it then samples too often",
+        1,
     )
     _need(
         config,

@@ -12,9 +12,9 @@ the request has at that moment. So a swap is
     /update_weights_from_disk          weight_version v+1, flush_cache: no KV cache computed under v remains
     /continue_generation               the KV caches are computed again, then tokens are sampled under v+1
 
-Mode in_place would keep the KV cache, but also the running step: its tokens are sampled under v, not counted yet, and
-would be reported as v+1. Mode abort would end partial responses. So this is the only way, and engine.kv_at_swap must
-be recompute.
+Mode in_place would keep the KV cache. But with SGLang's overlapped scheduling, its default, a step is then running
+whose tokens are sampled under v and would be reported as v+1. Mode abort would end partial responses. So this is the
+only way, and engine.kv_at_swap must be recompute.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from asyncspec import clock
 from asyncspec.config import Config, resolve_path, work
 from asyncspec.deadlines import SERVER_SAMPLE_S, SERVER_WEIGHTS_S
-from asyncspec.engine.protocol import Completion, QueueingEngine, Sample
+from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_least
 from asyncspec.engine.sglang_server import Answer, Server, ServerError, Updated, check
 from asyncspec.errors import first_line
 from asyncspec.models import hf_files, policy
@@ -101,9 +102,13 @@ class SglangEngine(QueueingEngine):
         """Load a policy's weights (names as in `parameters`); tokens sampled from now on carry `version`.
 
         Raises:
-            ServerError: the files cannot be written; or the server cannot load them, and stays paused.
+            ServerError: the weights are not finite, or the files cannot be written, or the server cannot load them. It
+                ends then: what it calls rolling back reads the same files.
         """
         folder = self._weights / f"version{version}"
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):  # the server does not look
+                raise ServerError(f"tensor {name} of version {version} holds values that are not finite")
         try:
             hf_files.write_checkpoint(folder, self.shape.to_hf(), policy.to_hf(self.policy, tensors))
             self._swap(folder, version)
@@ -132,13 +137,16 @@ class SglangEngine(QueueingEngine):
             "weight_version": str(version),
             "flush_cache": True,
         }
-        updated = self._server.ask("/update_weights_from_disk", body, Updated, self._load_s)
+        try:
+            updated = self._server.ask("/update_weights_from_disk", body, Updated, self._load_s)
+        except ServerError as error:
+            raise ServerError(f"{error}; it ends if it cannot load a version, so see its log") from None
         if not updated.success:
             raise ServerError(
                 f"SGLang at {self._server.url} could not load version {version}: {' '.join(updated.message.split())}"
             )
         self.version = version
-        self._server.ask("/continue_generation", {})
+        self._server.ask("/continue_generation", {"torch_empty_cache": False})
 
     def _send(self, sample: Sample) -> None:
         request = sample.request
@@ -149,6 +157,14 @@ class SglangEngine(QueueingEngine):
             # A server without --enable-deterministic-inference ignores the seed.
             "sampling_params": {
                 "temperature": self._temperature,
+                # Fields that are not given would come from the server's --preferred-sampling-params.
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "frequency_penalty": 0.0,
+                "presence_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "min_new_tokens": 0,
                 "max_new_tokens": request.max_response_tokens,
                 "stop_token_ids": [*self.shape.eos_token_ids],
                 "sampling_seed": request.seeds[sample.number],
@@ -179,6 +195,11 @@ class SglangEngine(QueueingEngine):
             f"cut off after {len(tokens)} of {limit} tokens; expected a server with room for prompt "
             f"and response in its --context-length",
         )
+        vocabulary = self.shape.vocab_size
+        need(
+            not isinstance(reason.matched, str) and all(0 <= token < vocabulary for token in tokens),
+            f"stopped at {reason.matched!r}; expected tokens below the policy's {vocabulary}",
+        )
         versions: list[int] = []
         for span in meta.weight_versions:
             need(
@@ -192,6 +213,10 @@ class SglangEngine(QueueingEngine):
             f"tokens of versions {versions[0]} to {versions[-1]}; expected {sample.version} to {self.version}: "
             f"only this generator may change the server's weights",
         )
+        # Of the verifications, how many accepted a proposal at each position, and how many reached it: those that
+        # accepted the one before. It counts what lies behind the stop token too.
+        accepted_at = at_least(np.array(meta.spec_correct_drafts_histogram, dtype=np.int64))
+        reached_at = (meta.spec_verify_ct, *accepted_at[:-1]) if len(accepted_at) else ()
         return Completion(
             request_id=sample.request.request_id,
             sample=sample.number,
@@ -204,6 +229,8 @@ class SglangEngine(QueueingEngine):
             proposed=meta.spec_num_proposed_drafts,
             accepted=meta.spec_num_correct_drafts,
             started_at=sample.started_at,
+            reached_at=reached_at,
+            accepted_at=accepted_at,
         )
 
 

@@ -39,6 +39,9 @@ class Info(msgspec.Struct):
     speculative_num_draft_tokens: int | None = None  # positions of a verification: its proposals, plus one
     speculative_accept_threshold_single: float = 1.0
     speculative_accept_threshold_acc: float = 1.0
+    max_req_input_len: int | None = None  # of prompt and response together, less 5
+    max_queued_requests: int | None = None
+    enable_hierarchical_cache: bool = False
 
 
 class VersionSpan(msgspec.Struct):
@@ -52,6 +55,7 @@ class VersionSpan(msgspec.Struct):
 class Reason(msgspec.Struct):
     type: str  # stop, length, abort
     message: str | None = None
+    matched: int | str | None = None  # the stop token; words if the server's numbers were wrong
 
 
 class Meta(msgspec.Struct):
@@ -63,6 +67,7 @@ class Meta(msgspec.Struct):
     spec_verify_ct: int = 0
     spec_num_proposed_drafts: int = 0
     spec_num_correct_drafts: int = 0
+    spec_correct_drafts_histogram: list[int] = []  # entry j: verifications that accepted exactly j proposals
 
 
 class Answer(msgspec.Struct):
@@ -129,7 +134,8 @@ def _said(content: bytes) -> str:
     """Return the server's message from the body of a refusal."""
     try:
         said = json.loads(content)
-        said = said.get("message") or said["error"]["message"]
+        said = said.get("message") or said["error"]
+        said = said["message"] if isinstance(said, dict) else said
     except (ValueError, LookupError, TypeError, AttributeError):
         said = content.decode(errors="replace")
     return " ".join(str(said).split())[:SAID] or "no reason given"
@@ -156,6 +162,23 @@ def check(config: Config, server: Server) -> None:
                 f"model.path has {value}; "
                 f"expected {start}"
             )
+    longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+    if info.max_req_input_len is not None and info.max_req_input_len + 5 <= longest:
+        raise ConfigError(
+            f"{field}: takes prompt and response of {info.max_req_input_len + 4} tokens together; expected {longest}, "
+            f"those of engine.max_prompt_tokens and sampling.max_response_tokens: a larger --context-length, or more "
+            "memory for its KV cache"
+        )
+    if info.max_queued_requests is not None and info.max_queued_requests < config.engine.slots:
+        raise ConfigError(
+            f"{field}: started with max_queued_requests={info.max_queued_requests}; expected engine.slots="
+            f"{config.engine.slots} or more, since a swap returns all samples to its queue"
+        )
+    if info.enable_hierarchical_cache:
+        raise ConfigError(
+            f"{field}: started with --enable-hierarchical-cache, with which it may refuse to empty its cache at a "
+            "swap; expected a server without it"
+        )
     method, algorithm = config.speculation.method, ALGORITHMS[config.speculation.method]
     if info.speculative_algorithm != algorithm:
         nearest = next((name for name, other in ALGORITHMS.items() if other == info.speculative_algorithm), None)
