@@ -10,7 +10,7 @@ refused, with the field that says so.
 
 from __future__ import annotations
 
-import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
         for file in files:
             try:
                 tensors |= torch.load(file, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            except Exception as error:  # a damaged file has many ways to fail
                 raise CheckpointError(f"{file}: {str(error).splitlines()[0]}") from None
     else:
         tensors = read_tensors(directory)
@@ -75,6 +75,7 @@ def main() -> None:
         write_checkpoint(out, config_of(head), tensors_of(head), head)
         shape = check_eagle3(out, PolicyShape.from_hf(policy), policy, print)
     except CheckpointError as error:
+        shutil.rmtree(out, ignore_errors=True)
         sys.exit(f"import_eagle3.py: {error}")
     print(f"written: {out}; it takes the inputs of the policy's layers {', '.join(map(str, shape.aux_layers))}")
 

@@ -83,6 +83,22 @@ def reached(rows: Sequence[dict], target: float) -> float | None:
     return None
 
 
+def to_target_s(rows: Sequence[dict], what: str) -> float:
+    """Return the seconds until a run reached TARGET.
+
+    Args:
+        what: the run, for messages.
+
+    Raises:
+        UserError: it did not reach it, or began there.
+    """
+    if (seconds := reached(rows, TARGET)) is None:
+        raise UserError(f"{what}: no accuracy of {TARGET:g} within {len(rows)} steps")
+    if not seconds:
+        raise UserError(f"{what}: the policy has an accuracy of {TARGET:g} untrained")
+    return seconds
+
+
 def bounds(generation: float, logprob: float, train: float, acceptance: float) -> dict[str, float]:
     """Return the speedup over the synchronous mode that each mode would have at most, if stages did not slow one
     another down and drafts cost nothing.
@@ -134,14 +150,10 @@ class EndToEndBenchmark(Benchmark):
             beside=partial(watch, directory),
             expected=(0, 130),
         )
-        if (seconds := reached(rows, TARGET)) is None:
-            raise UserError(f"bench end_to_end: {variant}: no accuracy of {TARGET:g} within {len(rows)} steps")
-        if not seconds:
-            raise UserError(f"bench end_to_end: {variant}: the policy has an accuracy of {TARGET:g} untrained")
         steady = rows[SKIP:]
         step = sum(row["time/step"] for row in steady)
         return {
-            "to_target_s": seconds,
+            "to_target_s": to_target_s(rows, f"bench end_to_end: {variant}"),
             "steps": float(len(rows)),
             "step_s": statistics.median(row["time/step"] for row in steady),
             **{f"{stage}_share": sum(row[f"time/{stage}"] for row in steady) / step for stage in STAGES},

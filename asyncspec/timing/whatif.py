@@ -134,14 +134,18 @@ def fitted(steps: Sequence[StepDone], slots: int) -> Speed:
     took = [(work.done - work.admitted) / max(work.rounds) for each in chosen for _, work in each]
     unit_s = max(1e-9, statistics.median(took))
 
+    def share_of(point) -> float:
+        """Return the share of a full round that grows with its responses."""
+        return min(0.999, max(0.0, point[1]))
+
     def speed_of(point) -> Speed:
         # Where all slots are full most of the time, only a full round's time shows; so that is one of the two numbers.
-        full_s, share = unit_s * math.exp(point[0]), min(1.0, max(0.0, point[1]))
+        full_s, share = unit_s * math.exp(point[0]), share_of(point)
         return Speed(full_s * (1 - share), full_s * share / slots)
 
     def error(point) -> float:
         speed = speed_of(point)
-        outside = abs(point[1] - min(1.0, max(0.0, point[1])))
+        outside = abs(point[1] - share_of(point))
         found = [gap for each in chosen for gap in _gaps(each, speed, slots)]
         return statistics.fmean(map(abs, found)) / unit_s * (1 + outside)
 
