@@ -216,7 +216,7 @@ def test_an_error_in_an_actor_gives_one_line_that_names_it(tmp_path):
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = train(tmp_path / "run", "data.reward=broken:two", env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1
-    told = "{} failed: RewardError: data.reward=broken:two: failed for 9 of 9 rollouts, more than"
+    told = "{} failed: RewardError: data.reward=broken:two: failed for 8 of 8 rollouts, more than"
     assert all(told.format(name) in done.stdout for name in ("generator0", "generator0.1", "failed: generator0.2"))
     assert "the last returned nan" in done.stdout and "generator0.3" not in done.stdout
     assert "3 errors were alike and no step was trained meanwhile" in done.stdout

@@ -76,7 +76,7 @@ class DataConfig:
     reward_special_tokens: bool = knob(False, "keep special tokens, such as <think>, in the response for the reward")
     reward_failures: float = knob(
         0.05,
-        "share of a generator's rewards that may fail or time out before the run stops; 8 are always allowed",
+        "share of a generator's rewards that may fail or time out before the run stops; 7 are always allowed",
         least=0,
         most=1,
     )

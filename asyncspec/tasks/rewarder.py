@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from asyncspec.config import Config
 from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
 
-LEAST_FAILURES = 8  # this many rewards may fail, whatever their share
+LEAST_FAILURES = 7  # this many rewards may fail, whatever their share: fewer than a group of the default job
 _CROWDED_S = 0.1  # a group that has waited this long for a process has another one started
 
 
