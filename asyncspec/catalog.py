@@ -147,6 +147,12 @@ _OURS = (
         "mean distance over tokens that were scored by the version that sampled them, of the generator with the "
         "largest one; rounding, if each generator has the weights that it names",
     ),
+    Metric(
+        "sampling/same_version_far",
+        "share",
+        "tokens whose distance is above 0.1, of those that were scored by the version that sampled them; in float32 "
+        "none, if each generator has the weights that it names",
+    ),
     Metric("correction/weight_mean", "", "mean importance weight proximal / behavior, after truncation or masking"),
     Metric(
         "correction/truncated", "share", "tokens with a weight below `rl.correction_low` or above `rl.correction_high`"

@@ -19,5 +19,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def last_line(error: BaseException) -> str:
+    """Return the last line of an exception's message: if another process raised it, what it was raised for comes after
+    its traceback. An empty message gives the name of the type.
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 class Damaged(OSError):
     """A file has changed since it was written."""

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from asyncspec.config import CONFIG_DIR, ConfigError, from_yaml, load, resolve_path, to_yaml
+from asyncspec.config import CONFIG_DIR, ConfigError, from_yaml, load, resolve_path, to_yaml, vllm_options
+from asyncspec.launch.preflight import check_vllm
 
 VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
 
@@ -62,11 +63,6 @@ VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
         ),
         ("engine.kind=vlm", "nearest valid choice: engine.kind=vllm"),
         ("engine.kind=foo", "nearest valid choice: engine.kind=torch"),
-        (
-            "engine.kind=vllm",
-            "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: vLLM's draft length is "
-            "fixed; nearest valid choice: speculation.draft_length=3",
-        ),
         (
             "engine.compile=true",
             "engine.compile=True: expected false with engine.kind=torch: only vllm compiles its policy; "
@@ -147,6 +143,13 @@ def test_settings_that_vllm_does_not_support_are_refused(override, expected):
     with pytest.raises(ConfigError) as caught:
         load("tiny", ["engine.kind=vllm", "speculation.draft_length=3", override])
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_draft_length_of_vllm_is_chosen_unless_suffix_decoding_chooses_it():
+    assert load("tiny", ["engine.kind=vllm"]).fixed_draft_length is None
+    said = "speculation.draft_length='auto': expected a whole number with engine.kind=vllm: suffix decoding chooses"
+    with pytest.raises(ConfigError, match=said):
+        load("tiny", ["engine.kind=vllm", "speculation.method=suffix"])
 
 
 def test_vllm_refuses_a_policy_file_that_contains_an_mtp_module(tmp_path):
@@ -249,10 +252,23 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
                 "architectures": ["Qwen3MoeForCausalLM"],
                 "num_experts": 4,
                 "num_experts_per_tok": 2,
-                "moe_intermediate_size": 8,
+                "moe_intermediate_size": 9,
             },
             (*VLLM, "engine.tensor_parallel=2"),
-            "engine.tensor_parallel=2: expected 1 with a mixture-of-experts policy",
+            "engine.tensor_parallel=2: expected a divisor of 9, the moe_intermediate_size of the policy; nearest valid "
+            "choice: engine.tensor_parallel=1",
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 3,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 9,
+            },
+            (*VLLM, "engine.tensor_parallel=2", "engine.vllm={enable_expert_parallel: true}"),
+            "engine.tensor_parallel=2: expected a divisor of the policy's 3 experts, which engine.vllm shares out; "
+            "nearest valid choice: engine.tensor_parallel=1",
         ),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
@@ -366,3 +382,32 @@ def test_a_configuration_that_cannot_fit_the_memory_is_refused():
         check_memory(load("tiny", ["engine.slots=60000", "speculation.method=none"]), total=8e9)
     fits = load("tiny", ["engine.slots=5000", "speculation.method=none"])
     check_memory(fits, total=24e9)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("{quantization: fp8", "not readable as YAML"),
+        ("[fp8]", "expected a mapping in braces"),
+        ("{max_num_seqs: 8}", "'max_num_seqs' follows from engine.slots; set that"),
+        ("{logprobs_mode: raw_logits}", "'logprobs_mode' is set by asyncspec"),
+    ],
+)
+def test_options_of_vllm_that_cannot_be_are_refused(text, expected):
+    with pytest.raises(ConfigError) as caught:
+        load("tiny", ["engine.kind=vllm", f"engine.vllm={text}"])
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_options_of_vllm_are_checked_by_the_names_of_the_installed_one(monkeypatch, tmp_path):
+    source = tmp_path / "vllm" / "engine"
+    source.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    (source / "arg_utils.py").write_text("class EngineArgs:\n    quantization: str = ''\n    _inner: int = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert vllm_options.known() == ["quantization"]
+    config = load("tiny", ["engine.kind=vllm", "engine.vllm={quantisation: fp8}"])
+    with pytest.raises(ConfigError, match="the installed vLLM has no option 'quantisation'.*nearest: quantization"):
+        check_vllm(config)
+    with pytest.raises(ConfigError, match="engine.vllm='{quantization: fp8}': expected empty with engine.kind=torch"):
+        load("tiny", ["engine.vllm={quantization: fp8}"])

@@ -225,11 +225,31 @@ def test_a_mistake_of_the_user_ends_the_run_at_once(under_way):
     )
 
 
+@pytest.mark.parametrize("first, second", [("generator0", "generator0_rank1"), ("generator0_rank1", "generator0")])
+def test_the_ranks_of_a_generator_are_replaced_together(first, second, under_way):
+    settings = ("engine.kind=vllm", "engine.tensor_parallel=2", "deployment.generators=2")
+    recovery, lines, sent = under_way(*settings)
+    recovery.crew.tell_launchers = lambda message: sent.append(("launchers", message))
+    broadcasts = recovery.run.broadcasts
+    for lost, new in ("", ".1"), (".1", ".2"):
+        end_of(recovery, first + lost, first + new)
+        end_of(recovery, second + lost, second + new)
+        kills = [message for _, message in sent if isinstance(message, m.Kill)]
+        assert kills[-1] == m.Kill(second + lost, f"without {first}{lost}")
+        assert not recovery.run.stop_reason
+        came(recovery, "generator0" + new, "generator0_rank1" + new)
+        ranks = {"generator0" + new, "generator0_rank1" + new}
+        assert not ranks & {*broadcasts.devices}  # they start their engine with each other first
+        for name in ranks:
+            recovery.connected(name)
+        assert ranks <= {*broadcasts.members["policy"]}
+    assert len(kills) == 2 and len(lines) == 4
+
+
 @pytest.mark.parametrize("may_restart", [False, True])
-@pytest.mark.parametrize("name", ["trainer", "controller", "logprob_rank1", "generator0", "generator0_rank1"])
+@pytest.mark.parametrize("name", ["trainer", "controller", "logprob_rank1"])
 def test_an_exception_in_an_actor_that_cannot_be_replaced_restarts_all(name, may_restart, under_way):
-    vllm = ("engine.kind=vllm", "speculation.draft_length=3", "engine.tensor_parallel=2")
-    recovery, lines, _ = under_way("logprob.ranks=2", *(vllm if name.startswith("generator") else ()))
+    recovery, lines, _ = under_way("logprob.ranks=2")
     run = recovery.run
     run.may_restart = may_restart
     noted = []

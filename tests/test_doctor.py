@@ -103,6 +103,69 @@ def test_the_ranks_of_a_generator_divide_its_weights_and_its_cache():
     )
 
 
+LARGE = {  # the sizes in their model cards' config.json, and their parameters
+    "32B": (
+        POLICY_8B
+        | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+        32.8e9,
+    ),
+    "70B": (
+        {
+            "model_type": "llama",
+            "hidden_size": 8192,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 128256,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "tie_word_embeddings": False,
+        },
+        70.6e9,
+    ),
+    "235B": (
+        POLICY_8B
+        | {
+            "model_type": "qwen3_moe",
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+        },
+        235.1e9,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "size, gigabytes, least",
+    [
+        (n, g, least)
+        for n, of in {"32B": {80: 4, 141: 1}, "70B": {80: 8, 141: 4}, "235B": {80: 32, 141: 16}}.items()
+        for g, least in of.items()
+    ],
+)
+def test_the_least_ranks_of_a_large_policy_are_named(size, gigabytes, least):
+    described, parameters = LARGE[size]
+    assert estimate.parameters(described) == pytest.approx(parameters, rel=2e-3)
+    config = load(
+        "tiny", ["deployment.device=auto", "engine.kind=vllm", "model.dtype=bfloat16", "speculation.method=none"]
+    )
+    config.engine.max_prompt_tokens, config.sampling.max_response_tokens = 1024, 8192
+    assert estimate.least_ranks(config, described, gigabytes * 1e9) == least
+    names = {"controller": "controller", **actor_names(config)}
+    found = [
+        each
+        for _, _, each in judge(
+            config, described, [list(names)], names, [Node("h", "a", [gigabytes * 1e9] * 8, 1e13, 8)]
+        )
+    ]
+    said = [f.text for each in found for f in each if "the policy and an arriving version do not fit" in f.text]
+    assert bool(said) == (least > 1) and all(text.endswith(f"expected {least} or more") for text in said)
+
+
 def test_ranks_of_a_generator_that_would_share_a_gpu_are_named():
     config = load(
         "tiny",

@@ -16,6 +16,7 @@ from asyncspec.config import load, to_yaml
 from asyncspec.engine.protocol import Completion
 from asyncspec.engine.shares import Shares
 from asyncspec.models import policy
+from asyncspec.models.shape import Experts
 from asyncspec.wire import messages as m
 
 CONFIG = to_yaml(
@@ -32,10 +33,16 @@ def test_a_rank_that_is_stopped_before_it_knows_its_leader_just_ends(made, tmp_p
     made(ActorSpec(made.role, name, str(tmp_path), text)).finish()
 
 
+@pytest.mark.parametrize("name", ["generator0_rank1", "generator0_rank1.2"])
+def test_a_rank_and_its_replacement_know_their_leader(name, tmp_path):
+    rank = GeneratorRank(ActorSpec("generator_rank", name, str(tmp_path), CONFIG))
+    assert (rank.leader, rank.rank, rank.index) == ("generator0", 1, 0)
+
+
 class Engine:
     """An engine that notes its calls. It samples the version and the number of its call."""
 
-    version = draft_version = waiting = 0
+    version = draft_version = waiting = length = 0
     slots = 100
 
     def __init__(self):
@@ -56,8 +63,15 @@ class Engine:
     def load_draft(self, tensors, version):
         self.calls.append(("draft", version))
 
+    def plan(self):
+        self.length = len(self.calls) // 2 % 3
+        return self.length
+
+    def follow(self, length):
+        self.length = length
+
     def poll(self):
-        self.calls.append("poll")
+        self.calls.append(("poll", self.length))
         self.open = {name: left - 1 for name, left in self.open.items()}
         done = [name for name, left in self.open.items() if not left]
         for name in done:
@@ -214,3 +228,15 @@ def test_each_rank_keeps_its_share_of_arriving_weights(small_shape, size, tied):
                 found[name] = torch.where(tensor.isnan(), had, tensor)
     assert list(found) == list(whole)
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_each_rank_keeps_its_share_of_the_experts(small_shape, whole_experts):
+    shape = replace(small_shape, model_type="qwen3_moe", experts=Experts(8, 2, 32, True))
+    every = [(name, p) for name, p in policy.skeleton(shape).named_parameters() if "experts" in name]
+    assert len(every) == 3 * shape.n_layers
+    for name, parameter in every:
+        tensor = torch.rand(parameter.shape)
+        parts = [Shares(shape, rank, 2, whole_experts).keep(name, tensor) for rank in range(2)]
+        dim = 0 if whole_experts else {"w1": 1, "w3": 1, "w2": 2}[name.split(".")[-1].split("_")[0]]
+        assert torch.equal(torch.cat(parts, dim), tensor)

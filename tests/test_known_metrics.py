@@ -114,7 +114,8 @@ def test_a_generator_with_other_weights_than_it_names_is_found():
     ]
     found = same_version_gaps(groups)
     assert found == {"generator0": pytest.approx(1e-4, rel=1e-2), "generator1": pytest.approx(1.5)}
-    assert observed(0, groups, RLConfig())["sampling/same_version_gap"] == pytest.approx(1.5)
+    metrics = observed(0, groups, RLConfig())
+    assert metrics["sampling/same_version_gap"] == pytest.approx(1.5) and metrics["sampling/same_version_far"] == 0.5
 
 
 def test_weights_of_responses_are_products_and_no_bound_hides_the_tail():

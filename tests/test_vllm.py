@@ -21,10 +21,13 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def check(*args):
-    """Run a check of tests/vllm_checks.py, which makes its own assertions, and print its summary."""
+def check(*args, paths=()):
+    """Run a check of tests/vllm_checks.py, which makes its own assertions, and print its summary.
+
+    paths: what of vLLM's paths on GPUs to take, see gpu_paths.py.
+    """
     done = subprocess.run(
-        [PYTHON, str(ROOT / "tests" / "vllm_checks.py"), *args],
+        [PYTHON, str(ROOT / "tests" / "vllm_checks.py"), *paths, *args],
         capture_output=True,
         text=True,
         timeout=540,  # with two busy cores, six families take some 250 s
@@ -34,22 +37,38 @@ def check(*args):
     print(*(line for line in done.stdout.splitlines() if line.startswith(args[0])))
 
 
-@pytest.mark.vllm
-@needs_vllm
-def test_weights_loaded_in_flight_act_like_weights_loaded_at_the_start():
-    check("greedy", "speculation.method=draft_model")
+AUTO = "speculation.draft_length=auto"
+PATHS = pytest.mark.parametrize("paths", [(), ("v2", "async")], ids=["as on CPUs", "as on GPUs"])
 
 
 @pytest.mark.vllm
 @needs_vllm
-def test_logprobs_under_speculation_match_transformers_for_each_version():
-    check("swap", "engine.kv_at_swap=keep")
+@PATHS
+@pytest.mark.parametrize("fields", [["speculation.method=draft_model"], ["speculation.method=eagle3", AUTO]])
+def test_weights_loaded_in_flight_act_like_weights_loaded_at_the_start(paths, fields):
+    check("greedy", *fields, paths=paths)
 
 
 @pytest.mark.vllm
 @needs_vllm
-def test_a_sample_depends_on_its_seed_and_not_on_its_neighbors():
-    check("seeds", "speculation.method=ngram")
+@PATHS
+def test_logprobs_under_speculation_match_transformers_for_each_version(paths):
+    check("swap", "engine.kv_at_swap=keep", paths=paths)
+
+
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.parametrize("paths", [(), ("v2",)])  # n-gram lookup cannot be scheduled asynchronously
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbors(paths):
+    check("seeds", "speculation.method=ngram", paths=paths)
+
+
+@pytest.mark.vllm
+@needs_vllm
+@PATHS
+@pytest.mark.parametrize("fields", [["speculation.method=draft_model", AUTO], ["speculation.method=eagle3"]])
+def test_samples_under_speculation_are_distributed_as_the_policy_says(paths, fields):
+    check("distribution", *fields, paths=paths)
 
 
 @pytest.mark.vllm
@@ -72,6 +91,12 @@ def test_two_ranks_sample_the_tokens_of_one_across_an_update():
     check("ranks", "speculation.method=eagle3")
 
 
+@pytest.mark.vllm
+@needs_vllm
+def test_two_ranks_divide_a_mixture_of_experts():
+    check("experts")
+
+
 def run_with_vllm(tmp_path, monkeypatch, steps, *fields):
     """Run to the end with vLLM and an adapted draft. Return the output, and the rows of metrics."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -80,7 +105,7 @@ def run_with_vllm(tmp_path, monkeypatch, steps, *fields):
     output = run.end()
     check_run(tmp_path / "run", steps)
     trained = rows(tmp_path / "run")
-    assert trained[-1]["spec/draft_version"] > 1 and trained[-1]["spec/acceptance_length"] > 2.5
+    assert trained[-1]["spec/draft_version"] > 1
     return output, trained
 
 
@@ -89,6 +114,7 @@ def run_with_vllm(tmp_path, monkeypatch, steps, *fields):
 def test_a_run_with_vllm_keeps_its_lag_and_adapts_its_draft(tmp_path, monkeypatch):
     _, trained = run_with_vllm(tmp_path, monkeypatch, 6)
     last = trained[-1]
+    assert last["spec/acceptance_length"] > 2.5
     first, second, third = (last[f"spec/acceptance_{position}"] for position in (1, 2, 3))
     # If a response ends among accepted proposals, its last verification gives one token less.
     assert 0 <= 1 + first * (1 + second * (1 + third)) - last["spec/acceptance_length"] < 0.5
@@ -100,17 +126,21 @@ def test_a_generator_of_two_ranks_keeps_its_lag_and_survives_the_loss_of_one(tmp
     output, trained = run_with_vllm(
         tmp_path,
         monkeypatch,
-        3,
+        4,
         "engine.tensor_parallel=2",
+        "engine.slots=8",
+        AUTO,
         "engine.kv_at_swap=recompute",
         "checkpoint.every=1",
-        "deployment.faults=generator0_rank1:work:40:kill",
+        "deployment.faults=generator0_rank1:work:30:kill",
     )
-    assert "generator0_rank1 died: its process ended: all actors restart from the last checkpoint" in output
+    assert "generator0_rank1 died: its process ended: generator0_rank1.1 replaces it" in output
+    assert "generator0.1 replaces it" in output and "generator0.1 has joined" in output and "restart" not in output
     gaps = [row["sampling/same_version_gap"] for row in trained if "sampling/same_version_gap" in row]
     assert gaps and max(gaps) < 1e-5
     # its rank counts as no generator
-    assert {event["generator"] for event in events(tmp_path / "run") if "generator" in event} == {"generator0"}
+    generators = {event["generator"] for event in events(tmp_path / "run") if "generator" in event}
+    assert generators == {"generator0", "generator0.1"}
 
 
 @pytest.mark.parametrize(

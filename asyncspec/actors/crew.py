@@ -48,9 +48,10 @@ def actor_names(config: Config) -> dict[str, str]:
 
 
 def replaceable(config: Config) -> set[str]:
-    """Return the roles whose actors can be replaced one by one. The ranks of one model start only together."""
-    ranks = {"generator": config.engine.tensor_parallel, "logprob": config.logprob.ranks}
-    return {"draft_adapter", *(role for role, size in ranks.items() if size == 1)}
+    """Return the roles whose actors can be replaced. The ranks of a generator are replaced together; those of a trainer
+    or of a logprob actor start only with all others.
+    """
+    return {"draft_adapter", "generator", topology.GENERATOR_RANK, *(["logprob"] if config.logprob.ranks == 1 else [])}
 
 
 def computing(config: Config, names: Mapping[str, str]) -> list[str]:
@@ -111,6 +112,11 @@ class Member:
     def leader(self) -> str:
         """The first name of the rank that leads it: its own, unless it is one of several ranks of a model."""
         return topology.rank_of(first_name(self.name))[0]
+
+    @property
+    def replaced(self) -> str:
+        """Its replacement number: ".1" of generator0.1, "" of generator0. All ranks of a model share it."""
+        return self.name.removeprefix(first_name(self.name))
 
     @property
     def present(self) -> bool:

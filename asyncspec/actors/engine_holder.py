@@ -26,7 +26,9 @@ class EngineHolder(Actor):
         self.threads = self.config.engine.threads
         leader, rank = rank_of(first_name(spec.name))
         size = self.config.engine.tensor_parallel
-        self.index, self.ranks = int(leader.removeprefix("generator")), Ranks(leader, rank, size, size)
+        # The replacement number is the same in all ranks: they meet under a name that their predecessors did not have.
+        group = leader + spec.name.removeprefix(first_name(spec.name))
+        self.index, self.ranks = int(leader.removeprefix("generator")), Ranks(group, rank, size, size)
         self.engine: Engine | None = None  # set by `load`, and with several ranks by `connect`
         self.sampled = 0  # follows from all tokens of finished samples, in order
         self.receivers: dict[str, Receiver] = {}  # by kind of weights
@@ -67,7 +69,10 @@ class EngineHolder(Actor):
         shut_down()  # an earlier engine of this process, which has the default group
         start_s = work.start_s(self.config)
         self.ranks.connect(welcome.store_host, welcome.store_port, self.device, start_s, start_s)
+        while self.ranks.rank and self.inbox.take() is not None:
+            pass  # what the first rank's predecessor sent: the first rank sends nothing before all have an engine
         self.engine = self.make_engine()
+        self.control.send(m.Connected(self.name))
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.DraftEnded):

@@ -23,7 +23,7 @@ import numpy as np
 
 from asyncspec.actors.crew import actor_names
 from asyncspec.actors.engine_holder import EngineHolder
-from asyncspec.actors.generator_rank import HOLD, STEP, SWAP
+from asyncspec.actors.generator_rank import HOLD, LENGTH, STEP, SWAP
 from asyncspec.actors.team import Team
 from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion
@@ -73,6 +73,7 @@ class Generator(EngineHolder):
         self.to_logprob: list[Outbox] = []  # set by `connect`
         # kind -> newer version -> the other ranks that have received it
         self.complete: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._draft_length = -1  # that the other ranks were last told
         self._holding = -1  # the version for which the other ranks were last told to wait
         self._busy_since = None  # when generation began, and the recorder's mark of its GPU time
         self._interruptions: deque[m.Phase] = deque()  # swaps that interrupted generation, in order
@@ -105,6 +106,9 @@ class Generator(EngineHolder):
             self._busy_since = self._busy_since or (now(), self.recorder.mark())
             self.delay("generate")
             self.fault("work")
+            if (length := self.engine.plan()) != self._draft_length:
+                self._draft_length = length
+                self.team.order(LENGTH, length)
             self.team.order(STEP, self.sampled)
             for completion in self.team.together(self.poll):
                 group = self.open_groups[completion.request_id]

@@ -19,8 +19,10 @@ from asyncspec.config.topology import GENERATOR_RANK
 from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
 
-# The first rank's orders: do a step; keep the policy, though there is a newer one; swap in a version.
-STEP, HOLD, SWAP = "step", "hold", {"policy": "swap policy", "draft": "swap draft"}
+# The first rank's orders: do a step; propose so many tokens in all further steps; keep the policy, though there is a
+# newer one; swap in a version.
+STEP, LENGTH, HOLD = "step", "draft length", "hold"
+SWAP = {"policy": "swap policy", "draft": "swap draft"}
 _KINDS = {order: kind for kind, order in SWAP.items()}
 
 
@@ -62,6 +64,8 @@ class GeneratorRank(EngineHolder, Follower):
                 raise RanksDiffer(f"{self.name} has sampled other tokens than {self.leader}")
             self.fault("work")
             self.poll()
+        elif message.what == LENGTH:
+            self.engine.follow(message.number)
         elif message.what == HOLD:
             self.receivers["policy"].drop_before(message.number)
             self.using.pop("policy", None)

@@ -15,11 +15,13 @@ from asyncspec.actors.failures import MOST_ALIKE
 from asyncspec.actors.run import Run
 from asyncspec.actors.tickets import ARRIVED, GENERATED
 from asyncspec.config import work
+from asyncspec.config.topology import GENERATOR_RANK
 from asyncspec.deadlines import KILLED_S, LATE_WORD_S
 from asyncspec.wire import messages as m
 
 _KINDS = {  # role -> the broadcast groups that its replacement joins -> whether it is their sender
     "generator": {"policy": False, "draft": False},
+    GENERATOR_RANK: {"policy": False, "draft": False},
     "logprob": {"policy": False},
     "draft_adapter": {"draft": True},
 }
@@ -128,10 +130,21 @@ class Recovery:
             return
         if message.replacement:
             self._replace(member, message.how, message.replacement)
+            self._end_ranks_with(member)
         elif message.may_restart and run.stop_reason in ("", "finished"):
             run.restart(message.how)
         else:
             run.fail(message.how)
+
+    def _end_ranks_with(self, member: Member) -> None:
+        """Have the other ranks of a generator killed when one is gone. They start only together, so each of them is
+        replaced too.
+        """
+        if self._starts_with_others(member):
+            for other in self.crew.present:
+                together = other.leader == member.leader and other.replaced == member.replaced
+                if together and self._starts_with_others(other) and not other.condemned:
+                    self.crew.condemn(other, f"without {member.name}")
 
     def _back(self, member: Member, message: m.Lost) -> None:
         """Handle the end of a given-up actor whose launcher can be reached again and has killed it."""
@@ -290,7 +303,22 @@ class Recovery:
         run.welcome()
         if member.role == "logprob" and self.config.adapting and "draft" not in run.broadcasts.members:
             run.server.send(member.name, m.DraftEnded())
-        run.broadcasts.add(hello, _KINDS[member.role])
+        if not self._starts_with_others(member):
+            run.broadcasts.add(hello, _KINDS[member.role])
+
+    def _starts_with_others(self, member: Member) -> bool:
+        """Whether an actor is one of several ranks of a generator, which start their engine after the Welcome."""
+        return member.role in ("generator", GENERATOR_RANK) and self.config.engine.tensor_parallel > 1
+
+    def connected(self, name: str) -> None:
+        """Note that a rank of a generator has started its engine with the others. If it is a replacement, add it to
+        its groups: before that it could not have joined them.
+        """
+        member, broadcasts = self.crew.members.get(name), self.run.broadcasts
+        if member is None or broadcasts is None or member.hello is None:
+            return
+        if member.late and member.present and name not in broadcasts.devices:
+            broadcasts.add(member.hello, _KINDS[member.role])
 
     def joined(self, name: str) -> None:
         """Note that an actor is ready. A replacement gets work from now on."""

@@ -17,6 +17,7 @@ _RECEIVERS = {"generator", "generator_rank", "logprob", "logprob_rank"}
 _SENDERS = {"trainer", "draft_adapter"}
 _FROM = {  # message -> the roles that may send it, once all actors are up; others are open to all
     m.Publish: _SENDERS,
+    m.Connected: {"generator", "generator_rank"},
     m.Ready: _SENDERS | _RECEIVERS | {"trainer_rank"},
     m.Broken: _SENDERS | _RECEIVERS,
     m.Received: _RECEIVERS,
@@ -67,6 +68,10 @@ class Switchboard:
     @_handle.register
     def _(self, message: m.Hello, sender: str) -> None:
         self.recovery.arrived(message)
+
+    @_handle.register
+    def _(self, message: m.Connected, sender: str) -> None:
+        self.recovery.connected(message.name)
 
     @_handle.register
     def _(self, message: m.Ready, sender: str) -> None:

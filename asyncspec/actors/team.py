@@ -132,7 +132,7 @@ class Follower(Actor):
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self.leader, self.rank = topology.rank_of(spec.name)
+        self.leader, self.rank = topology.rank_of(first_name(spec.name))
         self.ended, self.ordered = False, 0.0  # and when the last order arrived
 
     def inbox_credits(self) -> int:

@@ -22,6 +22,12 @@ BENCHMARKS = {
         "(scripts/compare/make_environments.sh makes both)",
         15,
     ),
+    "vllm": Listed(
+        "asyncspec.bench.vllm",
+        "vLLM's generation with draft lengths that are fixed, chosen or none; its environment is made unless "
+        "ASYNCSPEC_VLLM_PYTHON names its interpreter",
+        40,
+    ),
     "speculation": Listed(
         "asyncspec.bench.speculation",
         "every drafter by live sequences and draft length, the default job's rollouts, and whether the automatic draft "

@@ -226,6 +226,14 @@ def _vllm_too_large(config: Config, policy: dict, here: Iterable[str], names: di
         return ""
     share = config.engine.gpu_memory_utilization
     fitting = math.floor(100 * (share - (filled - room) / room)) / 100
+    inside = estimate.of_actor(config, policy, "generator")
+    inside.pop("arriving weights")
+    if sum(inside.values()) > fitting * room:
+        ranks = estimate.least_ranks(config, policy, room)
+        return (
+            f"engine.tensor_parallel={config.engine.tensor_parallel}: the policy and an arriving version do not fit on "
+            f"GPUs of {room / 1e9:.0f} GB; expected " + (f"{ranks} or more" if ranks else "a smaller policy")
+        )
     return (
         f"engine.gpu_memory_utilization={share}: vLLM's {share * room / 1e9:.1f} GB, arriving weights and CUDA need "
         f"{filled / 1e9:.1f} GB of GPU memory, and there are {room / 1e9:.1f}; expected at most {max(0.0, fitting)}"

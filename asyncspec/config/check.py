@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncspec.config import check_evaluation, check_learning, check_logging, check_models, eval_sets
+from asyncspec.config import check_evaluation, check_learning, check_logging, check_models, eval_sets, vllm_options
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.config.paths import data_files, resolve_path, sources
@@ -69,6 +69,7 @@ def _check_notations(config: Config) -> None:
         ("deployment.delays", parse_delays, "generate=0.01,train=0.1"),
         ("deployment.faults", parse_faults, "generator0:swap:2:kill"),
         ("data.template_variables", parse_variables, "enable_thinking=false"),
+        ("engine.vllm", vllm_options.parse, "{quantization: fp8}"),
     ):
         text = value_of(config, name)
         try:
@@ -126,13 +127,16 @@ def _check_engine(config: Config) -> None:
     _need(config, kind == "vllm" or not config.engine.compile, "engine.compile", expected, "false")
     if config.engine.compile and config.deployment.device != "cuda":  # on GPUs vLLM's compiler generates no C++
         _need(config, cxx_compiler() is not None, "engine.compile", CXX, "false")
+    expected = f"empty with engine.kind={kind}"
+    _need(config, kind == "vllm" or not config.engine.vllm, "engine.vllm", expected, "''")
     expected = f"1 with engine.kind={kind}: only vllm divides a generator's policy"
     _need(config, kind == "vllm" or config.engine.tensor_parallel == 1, "engine.tensor_parallel", expected, 1)
     if kind == "vllm":
         methods = "eagle3, draft_model, ngram, suffix or none with engine.kind=vllm"
         _need(config, config.speculation.method != "mtp", "speculation.method", methods, "eagle3")
-        expected = "a whole number with engine.kind=vllm: vLLM's draft length is fixed"
-        _need(config, length is not None, "speculation.draft_length", expected, 3)
+        expected = "a whole number with engine.kind=vllm: suffix decoding chooses the length itself, up to this one"
+        chosen = config.speculation.method == "suffix" and length is None
+        _need(config, not chosen, "speculation.draft_length", expected, 8)
         temperature, expected = config.sampling.temperature, "0.01 to 2 with engine.kind=vllm"
         _need(config, 0.01 <= temperature <= 2, "sampling.temperature", expected, min(2, max(0.01, temperature)))
     if kind == "sglang":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncspec.config import vllm_options
 from asyncspec.config.schema import Config
 from asyncspec.errors import ConfigError
 from asyncspec.models.draft_shape import DraftShape
@@ -21,20 +22,24 @@ def check(config: Config, whose: str, shape: Shape) -> None:
     Raises:
         ConfigError: they do not.
     """
-    parallel = config.engine.tensor_parallel
-    if (expected := next(_wrong(whose, shape, parallel), "")) == "":
+    parallel, whole_experts = config.engine.tensor_parallel, vllm_options.expert_parallel(config)
+    if (expected := next(_wrong(whose, shape, parallel, whole_experts), "")) == "":
         return
-    nearest = next(n for n in range(min(parallel, shape.n_heads), 0, -1) if not any(_wrong(whose, shape, n)))
+    sizes = range(min(parallel, shape.n_heads), 0, -1)
+    nearest = next(n for n in sizes if not any(_wrong(whose, shape, n, whole_experts)))
     raise ConfigError(
         f"engine.tensor_parallel={parallel}: expected {expected}; nearest valid choice: "
         f"engine.tensor_parallel={nearest}"
     )
 
 
-def _wrong(whose: str, shape: Shape, parallel: int) -> Iterator[str]:
+def _wrong(whose: str, shape: Shape, parallel: int, whole_experts: bool) -> Iterator[str]:
     """Yield what would have to be true for this many ranks and is not."""
-    if parallel > 1 and getattr(shape, "experts", None) is not None:
-        yield f"1 with a mixture-of-experts {whose}"
+    if (experts := getattr(shape, "experts", None)) is not None:
+        if whole_experts and experts.count % parallel:
+            yield f"a divisor of the {whose}'s {experts.count} experts, which engine.vllm shares out"
+        if not whole_experts and experts.hidden_dim % parallel:
+            yield f"a divisor of {experts.hidden_dim}, the moe_intermediate_size of the {whose}"
     if shape.n_heads % parallel:
         yield f"a divisor of the {whose}'s {shape.n_heads} attention heads"
     # Ranks beyond the number of key-value heads hold copies of them.

@@ -54,8 +54,7 @@ class DeploymentConfig:
     )
     replacements: int = knob(
         8,
-        "draft adapters, one-rank generators and one-rank logprob actors that a launcher replaces before all actors "
-        "restart",
+        "draft adapters, generators and one-rank logprob actors that a launcher replaces before all actors restart",
         least=0,
     )
     restarts: int = knob(

@@ -130,6 +130,11 @@ class EngineConfig:
     gpu_memory_utilization: float = knob(
         0.9, "vllm on a GPU only: share of the GPU's memory that one generator takes", above=0, most=1
     )
+    vllm: str = knob(
+        "",
+        "vllm only: options of its engine, by their names there, as a mapping in braces, for example {quantization: "
+        "fp8, max_num_batched_tokens: 16384}",
+    )
     url: str = knob("", "sglang only: one server address http://HOST:PORT for each generator, separated by commas")
     weights_dir: str = knob(
         "",

@@ -73,6 +73,10 @@ class Engine(Protocol):
 
     def poll(self) -> list[Completion]: ...
 
+    def plan(self) -> int:
+        """Return the draft length that the next `poll` takes, if several ranks must take the same; else -1."""
+        ...
+
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None: ...
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None: ...
@@ -120,6 +124,9 @@ class QueueingEngine:
     @property
     def waiting(self) -> int:
         return len(self._queue)
+
+    def plan(self) -> int:
+        return -1
 
     def submit(self, request: Request) -> None:
         """Queue all samples of a prompt.

@@ -17,17 +17,20 @@ from asyncspec.models.shape import VOCABULARY_UNIT, PolicyShape
 
 # The dimension along which vLLM divides a matrix, by the name of its module. All other tensors are whole in each rank.
 _DIVIDED = {"wqkv": 0, "wo": 1, "w1": 0, "w3": 0, "w2": 1, "tok_embeddings": 0, "lm_head": 0}
+_EXPERTS = {"w1_EFD": 1, "w3_EFD": 1, "w2_EDF": 2}  # of all experts of a layer; the first dimension counts experts
 
 
 class Shares:
     """The parts of a policy's tensors, named as in `named_parameters`, that one rank reads."""
 
-    def __init__(self, shape: PolicyShape, rank: int, size: int) -> None:
+    def __init__(self, shape: PolicyShape, rank: int, size: int, whole_experts: bool = False) -> None:
         """
         Args:
             size: number of ranks.
+            whole_experts: whether each rank has some experts whole (vLLM's expert parallelism), instead of a part of
+                each.
         """
-        self.shape, self.rank, self.size = shape, rank, size
+        self.shape, self.rank, self.size, self.whole_experts = shape, rank, size, whole_experts
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's part of a whole tensor."""
@@ -56,8 +59,10 @@ class Shares:
         return filled
 
     def _where(self, name: str, shape: torch.Size) -> tuple[slice, ...]:
-        module = name.split(".")[-2]
+        *_, module, last = name.split(".")
         dim = _DIVIDED.get(module)
+        if last in _EXPERTS:
+            dim = 0 if self.whole_experts else _EXPERTS[last]
         if dim is None or self.size == 1:
             return ()
         length = shape[dim]

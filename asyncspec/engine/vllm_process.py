@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
+import tempfile
+from pathlib import Path
+from typing import TextIO
 
 import torch
+
+_compiled: TextIO | None = None  # the lock of this process's directory for what vLLM compiles
 
 
 def prepare(threads: int) -> None:
@@ -16,6 +23,32 @@ def prepare(threads: int) -> None:
         # The n-gram proposer's Numba sets the number of OpenMP threads for the whole process.
         "NUMBA_NUM_THREADS": str(threads),
     }
+
+
+def use_own_caches() -> None:
+    """Have vLLM and Triton keep what they compile on this machine's disk, in the first directory that no other living
+    process uses. vLLM replaces files in place, and would read another process's half-written ones. A later run finds
+    them again. VLLM_CACHE_ROOT overrules this.
+    """
+    global _compiled
+    if _compiled is not None or "VLLM_CACHE_ROOT" in os.environ:
+        return
+    root = Path(tempfile.gettempdir()) / f"asyncspec-compiled-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_uid != os.getuid():  # somebody else could put code there
+        root = Path(tempfile.mkdtemp(prefix=root.name))
+    for number in itertools.count():
+        directory = root / str(number)
+        directory.mkdir(exist_ok=True)
+        lock = open(directory / "lock", "w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        _compiled = lock
+        os.environ |= {"VLLM_CACHE_ROOT": str(directory), "TRITON_CACHE_DIR": str(directory / "triton")}
+        return
 
 
 def head_factor(head_dim: int) -> int:

@@ -17,6 +17,7 @@ from asyncspec.actors.base import LEFT_BEHIND, ActorSpec, first_name
 from asyncspec.config import Config, work
 from asyncspec.console import terminal
 from asyncspec.deadlines import EXIT_GRACE_S, LATE_WORD_S, STANDBY_AFTER_S
+from asyncspec.errors import last_line
 from asyncspec.launch import roles, torchrun
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.watch import Supervisor
@@ -210,7 +211,7 @@ class _Attempt:
                 del self.playing[name]
                 if isinstance(value, Exception):  # most likely its process ended
                     process.kill()
-                    if (spec := self.supervisor.died(name, str(value).splitlines()[0][:200])) is not None:
+                    if (spec := self.supervisor.died(name, last_line(value)[:200])) is not None:
                         self._play(msgspec.structs.replace(spec, control_address=address), self.pool.take(spec.name))
                     value = 1
                 else:
@@ -288,8 +289,5 @@ class _Attempt:
                 f"the controller's process did not start within {limit:.0f} s; raise deployment.start_timeout_s"
             )
         if isinstance(outcome, Exception):
-            raise NotStarted(
-                f"the controller did not start: {type(outcome).__name__}: "
-                f"{(str(outcome).strip() or '?').splitlines()[-1]}"
-            )
+            raise NotStarted(f"the controller did not start: {type(outcome).__name__}: {last_line(outcome)}")
         return outcome

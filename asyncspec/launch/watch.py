@@ -2,7 +2,9 @@
 
 It reports interrupts and deaths to the controller and replaces the actors that can be replaced. When another actor
 dies, the whole run is restarted from its last checkpoint: that is so for the trainer, whose state is the run, for the
-controller, and for one of several ranks. A process that ends after an exception is a death like any other.
+controller, and for one of several ranks of a trainer or of a logprob actor. When a rank of a generator dies, the
+controller has the others killed, and each is replaced. A process that ends after an exception is a death like any
+other.
 
 An actor that was lost LOST_HERE times on one device is replaced on another one, if the launcher has one that no actor
 uses: the device may be faulty.
@@ -20,6 +22,7 @@ import msgspec
 from asyncspec.actors.base import RAISED, RESTART, ActorSpec, first_name
 from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config, work
+from asyncspec.config.topology import GENERATOR_RANK
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire.control import ControlClient
@@ -127,8 +130,9 @@ class Supervisor:
             )
             return None
         new = None
-        if spec is not None and spec.role in replaceable(self.config) and going_on and self.replacements:
-            self.replacements -= 1
+        further = spec is not None and spec.role == GENERATOR_RANK  # its generator counts for it
+        if spec is not None and spec.role in replaceable(self.config) and going_on and (self.replacements or further):
+            self.replacements -= not further
             number = name.removeprefix(first_name(name)).lstrip(".")
             new = msgspec.structs.replace(
                 spec, name=f"{first_name(name)}.{int(number or 0) + 1}", device=self._device(spec)

@@ -68,6 +68,9 @@ class MockEngine:
     def submit(self, request: Request) -> None:
         self._waiting.extend((request, sample) for sample in range(len(request.seeds)))
 
+    def plan(self) -> int:
+        return -1
+
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         with torch.no_grad():
             self.model.weight.copy_(tensors["weight"])

@@ -17,6 +17,7 @@ from asyncspec.config import RLConfig
 from asyncspec.wire import messages as m
 
 WRONG_GAP = 0.5  # nats: rounding in 16 bits makes a tenth of this
+FAR = 0.1  # nats: rounding in 32 bits never makes as much, and in 16 bits rarely
 LOG_RATIO_CAP = 20.0  # as in loss.py, so that the largest ratio is a number
 
 
@@ -27,7 +28,7 @@ def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLCo
     lag_T = step - np.concatenate([arrays["versions"] for _, arrays in groups])
     gap_T = np.concatenate([logprob_gap(arrays) for _, arrays in groups])
     ratio = np.concatenate([_ratio(arrays, config.correction_level) for _, arrays in groups])
-    same = same_version_gaps(groups)
+    same = _same_version(groups)
     spreads = [np.std(group.rewards, ddof=1) for group, _ in groups if len(group.rewards) > 1]
     found = {
         "lag/mean": lag_T.mean(),
@@ -40,7 +41,8 @@ def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLCo
         "sampling/sampling_logp_difference/max": np.abs(gap_T).max(),
     }
     if same:
-        found["sampling/same_version_gap"] = max(same.values())
+        found["sampling/same_version_gap"] = max(gap_T.mean() for gap_T in same.values())
+        found["sampling/same_version_far"] = (np.concatenate([*same.values()]) > FAR).mean()
     return {name: float(value) for name, value in found.items()}
 
 
@@ -51,12 +53,17 @@ def same_version_gaps(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, f
     Returns:
         Mean distance, over the tokens that were scored by their own version, of each generator that has any.
     """
+    return {generator: float(gap_T.mean()) for generator, gap_T in _same_version(groups).items()}
+
+
+def _same_version(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, np.ndarray]:
+    """Return for each generator the distances of its tokens that were scored by their own version, float64 [T]."""
     found: dict[str, list[np.ndarray]] = {}
     for group, arrays in groups:
         same_T = arrays["versions"] == group.proximal_version
         if same_T.any():
             found.setdefault(group.generator, []).append(np.abs(logprob_gap(arrays)[same_T]))
-    return {generator: float(np.concatenate(gaps).mean()) for generator, gaps in found.items()}
+    return {generator: np.concatenate(gaps) for generator, gaps in found.items()}
 
 
 def logprob_gap(arrays: m.Arrays) -> np.ndarray:

@@ -120,6 +120,12 @@ class Claimed(Message, frozen=True):
     refused: str = ""  # the reason of a refusal, in one line; "": the names are granted
 
 
+class Connected(Message, frozen=True):
+    """A rank of a generator has started its engine with the other ranks, and can join its broadcast groups."""
+
+    name: str
+
+
 class Ready(Message, frozen=True):
     """An actor has loaded what it needs and joined its broadcast groups."""
 
@@ -345,6 +351,7 @@ AnyMessage = (
     | Hello
     | Claim
     | Claimed
+    | Connected
     | Ready
     | Beat
     | Kill
