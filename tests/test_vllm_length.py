@@ -61,15 +61,25 @@ def test_the_chosen_length_is_the_one_that_gives_most_tokens_a_second(monkeypatc
             continue
         proposes, verified, new = step
         names = [str(row) for row in range(live)]
-        lengths.observe(
-            engine.now - since, proposes, dict.fromkeys(names, verified), dict(zip(names, new)), set(), usual=True
-        )
+        lengths.observe(engine.now - since, proposes, dict.fromkeys(names, verified), dict(zip(names, new)), usual=True)
     rates = {k: (1 + sum(ACCEPTED**j for j in range(1, k + 1))) / (10e-3 + per_token_s * live * 2 * k) for k in LENGTHS}
     assert max(rates, key=rates.get) in best
     late = chosen[500:]
     achieved = np.mean([rates[k] for k in late]) / max(rates.values())
     assert achieved > 0.93, (achieved, {k: late.count(k) for k in sorted(set(late))})
     assert engine.now > began
+
+
+def test_a_draft_is_worth_no_more_than_what_is_left_of_a_response(monkeypatch):
+    engine = PacedEngine(4, 10e-3, 0.02e-3, 0)
+    monkeypatch.setattr(vllm_length.time, "perf_counter", lambda: engine.now)
+    lengths = VllmLength(engine.table, 4)
+    lengths.calibrate(engine.begin, engine.step, engine.end)
+    for _ in range(300):  # all proposals are right, and each response ends after 4 tokens
+        k, names = lengths.choose(4), "abcd"
+        lengths.observe(10e-3, k, dict.fromkeys(names, k), dict.fromkeys(names, min(1 + k, 4)), usual=True)
+    tokens_K = lengths.chooser._tokens()
+    assert 3.5 < tokens_K[3] < 4.1 and tokens_K[10] < 4.5, tokens_K
 
 
 def test_each_living_process_has_a_directory_of_its_own_for_what_vllm_compiles(tmp_path):

@@ -1,8 +1,8 @@
 """bench vllm: vLLM's generation on this machine without speculation, with fixed draft lengths, and with the chosen one.
 
 Each method has an engine in a process of its own, and so has no speculation. A fixed length goes through the same table
-as a chosen one. Variants alternate, with the same prompts and seeds; rates are tokens of ended rollouts a second, with
-a number of sequences kept in flight until the last ones end.
+as a chosen one. Variants alternate. A rate is of tokens a second while a number of sequences are in flight: when one
+ends, the next begins.
 
 vLLM lives in an environment of its own, and ASYNCSPEC_VLLM_PYTHON names its interpreter; without it the benchmark makes
 one with scripts/compare/make_environments.sh, which takes about 5 minutes.
@@ -24,8 +24,7 @@ from asyncspec.errors import UserError
 
 METHODS, LIVES, FIXED = ("draft_model", "eagle3", "ngram"), (1, 4, 16), (1, 2, 3, 5, 7)
 SLOTS = max(LIVES)
-ROLLOUTS = {1: 16, 4: 48, 16: 96}  # of a measurement, by live sequences
-WARM_UP = 3  # measurements' worth of rollouts with auto before the first measurement
+WINDOW_S, WARM_UP_S = 3.0, 8.0  # seconds of a measurement, and of auto before the first one
 
 
 class Worker:
@@ -69,19 +68,12 @@ class VllmBenchmark(Benchmark):
             worker.answer()
         for method in METHODS:
             for live in LIVES:
-                self._generate(method, live, "auto", WARM_UP * ROLLOUTS[live], 0)
-
-    def _generate(self, method: str, live: int, length: int | str, rollouts: int, first: int) -> dict:
-        return self.workers[method].ask(live=live, length=length, rollouts=rollouts, first=first)
+                self.workers[method].ask(live=live, length="auto", seconds=WARM_UP_S)
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         live, method, *length = variant.split()
-        rollouts = ROLLOUTS[int(live)]
-        done = self._generate(method, int(live), length[0] if length else 0, rollouts, (repetition + 1) * rollouts)
-        return {
-            "tokens_per_s": done["tokens"] / done["seconds"],
-            "acceptance_length": done["acceptance_length"],
-        }
+        done = self.workers[method].ask(live=int(live), length=length[0] if length else 0, seconds=WINDOW_S)
+        return {"tokens_per_s": done["tokens"], "acceptance_length": done["acceptance_length"]}
 
     def headline(self, samples: Samples) -> dict[str, float]:
         cells = {(live, method): self._cell(samples, live, method) for live in LIVES for method in METHODS}

@@ -1,7 +1,9 @@
 """Generates with vLLM for bench vllm, in a process and an environment of its own, one JSON line in, one out.
 
-In:  {"live": sequences at once, "length": draft length or "auto", "rollouts": how many to end, "first": their numbers}
-Out: {"tokens": of the rollouts that ended, "seconds": until then, "acceptance_length": ...}
+In:  {"live": sequences in flight, "length": draft length or "auto", "seconds": how long}
+Out: {"tokens": a second, "acceptance_length": tokens of a verification}
+
+The sequences in flight stay so between two requests, so a measurement has no beginning and no end with fewer of them.
 
 Usage: python -m asyncspec.bench.vllm_worker SLOTS FIELD=VALUE...
 """
@@ -12,6 +14,8 @@ import json
 import os
 import sys
 import time
+
+SETTLE = 4  # steps before a measurement: a new draft length is proposed in the first and verified in the second
 
 
 def main() -> None:
@@ -32,25 +36,38 @@ def main() -> None:
     prompts = [tokenizer.encode_prompt(encoder, problem.prompt) for problem in sums(c.seed + 77, 1024)]
     engine = make_engine(c, "cpu" if c.deployment.device != "cuda" else "cuda:0", 0)
     auto = engine.lengths.chooser if engine.lengths is not None else None
+    submitted, emitted, verified = 0, 0, 0  # of samples that ended: tokens after the first one, and verifications
 
-    def generate(live: int, length: int | str, rollouts: int, first: int) -> dict:
+    def step(live: int) -> None:
+        nonlocal submitted, emitted, verified
+        while engine.live + engine.waiting < live:
+            prompt = prompts[submitted % len(prompts)]
+            engine.submit(Request(submitted, prompt, [submitted], c.sampling.max_response_tokens))
+            submitted += 1
+        for completion in engine.poll():
+            emitted += len(completion.tokens) - 1
+            verified += completion.verifications
+
+    def so_far() -> tuple[float, int, int]:
+        """The time, and the tokens after the first ones and the verifications of all samples."""
+        begun = [sample for sample in engine._live.values() if sample.steps]
+        tokens, steps = (sum(len(sample.tokens) - 1 for sample in begun), sum(sample.steps - 1 for sample in begun))
+        return time.perf_counter(), emitted + tokens, verified + steps
+
+    def generate(live: int, length: int | str, seconds: float) -> dict:
         if engine.lengths is not None:
             engine.lengths.chooser = auto if length == "auto" else FixedLength(int(length))
-        began, submitted, done = time.perf_counter(), 0, []
-        while len(done) < rollouts:
-            while engine.live + engine.waiting < live and submitted < rollouts:
-                number = first + submitted
-                request = Request(number, prompts[number % len(prompts)], [number], c.sampling.max_response_tokens)
-                engine.submit(request)
-                submitted += 1
-            done += engine.poll()
-        seconds = time.perf_counter() - began
-        tokens = sum(len(completion.tokens) for completion in done)
-        verifications = sum(completion.verifications for completion in done)
+        while engine.live > live:
+            step(0)
+        for _ in range(SETTLE):
+            step(live)
+        began, tokens, steps = so_far()
+        while time.perf_counter() < began + seconds:
+            step(live)
+        ended, more_tokens, more_steps = so_far()
         return {
-            "tokens": tokens,
-            "seconds": seconds,
-            "acceptance_length": (tokens - len(done)) / verifications if verifications else 1.0,
+            "tokens": (more_tokens - tokens) / (ended - began),
+            "acceptance_length": (more_tokens - tokens) / max(1, more_steps - steps),
         }
 
     def say(answer: dict) -> None:

@@ -323,7 +323,6 @@ class VllmEngine(QueueingEngine):
                 proposes=step.num_spec_tokens_to_schedule,
                 verified=decoded,
                 new={output.request_id: len(output.outputs[0].token_ids) for output in outputs},
-                ended={output.request_id for output in outputs if output.finished},
                 usual=since is not None and len(decoded) == len(names),
             )
         if not self._live:

@@ -11,7 +11,7 @@ The lengths are chosen by speculation/draft_length.py, from the times of a calib
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -81,7 +81,6 @@ class VllmLength:
         proposes: int,
         verified: Mapping[str, int],
         new: Mapping[str, int],
-        ended: Collection[str],
         usual: bool,
     ) -> None:
         """Learn from a step.
@@ -89,8 +88,7 @@ class VllmLength:
         Args:
             proposes: the length that was set for it.
             verified: proposals that it verified, for each sequence that had tokens before.
-            new: tokens that each sequence got.
-            ended: sequences that ended.
+            new: tokens that each sequence got, up to its end.
             usual: whether the step did nothing else, such as reading a prompt.
         """
         settled, self._verified = self._verified == proposes == self.k, proposes
@@ -105,7 +103,6 @@ class VllmLength:
                 kept_B=np.array([max(0, new.get(name, 0) - 1) for name in names]),
                 found_B=np.array([verified[name] for name in names]),
                 usual=usual,
-                # A sequence that ended has no more tokens than it had proposals for: its share says little.
-                missed_B=np.array([name in ended or name not in new for name in names]),
+                missed_B=np.array([name not in new for name in names]),
             )
         )
