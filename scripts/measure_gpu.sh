@@ -2,7 +2,7 @@
 # Run all measurements that need a GPU, or only the named parts, and write the results into a directory.
 #
 #   scripts/measure_gpu.sh DIRECTORY [tests] [default] [smollm2] [modes] [random] [stop] [trainer] [costs]
-#       [engine] [engine-random]
+#       [engine] [engine-random] [vllm]
 #
 #   tests          the tests that need a GPU
 #   default        the default job, in float32 and in bfloat16
@@ -15,6 +15,8 @@
 #   costs          what steps of both policies cost by live rows and draft length, and the time to read their weights
 #   engine         generation with the shipped policy
 #   engine-random  generation with random weights of Qwen3-0.6B's sizes
+#   vllm           vLLM's tests of one device, and its automatic draft length against fixed ones; only if named, and with
+#                  the Python of an environment that has vLLM
 #
 # DEVICE=cpu LIKE=50mb do the same without a GPU, on smaller weights. STEPS and REPEATS set the lengths of the parts.
 # LAUNCH is the command that trains, for example "torchrun --nproc-per-node 2 launch/async.py" where Monarch is missing.
@@ -24,7 +26,7 @@ shift
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- tests default smollm2 modes random stop trainer costs engine engine-random
 device=${DEVICE:-cuda} failed=0
-parts="tests default smollm2 modes random stop trainer costs engine engine-random"
+parts="tests default smollm2 modes random stop trainer costs engine engine-random vllm"
 for part in "$@"; do
     case " $parts " in
     *" $part "*) ;;
@@ -115,6 +117,14 @@ checkpoint.newest(Path(sys.argv[1]), 'trainer', print); print('whole checkpoint:
     engine-random) # with random weights every rollout runs to the limit, shellcheck disable=SC2086
         own
         asyncspec bench engine $fields "deployment.device=$device" sampling.max_response_tokens=32 --repeats "${REPEATS:-2}" --out "$out/engine-random" ;;
+    vllm)
+        ASYNCSPEC_VLLM_PYTHON=$(command -v python3)
+        export ASYNCSPEC_VLLM_PYTHON
+        [ "$device" = cpu ] || export DEVICE=cuda:0
+        python3 -m pytest -q -n 0 tests/test_vllm.py -m vllm -k "not ranks and not GPUs and not run" > "$out/vllm.txt" 2>&1 \
+            || failed=1
+        tail -1 "$out/vllm.txt"
+        asyncspec bench vllm "deployment.device=$device" --repeats "${REPEATS:-2}" --out "$out/vllm" ;;
     esac
 done
 rm -rf "$out/policy"

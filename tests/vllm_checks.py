@@ -1,6 +1,8 @@
 """Checks that test_vllm.py runs with the Python of an environment that has vLLM.
 
 Usage: vllm_checks.py [v2] [async] CHECK [field=value ...]
+
+DEVICE=cuda:0 has the engine compute on a GPU; the references stay on the CPU.
 """
 
 import json
@@ -16,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gpu_paths
 
+DEVICE = os.environ.get("DEVICE", "cpu")
 PATHS = [sys.argv.pop(1) for word in ("v2", "async") if sys.argv[1:2] == [word]]
 if "v2" in PATHS:
     gpu_paths.before_import()
@@ -130,7 +133,7 @@ def greedy(*overrides):
     config = load("tiny", [*VLLM, *GREEDY, *overrides])
     model, shape = policy.load(POLICY)
     some = prompts(12)
-    engine = make_engine(config, "cpu")
+    engine = make_engine(config, DEVICE)
     before = run(engine, some)
     new = moved(model, 0.2)
     run_on = Request(100, some[0], [0], 64)
@@ -153,7 +156,7 @@ def greedy(*overrides):
             draft.save(folder / "draft", POLICY)
             overrides = (*overrides, f"speculation.draft_path={folder / 'draft'}")
         fresh = run(
-            make_engine(load("tiny", [*VLLM, *GREEDY, f"model.path={folder / 'policy'}", *overrides]), "cpu"), some
+            make_engine(load("tiny", [*VLLM, *GREEDY, f"model.path={folder / 'policy'}", *overrides]), DEVICE), some
         )
     for key, completion in fresh.items():
         assert completion.tokens.tolist() == after[key].tokens.tolist(), key
@@ -184,7 +187,7 @@ def swap(*overrides):
     # A prompt of whole cache blocks, which its samples share. It comes first and last: before the swaps and after them.
     long = sum(prompts(20), [])[:90]
     some = [long, long, *prompts(5), long]
-    engine = make_engine(config, "cpu")
+    engine = make_engine(config, DEVICE)
     for i, prompt in enumerate(some):
         engine.submit(Request(i, prompt, list(range(100 * i, 100 * i + 8)), 64))
     done = []
@@ -235,7 +238,7 @@ def seeds(*overrides):
     """
     some, tokens = prompts(6), {}
     for slots in (64, 3):
-        engine = make_engine(load("tiny", [*VLLM, f"engine.slots={slots}", *overrides]), "cpu")
+        engine = make_engine(load("tiny", [*VLLM, f"engine.slots={slots}", *overrides]), DEVICE)
         tokens[slots] = {key: c.tokens.tolist() for key, c in run(engine, some, 4).items()}
     different = len({tuple(t) for t in tokens[3].values()})
     print(
@@ -281,7 +284,7 @@ def distribution(*overrides):
                 draft = replace(draft, module=fill(policy.build(shape), moved(model, 0.3)), shape=shape)
             draft.save(Path(folder) / "draft", POLICY)
             fields.append(f"speculation.draft_path={folder}/draft")
-        engine = make_engine(load("tiny", [*VLLM, *fields, *overrides]), "cpu")
+        engine = make_engine(load("tiny", [*VLLM, *fields, *overrides]), DEVICE)
     counts, proposed, accepted = {}, 0, 0
     repeats = 2 if method == "suffix" else 1  # with the same seeds
     for _ in range(repeats):
@@ -355,7 +358,7 @@ def families(*overrides):
         with tempfile.TemporaryDirectory() as folder:
             policy.save(model, shape, Path(folder), POLICY)
             engine = make_engine(
-                load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=ngram", *overrides]), "cpu"
+                load("tiny", [*VLLM, f"model.path={folder}", "speculation.method=ngram", *overrides]), DEVICE
             )
         some = prompts(6)
         for version in (0, 1):
@@ -410,7 +413,7 @@ def one_and_two_ranks(*overrides):
     command = [sys.executable, __file__, *PATHS, "rank1", str(store.port), *overrides]
     with subprocess.Popen(command) as other:
         config = load("tiny", [*VLLM, *overrides])
-        alone = in_flight(make_engine(config, "cpu"), config)
+        alone = in_flight(make_engine(config, DEVICE), config)
         first, second = rank(0, store.port, *overrides), store.get("rank1").decode()
         assert other.wait(60) == 0
     assert json.dumps([each[:2] for each in first]) == second
@@ -423,9 +426,9 @@ def rank(number, port, *overrides):
 
     vllm_engine.shut_down()
     both = Ranks("generator0", number, 2, 2)
-    both.connect("127.0.0.1", int(port), "cpu", 300, 300)
+    both.connect("127.0.0.1", int(port), DEVICE, 300, 300)
     config = load("tiny", [*VLLM, "engine.tensor_parallel=2", *overrides])
-    done = in_flight(make_engine(config, "cpu", ranks=both), config)
+    done = in_flight(make_engine(config, DEVICE, ranks=both), config)
     if number:
         dist.TCPStore("127.0.0.1", int(port), is_master=False).set("rank1", json.dumps([each[:2] for each in done]))
     return done
