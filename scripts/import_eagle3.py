@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a published EAGLE-3 head in the layout that asyncspec and vLLM read, and check that it fits a policy.
 
-    scripts/import_eagle3.py HEAD POLICY OUT
+    scripts/import_eagle3.py models/Qwen3-8B_eagle3 models/Qwen3-8B models/Qwen3-8B-EAGLE3
 
 Many heads are published as pytorch_model.bin, with tensors under other names, or with the configuration of the
 speculators library. The weights stay as they are. A head that computes something else than `models/eagle3.py` is
@@ -10,6 +10,7 @@ refused, with the field that says so.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -66,9 +67,14 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    if len(sys.argv) != 4:
-        sys.exit("usage: import_eagle3.py HEAD POLICY OUT")
-    head, policy, out = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path, help="directory of the published head")
+    parser.add_argument("policy", type=Path, help="directory of the policy that it drafts for")
+    parser.add_argument("out", type=Path, help="new directory, for speculation.draft_path")
+    head, policy, out = vars(parser.parse_args()).values()
+    for name, path in ("HEAD", head), ("POLICY", policy):
+        if not (path / CONFIG).is_file():
+            sys.exit(f"import_eagle3.py: {name} {path}: expected a directory with {CONFIG}")
     if out.exists() and any(out.iterdir()):
         sys.exit(f"import_eagle3.py: {out}: expected a new or empty directory")
     try:

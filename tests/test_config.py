@@ -1,5 +1,6 @@
 """Wrong input is one line that names the field, the value, what was expected and the nearest valid choice."""
 
+import importlib.util
 import json
 
 import numpy as np
@@ -390,7 +391,12 @@ def test_a_configuration_that_cannot_fit_the_memory_is_refused():
         ("{quantization: fp8", "not readable as YAML"),
         ("[fp8]", "expected a mapping in braces"),
         ("{max_num_seqs: 8}", "'max_num_seqs' follows from engine.slots; set that"),
-        ("{logprobs_mode: raw_logits}", "'logprobs_mode' is set by asyncspec"),
+        ("{logprobs_mode: raw_logits}", "'logprobs_mode' is not passed on; expected "),
+        ("{quantisation: fp8}", "'quantisation' is not passed on; expected quantization"),
+        ("{stream_interval: 10}", "'stream_interval' is not passed on; expected one of quantization, "),
+        ("{hf_overrides: abc}", "hf_overrides: expected a mapping"),
+        ("{a: !!timestamp 'x'}", "not readable as YAML"),
+        ("[" * 3000, "not readable as YAML"),
     ],
 )
 def test_options_of_vllm_that_cannot_be_are_refused(text, expected):
@@ -399,15 +405,15 @@ def test_options_of_vllm_that_cannot_be_are_refused(text, expected):
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_options_of_vllm_are_checked_by_the_names_of_the_installed_one(monkeypatch, tmp_path):
-    source = tmp_path / "vllm" / "engine"
-    source.mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text("")
-    (source / "arg_utils.py").write_text("class EngineArgs:\n    quantization: str = ''\n    _inner: int = 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert vllm_options.known() == ["quantization"]
-    config = load("tiny", ["engine.kind=vllm", "engine.vllm={quantisation: fp8}"])
-    with pytest.raises(ConfigError, match="the installed vLLM has no option 'quantisation'.*nearest: quantization"):
+@pytest.mark.parametrize("name", sorted(vllm_options.NOT_ON_CPUS))
+def test_options_that_vllm_cannot_have_on_a_cpu_are_refused_before_the_start(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *args: True)
+    config = load("tiny", ["engine.kind=vllm", f"engine.vllm={{{name}: true, quantization: fp8}}"])
+    with pytest.raises(
+        ConfigError, match=f"with {name} vLLM .* nearest valid choice: engine.vllm='{{quantization: fp8}}'"
+    ):
         check_vllm(config)
     with pytest.raises(ConfigError, match="engine.vllm='{quantization: fp8}': expected empty with engine.kind=torch"):
         load("tiny", ["engine.vllm={quantization: fp8}"])
+    config.engine.vllm = f"{{{name}: false}}"
+    check_vllm(config)

@@ -127,6 +127,9 @@ def test_the_first_of_two_cut_off_logprob_actors_to_be_replaced_frees_the_run(mo
     assert crew.addresses["logprob1"] == crew.members["logprob1.100"].hello.address
 
 
+TWO_RANKS = ("engine.kind=vllm", "engine.tensor_parallel=2", "deployment.generators=2")
+
+
 @pytest.fixture
 def under_way():
     """callable(*settings) -> (recovery of a run with all actors ready, lines it prints, messages it sends)."""
@@ -227,8 +230,7 @@ def test_a_mistake_of_the_user_ends_the_run_at_once(under_way):
 
 @pytest.mark.parametrize("first, second", [("generator0", "generator0_rank1"), ("generator0_rank1", "generator0")])
 def test_the_ranks_of_a_generator_are_replaced_together(first, second, under_way):
-    settings = ("engine.kind=vllm", "engine.tensor_parallel=2", "deployment.generators=2")
-    recovery, lines, sent = under_way(*settings)
+    recovery, lines, sent = under_way(*TWO_RANKS)
     recovery.crew.tell_launchers = lambda message: sent.append(("launchers", message))
     broadcasts = recovery.run.broadcasts
     for lost, new in ("", ".1"), (".1", ".2"):
@@ -244,6 +246,48 @@ def test_the_ranks_of_a_generator_are_replaced_together(first, second, under_way
             recovery.connected(name)
         assert ranks <= {*broadcasts.members["policy"]}
     assert len(kills) == 2 and len(lines) == 4
+
+
+def test_a_rank_that_is_cut_off_ends_its_mates_and_all_return_together(under_way):
+    recovery, _, sent = under_way(*TWO_RANKS)
+    crew, members = recovery.crew, recovery.crew.members
+    crew.heard("launcher", m.Beat("launcher"))
+    crew.condemn(members["generator0_rank1"], "frozen")
+    members["generator0_rank1"].condemned_at -= KILLED_S
+    recovery.watch()
+    assert members["generator0_rank1"].life is Life.GIVEN_UP and members["generator0"].life is Life.CONDEMNED
+    members["generator0"].condemned_at -= KILLED_S
+    recovery.watch()
+    assert members["generator0"].life is Life.GIVEN_UP and members["generator1"].life is Life.READY
+    assert recovery.claim(["generator0", "generator0_rank1"]).names == ["generator0.100", "generator0_rank1.100"]
+
+
+def test_a_generator_is_not_spared_for_its_own_rank(under_way):
+    recovery, _, _ = under_way(*TWO_RANKS)
+    crew = recovery.crew
+    for name in "generator1", "generator1_rank1", "generator0_rank1":
+        crew.condemn(crew.members[name], "frozen")
+        crew.members[name].condemned_at -= KILLED_S
+    recovery.watch()
+    assert crew.members["generator0_rank1"].life is Life.CUT_OFF and crew.members["generator0"].life is Life.READY
+
+
+def test_a_rank_that_answers_again_after_its_mate_has_gone_is_killed(under_way):
+    recovery, _, sent = under_way(*TWO_RANKS)
+    crew = recovery.crew
+    crew.heard("launcher", m.Beat("launcher"))
+    end_of(recovery, "generator0", "generator0.1")
+    rank = crew.members["generator0_rank1"]
+    rank.transition(Life.CUT_OFF)
+    crew.heard(rank.name + SUFFIX, m.Beat(rank.name))
+    assert sent[-1] == ("launcher", m.Kill(rank.name, "without the other ranks")) and rank.life is Life.CUT_OFF
+
+
+def test_a_node_that_restarts_while_one_of_its_ranks_starts_gets_one_number_for_all(monkeypatch):
+    recovery, _ = recovery_of(*TWO_RANKS)
+    came(recovery, "generator0")
+    claimed = recovery.claim(["generator0", "generator0_rank1", "generator1", "generator1_rank1"])
+    assert claimed.names == ["generator0.100", "generator0_rank1.100", "generator1", "generator1_rank1"]
 
 
 @pytest.mark.parametrize("may_restart", [False, True])

@@ -163,7 +163,17 @@ def test_the_least_ranks_of_a_large_policy_are_named(size, gigabytes, least):
         )
     ]
     said = [f.text for each in found for f in each if "the policy and an arriving version do not fit" in f.text]
-    assert bool(said) == (least > 1) and all(text.endswith(f"expected {least} or more") for text in said)
+    assert bool(said) == (least > 1) and all(
+        text.endswith(f"expected {least} or more; nearest valid choice: engine.tensor_parallel={least}")
+        for text in said
+    )
+
+
+@pytest.mark.parametrize("heads, keys, ranks, expected", [(32, 8, 4, 8), (28, 4, 1, 4), (28, 4, 4, 0)])
+def test_the_named_ranks_are_more_than_there_are_and_divide_the_heads(heads, keys, ranks, expected):
+    config = load("tiny", ["engine.kind=vllm", "model.dtype=bfloat16", "speculation.method=none"])
+    policy = POLICY_8B | {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 128}
+    assert estimate.least_ranks(config, policy, 20e9, above=ranks) == expected
 
 
 def test_ranks_of_a_generator_that_would_share_a_gpu_are_named():
@@ -398,5 +408,6 @@ def test_vllms_share_of_a_gpu_leaves_room_for_arriving_weights():
     assert found(0.75) == []
     assert found(0.8) == [
         "node 0: engine.gpu_memory_utilization=0.8: vLLM's 64.0 GB, arriving weights and CUDA need 83.4 GB of GPU "
-        "memory, and there are 80.0; expected at most 0.75"
+        "memory, and there are 80.0; expected at most 0.75; "
+        "nearest valid choice: engine.gpu_memory_utilization=0.75"
     ]

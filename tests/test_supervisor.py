@@ -54,6 +54,18 @@ def test_an_actor_that_is_lost_again_on_one_gpu_is_replaced_on_a_spare_one(super
     assert [supervisor.died(name, "SIGKILL").device for name in ("generator1", "generator1.1")] == ["cuda:2"] * 2
 
 
+def test_the_ranks_of_a_generator_keep_one_replacement_number(supervisor_of):
+    """Also if the first rank's replacement is lost before the other rank's end is known."""
+    settings = ("engine.kind=vllm", "engine.tensor_parallel=2", "deployment.generators=2", "deployment.replacements=4")
+    roles_of = actor_names(load("tiny", list(settings)))
+    here = [ActorSpec(role, name, "RUN", "", "cpu") for name, role in roles_of.items() if name.startswith("generator")]
+    supervisor, _, _ = supervisor_of(here, lambda spec: spec.device, *settings)
+    new = [supervisor.died(name, "SIGKILL").name for name in ("generator0", "generator0.1", "generator0_rank1")]
+    assert new == ["generator0.1", "generator0.2", "generator0_rank1.2"]
+    assert supervisor.died("generator1_rank1", "SIGKILL").name == "generator1_rank1.1"
+    assert supervisor.replacements == 2  # all ranks of a generator count as one
+
+
 def test_launchers_of_one_host_share_its_spare_gpus_and_a_cpu_has_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     here = [spec("trainer", "cuda:0"), spec("logprob", "cuda:1"), spec("generator0", "cuda:2")]

@@ -1,5 +1,6 @@
 """engine.kind=vllm with the real vLLM, in the Python environment that has it; and the error line without vLLM."""
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -10,7 +11,7 @@ import torch
 from runs import SCRIPT, Running, events, rows
 from runs import check_finished as check_run
 
-from asyncspec.config import ConfigError, load
+from asyncspec.config import ConfigError, load, vllm_options
 from asyncspec.launch import preflight
 from asyncspec.launch.preflight import check_inputs
 
@@ -54,6 +55,37 @@ def test_weights_loaded_in_flight_act_like_weights_loaded_at_the_start(paths, fi
 @PATHS
 def test_logprobs_under_speculation_match_transformers_for_each_version(paths):
     check("swap", "engine.kv_at_swap=keep", paths=paths)
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_a_sample_that_ends_in_the_step_that_an_update_waits_for_is_returned():
+    check("drained", paths=["async"])
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_options_of_vllm_exist_and_a_refused_value_is_the_users_to_correct(tmp_path):
+    where = subprocess.run(
+        [PYTHON, "-c", "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"],
+        capture_output=True,
+        text=True,
+    )
+    source = (Path(where.stdout.strip()) / "engine" / "arg_utils.py").read_text()
+    (arguments,) = [each for each in ast.parse(source).body if getattr(each, "name", "") == "EngineArgs"]
+    known = {each.target.id for each in arguments.body if isinstance(each, ast.AnnAssign)}
+    assert {*vllm_options.PASSED, *vllm_options.GIVEN} <= known
+    code = (
+        "from asyncspec.config import load\nfrom asyncspec.actors.engines import make_engine\n"
+        "fields = ['engine.kind=vllm', 'speculation.method=none', 'engine.vllm={quantization: fp9}']\n"
+        "make_engine(load('tiny', fields), 'cpu')"
+    )
+    done = subprocess.run(
+        [PYTHON, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    said = "ConfigError: engine.vllm='{quantization: fp9}': vLLM refuses it: Unknown quantization method: fp9. Must be"
+    assert said in last, done.stderr[-2000:]
 
 
 @pytest.mark.vllm

@@ -232,6 +232,20 @@ def swap(*overrides):
         assert kept > 1e-3  # the cache of older weights was still used
 
 
+def drained(*overrides):
+    """A sample that ends in the step that an update waits for still counts as work, and is returned."""
+    engine = make_engine(load("tiny", [*VLLM, "speculation.method=none", *overrides]), DEVICE)
+    model, _ = policy.load(POLICY)
+    engine.submit(Request(0, prompts(1)[0], [0], 6))
+    while sum(len(sample.tokens) for sample in engine._live.values()) < 5:
+        assert not engine.poll()
+    engine.load_policy(dict(model.named_parameters()), 1)
+    left, done = engine.waiting, engine.poll()
+    print(f"drained: {left} sample ended in the step that the update waited for")
+    assert left == 1 and [len(c.tokens) for c in done] == [6] and set(done[0].versions.tolist()) == {0}
+    assert not engine.live and not engine.waiting and not engine.poll()
+
+
 def seeds(*overrides):
     """A sample depends on its seed and not on its neighbors, even in an engine that replaces another in the same
     process.
@@ -459,6 +473,7 @@ def in_flight(engine, config):
 CHECKS = {
     "greedy": greedy,
     "swap": swap,
+    "drained": drained,
     "seeds": seeds,
     "suffix": suffix,
     "distribution": distribution,

@@ -64,6 +64,11 @@ def first_name(name: str) -> str:
     return name.partition(".")[0]
 
 
+def replacement_number(name: str) -> int:
+    """Return how many times an actor was replaced, as its name says: 1 for generator0.1, 0 for generator0."""
+    return int(name.partition(".")[2] or 0)
+
+
 class StopRequested(Exception):
     """Raised inside a wait when this actor has to stop."""
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncspec.actors.base import first_name
+from asyncspec.actors.base import first_name, replacement_number
 from asyncspec.config import Config, topology, work
 from asyncspec.deadlines import KILLED_S
 from asyncspec.wire import messages as m
@@ -114,9 +114,9 @@ class Member:
         return topology.rank_of(first_name(self.name))[0]
 
     @property
-    def replaced(self) -> str:
-        """Its replacement number: ".1" of generator0.1, "" of generator0. All ranks of a model share it."""
-        return self.name.removeprefix(first_name(self.name))
+    def number(self) -> int:
+        """Its replacement number. All ranks of a model share it."""
+        return replacement_number(self.name)
 
     @property
     def present(self) -> bool:
@@ -259,6 +259,12 @@ class Crew:
         """Handle a beat of a cut-off actor: kill the actor if it is stuck, else restore its state."""
         if member.joined and beat.turn_s > self.vigil.turn_s:
             self.tell_launchers(m.Kill(member.name, "stuck"))
+        elif not all(
+            rank.present
+            for rank in self.members.values()
+            if (rank.leader, rank.number) == (member.leader, member.number)
+        ):
+            self.tell_launchers(m.Kill(member.name, "without the other ranks"))
         else:
             member.transition(member.reached)
             member.condemned_at = 0.0

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from asyncspec.actors.base import Actor, first_name
+from asyncspec.actors.base import Actor, first_name, replacement_number
 from asyncspec.config import work
 from asyncspec.config.topology import rank_of
 from asyncspec.engine.protocol import Completion, Engine, Request
@@ -27,7 +27,7 @@ class EngineHolder(Actor):
         leader, rank = rank_of(first_name(spec.name))
         size = self.config.engine.tensor_parallel
         # The replacement number is the same in all ranks: they meet under a name that their predecessors did not have.
-        group = leader + spec.name.removeprefix(first_name(spec.name))
+        group = f"{leader}.{replacement_number(spec.name)}"
         self.index, self.ranks = int(leader.removeprefix("generator")), Ranks(group, rank, size, size)
         self.engine: Engine | None = None  # set by `load`, and with several ranks by `connect`
         self.sampled = 0  # follows from all tokens of finished samples, in order

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from asyncspec.actors.base import replacement_number
 from asyncspec.actors.crew import actor_names
 from asyncspec.actors.engine_holder import EngineHolder
 from asyncspec.actors.generator_rank import HOLD, LENGTH, STEP, SWAP
@@ -123,7 +124,8 @@ class Generator(EngineHolder):
     def _swap_weights(self) -> None:
         self.tell_received()
         while self.team.outboxes and (item := self.inbox.take(m.Received)) is not None:
-            self.complete[item[0].kind][item[0].version].add(item[0].name)
+            if replacement_number(item[0].name) == replacement_number(self.name):  # else its predecessor's rank sent it
+                self.complete[item[0].kind][item[0].version].add(item[0].name)
         for kind, receiver in self.receivers.items():
             if kind == "policy" and self._evaluating():
                 self._hold_policy()

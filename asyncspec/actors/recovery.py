@@ -14,7 +14,7 @@ from asyncspec.actors.delivery import Delivery
 from asyncspec.actors.failures import MOST_ALIKE
 from asyncspec.actors.run import Run
 from asyncspec.actors.tickets import ARRIVED, GENERATED
-from asyncspec.config import work
+from asyncspec.config import topology, work
 from asyncspec.config.topology import GENERATOR_RANK
 from asyncspec.deadlines import KILLED_S, LATE_WORD_S
 from asyncspec.wire import messages as m
@@ -84,6 +84,7 @@ class Recovery:
             self.crew.leave(member)
             self._note_lost(member, reason)
             self._replace(member, reason)
+            self._end_ranks_with(member)
             if member.role == "logprob":
                 self._given_up = time.monotonic()
             if self.run.broadcasts is not None:
@@ -97,7 +98,7 @@ class Recovery:
         """
         if member.role == "draft_adapter":
             return self.run.broadcasts is not None
-        others = [other for other in self.crew.playing(member.role) if other is not member]
+        others = [other for other in self.crew.playing(member.role) if other.leader != member.leader]
         return member.role in replaceable(self.config) and any(
             other.hello is not None and not other.condemned for other in others
         )
@@ -142,7 +143,7 @@ class Recovery:
         """
         if self._starts_with_others(member):
             for other in self.crew.present:
-                together = other.leader == member.leader and other.replaced == member.replaced
+                together = other.leader == member.leader and other.number <= member.number
                 if together and self._starts_with_others(other) and not other.condemned:
                     self.crew.condemn(other, f"without {member.name}")
 
@@ -263,8 +264,14 @@ class Recovery:
         crew, granted = self.crew, []
         for name in names:
             known = crew.named(name)
+            # The ranks of a generator are on one node and keep one replacement number.
+            ranks = [known]
+            if known and self._starts_with_others(known[0]):
+                size = self.config.engine.tensor_parallel
+                ranks = [crew.named(each) for each in topology.rank_names(known[0].leader, size)]
             came = bool(known) and (
-                self.run.broadcasts is not None or known[0].hello is not None or not known[0].present
+                self.run.broadcasts is not None
+                or any(first.hello is not None or not first.present for first, *_ in ranks)
             )
             if not known or (came and known[0].role not in replaceable(self.config)):
                 return m.Claimed(
@@ -274,7 +281,7 @@ class Recovery:
                 )
             # A launcher that is cut off counts up by one from the name it has (`Supervisor.died`). Steps of 100 keep
             # the two from giving out the same name.
-            granted.append(f"{name}.{100 * len(known)}" if came else name)
+            granted.append(f"{name}.{100 * max(map(len, ranks))}" if came else name)
         for name, new in zip(names, granted):
             if new == name:
                 crew.expect(crew.members[name])

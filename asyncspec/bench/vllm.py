@@ -14,16 +14,19 @@ import json
 import statistics
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.table import Table
 
 from asyncspec.bench.environments import interpreter
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
+from asyncspec.config import load
 from asyncspec.errors import UserError
 
-METHODS, LIVES, FIXED = ("draft_model", "eagle3", "ngram"), (1, 4, 16), (1, 2, 3, 5, 7)
+METHODS, LIVES, FIXED = ("draft_model", "eagle3", "ngram"), (1, 4, 16), (0, 1, 2, 3, 5, 7)
 SLOTS = max(LIVES)
+VARIED = ("engine.kind", "engine.slots", "speculation.method", "speculation.draft_length", "engine.tensor_parallel")
 WINDOW_S, WARM_UP_S = 3.0, 8.0  # seconds of a measurement, and of auto before the first one
 
 
@@ -39,8 +42,9 @@ class Worker:
         self.log = log
 
     def ask(self, **request) -> dict:
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # then it ended, and there is no answer
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> dict:
@@ -60,6 +64,10 @@ class VllmBenchmark(Benchmark):
     )
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
+        for field in (override.partition("=")[0] for override in overrides):
+            if field in VARIED:
+                raise UserError(f"bench vllm {field}=...: the benchmark sets it; expected other fields")
+        load("tiny", ["engine.kind=vllm", *overrides])  # wrong fields, before anything is made
         python = interpreter("vllm", out)
         self.workers = {
             method: Worker(python, method, overrides, out / f"{method}.log") for method in ("none", *METHODS)

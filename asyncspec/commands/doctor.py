@@ -225,18 +225,21 @@ def _vllm_too_large(config: Config, policy: dict, here: Iterable[str], names: di
     if filled <= room:
         return ""
     share = config.engine.gpu_memory_utilization
-    fitting = math.floor(100 * (share - (filled - room) / room)) / 100
+    fitting = share - (filled - room) / room
     inside = estimate.of_actor(config, policy, "generator")
     inside.pop("arriving weights")
     if sum(inside.values()) > fitting * room:
-        ranks = estimate.least_ranks(config, policy, room)
+        ranks = estimate.least_ranks(config, policy, room, above=config.engine.tensor_parallel)
+        nearest = f"{ranks} or more; nearest valid choice: engine.tensor_parallel={ranks}"
         return (
             f"engine.tensor_parallel={config.engine.tensor_parallel}: the policy and an arriving version do not fit on "
-            f"GPUs of {room / 1e9:.0f} GB; expected " + (f"{ranks} or more" if ranks else "a smaller policy")
+            f"GPUs of {room / 1e9:.0f} GB; expected {nearest if ranks else 'a smaller policy'}"
         )
+    fitting = math.floor(100 * fitting) / 100
     return (
         f"engine.gpu_memory_utilization={share}: vLLM's {share * room / 1e9:.1f} GB, arriving weights and CUDA need "
-        f"{filled / 1e9:.1f} GB of GPU memory, and there are {room / 1e9:.1f}; expected at most {max(0.0, fitting)}"
+        f"{filled / 1e9:.1f} GB of GPU memory, and there are {room / 1e9:.1f}; expected at most {fitting}; "
+        f"nearest valid choice: engine.gpu_memory_utilization={fitting}"
     )
 
 

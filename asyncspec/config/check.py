@@ -69,13 +69,14 @@ def _check_notations(config: Config) -> None:
         ("deployment.delays", parse_delays, "generate=0.01,train=0.1"),
         ("deployment.faults", parse_faults, "generator0:swap:2:kill"),
         ("data.template_variables", parse_variables, "enable_thinking=false"),
-        ("engine.vllm", vllm_options.parse, "{quantization: fp8}"),
+        ("engine.vllm", vllm_options.parse, ""),
     ):
         text = value_of(config, name)
         try:
             parse(text)
         except ValueError as error:
-            raise ConfigError(f"{name}={text!r}: {error}; for example {example}") from None
+            shown = f"; for example {example}" if example else ""
+            raise ConfigError(f"{name}={text!r}: {error}{shown}") from None
     delays, faults = config.deployment.delays, config.deployment.faults
     _check_actors("deployment.delays", delays, [actor for actor, _, _ in parse_delays(delays) if actor])
     _check_actors("deployment.faults", faults, [actor for actor, _, _, _ in parse_faults(faults)])

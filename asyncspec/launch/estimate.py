@@ -206,12 +206,18 @@ def with_vllm(config: Config, policy: dict, room: float) -> float:
     return config.engine.gpu_memory_utilization * room + arriving + OUTSIDE_VLLM
 
 
-def least_ranks(config: Config, policy: dict, room: float) -> int:
+def least_ranks(config: Config, policy: dict, room: float, above: int = 0) -> int:
     """Return the least engine.tensor_parallel, a power of two, with which weights, a sequence and an arriving version
     fit on GPUs of so many bytes; 0 if none up to 64 does.
+
+    Args:
+        above: more ranks than this.
     """
     config = copy.deepcopy(config)
+    heads, keys = policy["num_attention_heads"], policy["num_key_value_heads"]
     for ranks in (1, 2, 4, 8, 16, 32, 64):
+        if ranks <= above or heads % ranks or (keys % ranks and ranks % keys):
+            continue
         config.engine.tensor_parallel = ranks
         if sum(of_actor(config, policy, "generator").values()) + OUTSIDE_VLLM <= room:
             return ranks

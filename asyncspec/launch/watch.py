@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncspec.actors.base import RAISED, RESTART, ActorSpec, first_name
+from asyncspec.actors.base import RAISED, RESTART, ActorSpec, first_name, replacement_number
 from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config, work
-from asyncspec.config.topology import GENERATOR_RANK
+from asyncspec.config.topology import GENERATOR_RANK, rank_of
 from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire.control import ControlClient
@@ -133,15 +133,25 @@ class Supervisor:
         further = spec is not None and spec.role == GENERATOR_RANK  # its generator counts for it
         if spec is not None and spec.role in replaceable(self.config) and going_on and (self.replacements or further):
             self.replacements -= not further
-            number = name.removeprefix(first_name(name)).lstrip(".")
             new = msgspec.structs.replace(
-                spec, name=f"{first_name(name)}.{int(number or 0) + 1}", device=self._device(spec)
+                spec, name=f"{first_name(name)}.{self._next_number(spec)}", device=self._device(spec)
             )
             self.specs[new.name] = new
         self._client.send(
             Lost(name, f"{name} died: {how}", new.name if new else "", may_restart=going_on and self.may_restart)
         )
         return new
+
+    def _next_number(self, spec: ActorSpec) -> int:
+        """Return the replacement number of an actor's successor: that of the generator's other ranks, if they have
+        been replaced already.
+        """
+        number = replacement_number(spec.name)
+        if spec.role not in ("generator", GENERATOR_RANK):
+            return number + 1
+        leader = rank_of(first_name(spec.name))[0]
+        ranks = [replacement_number(name) for name in self.specs if rank_of(first_name(name))[0] == leader]
+        return max(number + 1, *ranks)
 
     def _device(self, spec: ActorSpec) -> str:
         """Return the device for the replacement of an actor that was lost."""
