@@ -50,7 +50,7 @@ def test_the_chosen_length_is_the_one_that_gives_most_tokens_a_second(monkeypatc
     live, engine = 4, PacedEngine(4, 10e-3, per_token_s, in_flight)
     monkeypatch.setattr(vllm_length.time, "perf_counter", lambda: engine.now)
     lengths = VllmLength(engine.table, 4)
-    lengths.calibrate(engine.begin, engine.step, engine.end)
+    lengths.calibrate(engine.begin, engine.step, engine.end, looks_up=False)
     engine.begin(live)
     began, chosen = engine.now, []
     for _ in range(1500):
@@ -70,11 +70,24 @@ def test_the_chosen_length_is_the_one_that_gives_most_tokens_a_second(monkeypatc
     assert engine.now > began
 
 
+def test_a_lookup_that_finds_less_costs_less(monkeypatch):
+    engine = PacedEngine(4, 10e-3, 0.2e-3, 0)
+    monkeypatch.setattr(vllm_length.time, "perf_counter", lambda: engine.now)
+    costs = {}
+    for looks_up in (True, False):
+        lengths = VllmLength(engine.table, 4)
+        lengths.calibrate(engine.begin, engine.step, engine.end, looks_up)
+        costs[looks_up] = lengths.chooser.calibration.at(4).seconds(np.array([15, 15]), np.array([15.0, 5.0]))
+    # here a proposal costs 0.4 ms a row, as if all of it were for verifying
+    assert costs[True] == pytest.approx([10e-3 + 4 * 15 * 0.4e-3, 10e-3 + 4 * 5 * 0.4e-3], rel=0.01)
+    assert costs[False] == pytest.approx([10e-3 + 4 * 15 * 0.4e-3, 10e-3 + 4 * 10 * 0.4e-3], rel=0.01)
+
+
 def test_a_draft_is_worth_no_more_than_what_is_left_of_a_response(monkeypatch):
     engine = PacedEngine(4, 10e-3, 0.02e-3, 0)
     monkeypatch.setattr(vllm_length.time, "perf_counter", lambda: engine.now)
     lengths = VllmLength(engine.table, 4)
-    lengths.calibrate(engine.begin, engine.step, engine.end)
+    lengths.calibrate(engine.begin, engine.step, engine.end, looks_up=False)
     for _ in range(300):  # all proposals are right, and each response ends after 4 tokens
         k, names = lengths.choose(4), "abcd"
         lengths.observe(10e-3, k, dict.fromkeys(names, k), dict.fromkeys(names, min(1 + k, 4)), usual=True)

@@ -186,7 +186,7 @@ class VllmEngine(QueueingEngine):
         self._leads = rank == 0
         if config.drafting and config.fixed_draft_length is None:
             self.lengths = VllmLength(self._core.scheduler.dynamic_sd_lookup, self.slots)
-            self.lengths.calibrate(self._enter_dummies, self._vllm.step, self._drop_dummies)
+            self.lengths.calibrate(self._enter_dummies, self._step_dummies, self._drop_dummies, self.draft is None)
         # At each swap it warns of layers that were not sent: tied ones, or those a draft shares with the policy.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -430,6 +430,12 @@ class VllmEngine(QueueingEngine):
             self._vllm.add_request(f"dummy {number}", tokens_input(prompt, cache_salt="dummy"), params)
         self._dummies = count
         self._vllm.step()  # reads the prompts
+
+    def _step_dummies(self) -> None:
+        if self.draft is None:  # hardly anything is found in text without meaning
+            for request in self._core.scheduler.running:
+                request.spec_token_ids = [0] * self.lengths.k
+        self._vllm.step()
 
     def _drop_dummies(self) -> None:
         self._vllm.abort_request([f"dummy {number}" for number in range(self._dummies)])

@@ -42,13 +42,16 @@ class VllmLength:
         self.k = k
         self.table[:] = [k] * len(self.table)
 
-    def calibrate(self, begin: Callable[[int], None], step: Callable[[], object], end: Callable[[], None]) -> None:
+    def calibrate(
+        self, begin: Callable[[int], None], step: Callable[[], object], end: Callable[[], None], looks_up: bool
+    ) -> None:
         """Time steps of several sizes and lengths. All ranks of an engine take the same steps.
 
         Args:
             begin: adds this many sequences that will not end soon.
-            step: does one step.
+            step: does one step, in which all k proposals of each sequence are verified.
             end: removes them.
+            looks_up: whether proposals are looked up, which costs next to nothing, and not all of them are found.
         """
         lives, rows = sorted({n for n in LIVES if n < self.slots} | {self.slots}), []
         for live in lives:
@@ -64,8 +67,10 @@ class VllmLength:
                     times[each, at] = time.perf_counter() - began
                 end()
             row = calibration(TIMED_K, times)
-            # the longest draft of which half is verified: no time says what is saved, so half of what verifying costs
-            rows.append([*row, (row[LONGEST] + row[LONGEST // 2]) / 2])
+            # The longest draft of which half is verified. If it comes from a lookup, it costs as much as half of it
+            # would. Else no time says what is saved, so half of that.
+            half = np.interp(LONGEST / 2, range(LONGEST + 1), row)
+            rows.append([*row, half if looks_up else (row[LONGEST] + half) / 2])
         self.chooser = AutoLength(lives, np.array(rows))
         self.set(0)
         self._verified = 0
