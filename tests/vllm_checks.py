@@ -39,7 +39,7 @@ from asyncspec.models.shape import Experts, PolicyShape
 from asyncspec.tasks.sums import sums
 
 POLICY = resolve_path("asset:tiny/policy")
-MIXTURE = PolicyShape(
+SMALL = PolicyShape(
     vocab_size=64,
     dim=64,
     n_layers=3,
@@ -53,9 +53,8 @@ MIXTURE = PolicyShape(
     tied=True,
     eos_token_id=1,
     pad_token_id=0,
-    model_type="qwen3_moe",
-    experts=Experts(8, 2, 32, True),
 )
+MIXTURE = replace(SMALL, model_type="qwen3_moe", experts=Experts(8, 2, 32, True))
 VLLM = ("engine.kind=vllm", "speculation.draft_length=3", "sampling.max_response_tokens=64")
 GREEDY = ("sampling.top_k=1", "sampling.temperature=0.01")  # for drafts only the temperature counts
 
@@ -179,7 +178,7 @@ def swap(*overrides):
     from asyncspec.engine import vllm_engine
 
     # A step prefills at most as much as the longest sequence, so some samples have no token yet at the first swap.
-    vllm_engine.BATCHED_TOKENS = 1
+    vllm_engine.vllm_arguments.BATCHED_TOKENS = 1
     config = load("tiny", [*VLLM, "engine.slots=24", "sampling.temperature=0.9", *overrides])
     model, shape = policy.load(POLICY)
     models = [model, *(fill(policy.build(shape), moved(model, scale)) for scale in (0.05, 0.06))]
@@ -269,21 +268,7 @@ def suffix(*overrides):
 
 def distribution(*overrides):
     """Responses are as probable as the policy says. This check fails by chance once in 10,000 runs."""
-    shape = PolicyShape(
-        vocab_size=16,
-        dim=64,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=32,
-        hidden_dim=64,
-        max_positions=256,
-        rope_theta=1e4,
-        norm_eps=1e-5,
-        tied=False,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    shape = replace(SMALL, vocab_size=16, head_dim=32, tied=False)
     torch.manual_seed(0)
     method = load("tiny", [*VLLM, *overrides]).speculation.method
     model, prompt, length = policy.build(shape), [2, 3, 5, 2, 3, 4, 2, 3], 3
@@ -336,22 +321,7 @@ def distribution(*overrides):
 
 def families(*overrides):
     """Logprobs of families other than dense Qwen3 match transformers, with their first weights and with later ones."""
-    base = PolicyShape(
-        vocab_size=64,
-        dim=64,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        hidden_dim=64,
-        max_positions=256,
-        rope_theta=1e4,
-        norm_eps=1e-5,
-        tied=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        other_eos_token_ids=(7,),
-    )
+    base = replace(SMALL, other_eos_token_ids=(7,))
     wide = replace(base, n_heads=2, n_kv_heads=1, head_dim=32)  # vLLM's CPU attention takes heads of this width
     # vLLM's experts are approximate on a CPU, so in at most one sample of ten a router chooses another expert.
     for shape, tolerance in (

@@ -82,13 +82,13 @@ def parse(text: str) -> dict[str, Any]:
         if name in GIVEN:
             raise ValueError(f"{name!r} follows from {GIVEN[name]}; set that instead")
         if name not in PASSED:
-            raise ValueError(f"{name!r} is not passed on; expected " + nearest(name))
+            raise ValueError(f"{name!r} is not passed on; expected " + _nearest(name))
     if not isinstance(options.get("hf_overrides", {}), dict):
         raise ValueError("hf_overrides: expected a mapping, for example {hf_overrides: {rope_theta: 1e6}}")
     return options
 
 
-def nearest(name: str) -> str:
+def _nearest(name: str) -> str:
     """Return the option whose name is most similar to `name`, or all of them in one line."""
     return closest(name, PASSED) or f"one of {', '.join(PASSED)}"
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from asyncspec import clock
-from asyncspec.config import Config, resolve_path, vllm_options, work
+from asyncspec.config import Config, resolve_path, vllm_options
 from asyncspec.drafts import draft as drafts
 from asyncspec.engine import vllm_process
 from asyncspec.engine.protocol import Completion, QueueingEngine, Sample, at_least
@@ -40,10 +40,8 @@ from asyncspec.models.widen import as_llama, widened, widened_tensors
 vllm_process.prepare(torch.get_num_threads())
 
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.distributed.weight_transfer.base import WeightTransferEngine  # noqa: E402
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
@@ -53,10 +51,9 @@ from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+from asyncspec.engine import vllm_arguments  # noqa: E402
+
 TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
-# Positions in a KV cache block: the fewest that vLLM's CPU attention allows, so that short prompts are shared too.
-CPU_BLOCK = 32
-BATCHED_TOKENS = 8192  # the most tokens of a step, unless one sequence is longer; the rest waits for the next step
 
 
 class _InProcessTransfer(WeightTransferEngine[dict, dict]):
@@ -165,17 +162,11 @@ class VllmEngine(QueueingEngine):
                     paths[kind] = Path(folder) / kind
                 if other:
                     as_llama(paths[kind])
-            try:
-                vllm_config = self._arguments(config, paths).create_engine_config()
+            given = vllm_arguments.Given(config, self.shape, self.draft, paths, self._factors, self._size, cpu)
+            with vllm_arguments.blamed(config):
+                vllm_config = vllm_arguments.make(given, TRANSFER).create_engine_config()
                 vllm_config.device_config.device = torch.device(device)
                 self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
-            except (ValueError, TypeError, NotImplementedError) as error:
-                if not config.engine.vllm:
-                    raise
-                raise ConfigError(
-                    f"engine.vllm={config.engine.vllm!r}: vLLM refuses it: {vllm_process.reason(error)}; expected "
-                    "other values, as vLLM's engine arguments describe them"
-                ) from error
         _of_this_process.append(self._vllm)
         self._core = self._vllm.engine_core.engine_core
         self._step: SchedulerOutput | None = None  # what the step did whose tokens the last call returned
@@ -189,78 +180,6 @@ class VllmEngine(QueueingEngine):
             self.lengths.calibrate(self._enter_dummies, self._step_dummies, self._drop_dummies, self.draft is None)
         # At each swap it warns of layers that were not sent: tied ones, or those a draft shares with the policy.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-    def _arguments(self, config: Config, paths: Mapping[str, Path]) -> EngineArgs:
-        k = config.longest_draft
-        positions = self.max_prompt_tokens + self.max_response_tokens + k + 1
-        speculative = None
-        if config.drafting:
-            speculative = {"method": config.speculation.method, "num_speculative_tokens": k}
-            if config.fixed_draft_length is None:
-                speculative["num_speculative_tokens_per_batch_size"] = [(1, self.slots, k)]
-            if self.draft is not None:
-                speculative |= {"model": str(paths["draft"]), "draft_sample_method": "probabilistic"}
-            elif config.speculation.method == "ngram":
-                speculative |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-        if self.device == "cpu":
-            # When it prefills a prompt in chunks, vLLM 0.32 discards samples and rewinds the random generator, which
-            # it cannot do on CPUs.
-            special = {
-                "block_size": CPU_BLOCK,
-                "kv_cache_memory_bytes": self._kv_cache_bytes(positions),
-                "enable_chunked_prefill": False,
-            }
-        else:
-            special = {"gpu_memory_utilization": config.engine.gpu_memory_utilization}
-        if self._size > 1:
-            # Ranks start at different times. A rank that dies closes its connections, so the others need no deadline.
-            timeout_s = int(work.start_s(config))
-            special |= {
-                "tensor_parallel_size": self._size,
-                "distributed_executor_backend": "external_launcher",
-                # It takes rank r to compute on GPU r of the host.
-                "disable_custom_all_reduce": True,
-                "distributed_timeout_seconds": timeout_s,
-                "cpu_distributed_timeout_seconds": timeout_s,
-            }
-        options = {
-            "max_num_batched_tokens": max(BATCHED_TOKENS, positions, self.slots * (k + 1)),
-            "enable_prefix_caching": True,
-            **special,
-            **vllm_options.parse(config.engine.vllm),
-        }
-        if config.model.dtype == "bfloat16":  # logits in float32, as the trainer and the logprob actors compute them
-            options["hf_overrides"] = {"head_dtype": "float32"} | dict(options.get("hf_overrides") or {})
-        return EngineArgs(
-            model=str(paths["policy"]),
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            max_model_len=positions,
-            max_num_seqs=self.slots,
-            async_scheduling=None,  # as vLLM does by itself: with drafts and without, on GPUs
-            enforce_eager=not config.engine.compile,
-            speculative_config=speculative,
-            per_request_spec_decode_metrics="detailed" if config.drafting else "none",
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
-            disable_log_stats=True,
-            seed=config.seed,
-            dtype=config.model.dtype,
-            **options,
-        )
-
-    def _kv_cache_bytes(self, positions: int) -> int:
-        """Return the bytes that `slots` sequences of `positions` take on a rank in float32, with one block more each
-        for proposals. bfloat16 needs half of that.
-        """
-
-        def layer_bytes(shape, kind: str) -> int:
-            return 2 * max(1, shape.n_kv_heads // self._size) * shape.head_dim * self._factors[kind] * 4
-
-        a_position = self.shape.n_layers * layer_bytes(self.shape, "policy")
-        if self.draft is not None:
-            a_position += getattr(self.draft.shape, "n_layers", 1) * layer_bytes(self.draft.shape, "draft")
-        return a_position * CPU_BLOCK * (2 + self.slots * (2 + positions // CPU_BLOCK))
 
     def parameters(self, kind: str) -> Mapping[str, torch.Tensor]:
         return dict((self.policy if kind == "policy" else self.draft.module).named_parameters())
@@ -278,6 +197,7 @@ class VllmEngine(QueueingEngine):
         return self.lengths.k
 
     def follow(self, draft_length: int) -> None:
+        """Have all further steps propose as many tokens as the first rank's."""
         self.lengths.set(draft_length)
 
     @property
@@ -286,7 +206,7 @@ class VllmEngine(QueueingEngine):
         return super().waiting + len(self._drained)
 
     def poll(self) -> list[Completion]:
-        """Do one step of vLLM; return the samples that finished in it."""
+        """Do one step of vLLM. Return the samples that finished in it, or in a step that a swap waited for."""
         while self._queue and self.live < self.slots:
             waiting = self._queue.popleft()
             self._enter(_Live(waiting.request, waiting.number, clock.now()))

@@ -106,13 +106,6 @@ def use_ranks(rank: int, device: str) -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
-def reason(error: Exception) -> str:
-    """Return why vLLM refuses its options, in one line. Its configuration classes give the reason in the second."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    found = lines[0] if len(lines) == 1 or " validation error" not in lines[0] else " ".join(lines[1:3])
-    return found.partition(" [type=")[0].replace("Value error, ", "")[:300].rstrip(".")
-
-
 def keep_kernels() -> None:
     """Keep vLLM from registering its kernels a second time: they are registered, and its search for their users fails
     once Numba is loaded (vLLM 0.32, CPUs).
