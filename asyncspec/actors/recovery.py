@@ -264,7 +264,7 @@ class Recovery:
         crew, granted = self.crew, []
         for name in names:
             known = crew.named(name)
-            # The ranks of a generator are on one node and keep one replacement number.
+            # All ranks of a generator are on one node and have one replacement number.
             ranks = [known]
             if known and self._starts_with_others(known[0]):
                 size = self.config.engine.tensor_parallel

@@ -49,7 +49,7 @@ def main() -> None:
             verified += completion.verifications
 
     def so_far() -> tuple[float, int, int]:
-        """The time, and the tokens after the first ones and the verifications of all samples."""
+        """Return the time, and of all samples the tokens after their first one, and the verifications."""
         begun = [sample for sample in engine._live.values() if sample.steps]
         tokens, steps = (sum(len(sample.tokens) - 1 for sample in begun), sum(sample.steps - 1 for sample in begun))
         return time.perf_counter(), emitted + tokens, verified + steps

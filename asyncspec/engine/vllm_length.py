@@ -67,8 +67,8 @@ class VllmLength:
                     times[each, at] = time.perf_counter() - began
                 end()
             row = calibration(TIMED_K, times)
-            # The longest draft of which half is verified. If it comes from a lookup, it costs as much as half of it
-            # would. Else no time says what is saved, so half of that.
+            # The last entry: the longest draft, of which half is verified. A lookup costs nothing, so this costs as
+            # much as a draft of half the length. Otherwise nothing says how much of that is saved: we take half.
             half = np.interp(LONGEST / 2, range(LONGEST + 1), row)
             rows.append([*row, half if looks_up else (row[LONGEST] + half) / 2])
         self.chooser = AutoLength(lives, np.array(rows))
