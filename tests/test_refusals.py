@@ -137,6 +137,7 @@ TWINS = {
 RUNNING = {
     "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
     "engine.protocol:QueueingEngine.submit": "no generator asks for a sampling of a request's own",
+    "engine.vllm_arguments:blamed": "only vLLM knows which values its options take, and importing it takes seconds",
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",
     "faults:_full": "a test asks for a full disk",
     "faults:_raise": "a test asks for an exception",
