@@ -204,6 +204,7 @@ _OURS = (
     Metric("process/ACTOR_mb", "MB", "resident memory of the actor's process"),
     Metric("process/ACTOR_files", "count", "its open file descriptors"),
     Metric("process/ACTOR_threads", "count", "its threads"),
+    Metric("process/ACTOR_cpu_s", "s", "seconds that processors have worked for it"),
     Metric("clock/ACTOR_error_ms", "ms", "bound on the error of the clock of an actor on another host"),
     Metric("wire/ACTOR_rejected", "count", "messages that the actor refused"),
     Metric("wire/ACTOR_duplicates", "count", "messages that arrived twice and counted once"),

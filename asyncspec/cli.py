@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import BENCHMARKS
-from asyncspec.commands import export, serve
+from asyncspec.commands import export, serve, simulate
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_data(commands)
     export.add_parser(commands)
     serve.add_parser(commands)
+    simulate.add_parser(commands)
     _add_report(commands)
     _add_audit(commands)
     _add_bench(commands)
@@ -381,6 +382,9 @@ def _add_bench(commands) -> None:
         help="measure more, where a benchmark can; go on after the repetitions that are already in --out",
     )
     bench.add_argument(
+        "--cells", metavar="FILE", help="published: compare these cells too; JSON, id to value, or a list of both"
+    )
+    bench.add_argument(
         "overrides",
         nargs="*",
         default=[],
@@ -393,7 +397,10 @@ def _add_bench(commands) -> None:
 def _bench(args) -> int:
     from asyncspec.bench import harness
 
-    return harness.run(args.name, args.out, args.repeats, args.overrides, args.only, args.full)
+    if args.cells and args.name != "published":
+        raise UserError(f"bench {args.name} --cells: expected bench published --cells")
+    overrides = [*args.overrides, *([f"cells={args.cells}"] if args.cells else [])]
+    return harness.run(args.name, args.out, args.repeats, overrides, args.only, args.full)
 
 
 if __name__ == "__main__":

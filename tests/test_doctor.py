@@ -24,7 +24,7 @@ from asyncspec.drafts.training import unrolled_loss
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.launch import estimate
-from asyncspec.models import eagle3, policy
+from asyncspec.models import eagle3, policy, sizes
 from asyncspec.speculation.verify import Sampling
 
 PLACED, NAMES = (
@@ -35,9 +35,9 @@ PLACED, NAMES = (
 
 def test_the_estimate_counts_parameters_and_cache_exactly(small_shape, small_policy):
     described = small_shape.to_hf()
-    assert estimate.parameters(described) == sum(p.numel() for p in small_policy.parameters())
+    assert sizes.parameters(described) == sum(p.numel() for p in small_policy.parameters())
     tied = replace(small_shape, tied=True)
-    assert estimate.parameters(tied.to_hf()) == sum(p.numel() for p in policy.build(tied).parameters())
+    assert sizes.parameters(tied.to_hf()) == sum(p.numel() for p in policy.build(tied).parameters())
     config = load(
         "tiny",
         ["engine.slots=4", "engine.max_prompt_tokens=8", "sampling.max_response_tokens=23", "speculation.method=none"],
@@ -46,7 +46,7 @@ def test_the_estimate_counts_parameters_and_cache_exactly(small_shape, small_pol
     engine = TorchEngine(small_shape, slots=4, max_prompt_tokens=8, max_response_tokens=23)
     cache = engine.decode.cache
     assert estimate.of_actor(config, described, "generator")["KV cache"] == cache.keys.nbytes + cache.values.nbytes
-    assert estimate.parameters(POLICY_8B) == pytest.approx(8.19e9, rel=1e-3)  # from its model card
+    assert sizes.parameters(POLICY_8B) == pytest.approx(8.19e9, rel=1e-3)  # from its model card
 
 
 def test_a_device_that_is_too_small_is_named_with_what_fills_it():
@@ -105,7 +105,7 @@ def test_a_generator_needs_memory_for_its_draft_and_the_distributions_of_a_step(
     draft = drafts.new(method, shape, model)
     draft.save(tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
-    assert estimate.draft_parameters(method, described) == sum(p.numel() for p in draft.module.parameters())
+    assert sizes.draft_parameters(method, described) == sum(p.numel() for p in draft.module.parameters())
     config = load(
         "tiny",
         [f"{name}={value}" for name, value in settings.items()]
@@ -178,7 +178,7 @@ def test_a_draft_adapter_needs_memory_for_its_draft_and_the_unrolled_passes(tmp_
     draft = eagle3.Eagle3(shape, torch.arange(tokens) if tokens else None)
     eagle3.save(draft, tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
-    P = estimate.eagle3_parameters(described)
+    P = sizes.eagle3_parameters(described)
     assert P == sum(p.numel() for p in draft.parameters())
     config = load(
         "tiny", ["engine.max_prompt_tokens=40", "sampling.max_response_tokens=60", "draft.window=50", "rl.group_size=4"]

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from asyncspec.config import resolve_path
 from asyncspec.drafts import draft as drafts
-from asyncspec.launch import estimate
-from asyncspec.models import CheckpointError, mtp, policy, tensor_files
+from asyncspec.models import CheckpointError, mtp, policy, sizes, tensor_files
 from asyncspec.models.headers import read_headers
 from asyncspec.models.hf_files import read_tensors, write_checkpoint
 from asyncspec.models.shape import PolicyShape
@@ -90,7 +89,7 @@ def test_an_export_in_16_bits_and_shards_is_what_transformers_loads(tmp_path, mo
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, target))
     assert after == before | {"dtype": "bfloat16"}
     total = json.loads((target / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
-    assert total == 2 * estimate.parameters(shape.to_hf())
+    assert total == 2 * sizes.parameters(shape.to_hf())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")
     assert theirs.dtype == torch.bfloat16
     ours, _ = policy.load(target)

@@ -7,8 +7,7 @@ import torch
 from directories import FAMILIES, SIZES, transformers_model
 from engines import GREEDY, engine_of, run
 
-from asyncspec.launch import estimate
-from asyncspec.models import policy
+from asyncspec.models import policy, sizes
 from asyncspec.rl.optimizer import decayed
 
 
@@ -53,7 +52,7 @@ def test_the_gradient_is_that_of_transformers(both):
 
 def test_parameters_are_counted_and_only_matrices_decay(both):
     _, ours, shape = both
-    assert estimate.parameters(shape.to_hf()) == sum(p.numel() for p in ours.parameters())
+    assert sizes.parameters(shape.to_hf()) == sum(p.numel() for p in ours.parameters())
     matrices, others = (group["params"] for group in decayed(ours, 0.1))
     assert {p.ndim for p in matrices} <= {2, 3} and not any(p.ndim > 1 for p in others if len(p) != shape.vocab_size)
     assert any(p is ours.tok_embeddings.weight for p in others)

@@ -10,6 +10,7 @@ from runs import in_ranks
 
 from asyncspec.config import load, resolve_path
 from asyncspec.launch import estimate
+from asyncspec.models import sizes
 from asyncspec.models.contents import policy_tensors
 from asyncspec.models.hf_files import write_checkpoint
 from asyncspec.models.shape import PolicyShape
@@ -103,7 +104,7 @@ def test_loading_takes_little_more_memory_than_what_is_kept(directories, actor, 
     overrides = [f"model.dtype={dtype}", "speculation.method=ngram", f"{actor}.ranks={ranks}"]
     tiny, large = (peak(loaded, actor, ranks, directory, overrides) for directory in directories)
     described = PolicyShape.from_hf(directories[1]).to_hf()
-    P = estimate.parameters(described)
+    P = sizes.parameters(described)
     assert kept < (large - tiny) / P < kept + 0.5
     block = estimate.loaded(load("tiny", overrides), described, actor, estimate.MAPPED)
     assert large - tiny == pytest.approx(kept * P + block, rel=0.1)
@@ -116,7 +117,7 @@ def test_an_export_takes_a_snapshot_and_a_few_buckets(directories):
     """
     overrides = ["speculation.method=ngram", "trainer.ranks=2", "checkpoint.export_dtype=bfloat16"]
     described = PolicyShape.from_hf(directories[1]).to_hf()
-    P = estimate.parameters(described)
+    P = sizes.parameters(described)
     found = peak(exported, "trainer", 2, directories[1], overrides)
     assert P < found < 5 * P
     assert found < 2 * P + estimate.gathered(load("tiny", overrides), described, "trainer")

@@ -8,6 +8,7 @@ from asyncspec.commands.doctor import judge
 from asyncspec.commands.meeting import Node
 from asyncspec.config import load
 from asyncspec.launch import estimate
+from asyncspec.models import sizes
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from asyncspec.launch import estimate
 )
 def test_the_least_ranks_of_a_large_policy_are_named(size, gigabytes, least):
     described, parameters = LARGE[size]
-    assert estimate.parameters(described) == pytest.approx(parameters, rel=2e-3)
+    assert sizes.parameters(described) == pytest.approx(parameters, rel=2e-3)
     config = load(
         "tiny", ["deployment.device=auto", "engine.kind=vllm", "model.dtype=bfloat16", "speculation.method=none"]
     )

@@ -352,13 +352,16 @@ def device_uuid(device: str) -> str:
 
 
 def resource_usage() -> dict[str, float]:
-    """Return this process's resident memory in megabytes and its numbers of file descriptors and threads."""
+    """Return this process's resident memory in megabytes, its numbers of file descriptors and threads, and the seconds
+    that processors have worked for it.
+    """
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {
         "mb": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
+        "cpu_s": round(time.process_time(), 3),
     }
 
 

@@ -15,6 +15,7 @@ With engine.tensor_parallel above 1 it leads the ranks that hold the policy toge
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -104,7 +105,7 @@ class Generator(EngineHolder):
         self._swap_weights()
         self._admit()
         if self.engine.live or self.engine.waiting:
-            self._busy_since = self._busy_since or (now(), self.recorder.mark())
+            self._busy_since = self._busy_since or (now(), time.process_time(), self.recorder.mark())
             self.delay("generate")
             self.fault("work")
             if (length := self.engine.plan()) != self._draft_length:
@@ -283,6 +284,7 @@ class Generator(EngineHolder):
 
     def _end_busy_span(self) -> None:
         if self._busy_since:
-            start, mark = self._busy_since
-            self.recorder.add("generate", start, now(), version=self.engine.version, since=mark)
+            start, cpu, mark = self._busy_since
+            cpu, rounds = time.process_time() - cpu, self.engine.rounds()
+            self.recorder.add("generate", start, now(), version=self.engine.version, since=mark, cpu=cpu, rounds=rounds)
             self._busy_since = None

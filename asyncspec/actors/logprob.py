@@ -10,6 +10,7 @@ With logprob.ranks above 1 it leads the ranks that hold the policy together, see
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -168,15 +169,14 @@ class Logprob(PolicyHolder):
 
     def _process(self, items: list[tuple[m.Group, m.Arrays, float]]) -> None:
         """Score groups, the first one on this rank, and send them to the trainer."""
-        start, mark, first = now(), self.recorder.mark(), items[0][0].ticket
+        start, mark, first, cpu = now(), self.recorder.mark(), items[0][0].ticket, time.process_time()
         self.delay("logprob", ticket=first.ticket_id)
         self.fault("work")
         supervision = self.score([(group, arrays) for group, arrays, _ in items], self._wants_supervision(first.step))
         end = now()
         # the other ranks record their own spans
-        self.recorder.add(
-            "logprob", start, end, step=first.step, ticket=first.ticket_id, version=self.version, since=mark
-        )
+        cpu, about = time.process_time() - cpu, {"step": first.step, "ticket": first.ticket_id}
+        self.recorder.add("logprob", start, end, **about, version=self.version, since=mark, cpu=cpu)
         for group, arrays, arrived in items:
             # The group waited for weights if it needed a version that was swapped in after it arrived.
             needed = int(arrays["versions"].max()) == self.version and self.swapped > arrived

@@ -393,8 +393,8 @@ class Trainer(Actor):
 
     @contextmanager
     def _part(self, name: str, step: int, ticket: int = -1):
-        start, mark = now(), self.recorder.mark()
+        start, mark, cpu = now(), self.recorder.mark(), time.process_time()
         yield
-        end = now()
+        end, cpu = now(), time.process_time() - cpu
         self.step.busy[name] += end - start
-        self.recorder.add(name, start, end, step=step, ticket=ticket, version=step, since=mark)
+        self.recorder.add(name, start, end, step=step, ticket=ticket, version=step, since=mark, cpu=cpu)

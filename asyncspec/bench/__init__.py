@@ -59,6 +59,11 @@ BENCHMARKS = {
     "what_if": Listed(
         "asyncspec.bench.what_if", "whether a run that is replayed with a change tells what the change gives", 20
     ),
+    "published": Listed(
+        "asyncspec.bench.published",
+        "the simulator's predictions and their ranges, beside published results; --cells FILE compares more",
+        3,
+    ),
     "algorithms": Listed(
         "asyncspec.bench.algorithms",
         "whether each loss, off-policy correction and way to take a step learns the default job",

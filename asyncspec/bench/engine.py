@@ -38,7 +38,7 @@ from asyncspec.bench.loads import Loads
 from asyncspec.engine.protocol import Completion
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.errors import UserError
-from asyncspec.launch import estimate
+from asyncspec.models import sizes
 from asyncspec.models.shape import PolicyShape
 
 LIVE = (1, 2, 4, 8, 16, 32, 64)
@@ -97,7 +97,7 @@ def weight_bytes(shape: PolicyShape, dtype: torch.dtype) -> int:
     count: a step loads only a few of its rows.
     """
     looked_up = 0 if shape.tied else shape.vocab_size * shape.dim
-    return dtype.itemsize * (estimate.parameters(shape.to_hf()) - looked_up)
+    return dtype.itemsize * (sizes.parameters(shape.to_hf()) - looked_up)
 
 
 class TimedEngine(TorchEngine):

@@ -187,7 +187,9 @@ def _write(
     for table in benchmark.tables(samples) if whole else [_table(benchmark, samples)]:
         console.print(table)
     for key, value in headline.items():
-        console.print(f"{key}: {value:.3f}", soft_wrap=True)
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        for name, each in parts:
+            console.print(f"{key}{' ' * bool(name)}{name}: {each:.3f}", soft_wrap=True)
     written = [directory / "result.json"]
     if whole:
         written.append(directory / "plot.png")

@@ -24,6 +24,7 @@ from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import estimate, scratch
 from asyncspec.launch.machine import check_host, check_machine
 from asyncspec.launch.preflight import check_inputs
+from asyncspec.models import sizes
 from asyncspec.models.shape import PolicyShape
 
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
@@ -307,7 +308,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
     size = (
         "mock actors instead of a policy"
         if config.trainer.kind == "mock"
-        else f"a policy of {estimate.parameters(policy) / 1e6:,.1f} M parameters"
+        else f"a policy of {sizes.parameters(policy) / 1e6:,.1f} M parameters"
     )
     console.print(
         f"asyncspec doctor: {size}, {len(placed)} node{'s' * (len(placed) > 1)}, engine {config.engine.kind}, "

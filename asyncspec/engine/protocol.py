@@ -17,6 +17,7 @@ import torch
 
 from asyncspec.models.shape import PolicyShape
 from asyncspec.speculation.verify import Sampling
+from asyncspec.wire.facts import Rounds
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class Engine(Protocol):
 
     def poll(self) -> list[Completion]: ...
 
+    def rounds(self) -> list[Rounds]:
+        """Return the rounds since the last call; none if the engine does not measure them."""
+        ...
+
     def plan(self) -> int:
         """Return the draft length that the next `poll` takes, if several ranks must take the same; else -1."""
         ...
@@ -124,6 +129,9 @@ class QueueingEngine:
     @property
     def waiting(self) -> int:
         return len(self._queue)
+
+    def rounds(self) -> list[Rounds]:
+        return []
 
     def plan(self) -> int:
         return -1

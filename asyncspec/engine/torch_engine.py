@@ -24,12 +24,14 @@ from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.numpy_cache import packing
 from asyncspec.engine.prompts import PromptReader
 from asyncspec.engine.protocol import Completion, Partial, QueueingEngine, Sample
+from asyncspec.engine.round_log import RoundLog
 from asyncspec.engine.rows import Rows
 from asyncspec.models.policy import PolicyShape, build, cast
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.draft_length import LONGEST, FixedLength, Observation
 from asyncspec.speculation.drafter import Drafter, NoDrafter, Packed, Proposal, Slots
 from asyncspec.speculation.verify import AS_IS, Sampling, sample, sampling_distribution, sampling_distributions, verify
+from asyncspec.wire.facts import Rounds
 
 PREFILL_TOKENS = 4096  # prompt tokens prefilled in one engine step; more would delay the live sequences
 
@@ -82,6 +84,7 @@ class TorchEngine(QueueingEngine):
         self._keeping = True  # whether features are kept for the draft
         self.rows = Rows(shape, slots, self.tokens, longest, self._copy)
         self._row_S1 = torch.arange(slots, device=device).unsqueeze(1)
+        self.log = RoundLog()
         self.launch_by(Graphs.of(slots, device))
 
     @property
@@ -126,10 +129,15 @@ class TorchEngine(QueueingEngine):
         """Do one engine step; return the samples that finished in it."""
         if self.chooser is None:
             self.use(Calibrator(self).chooser())
+        began, waiting = self.backend.clock(), self.waiting
         done = self._admit()
-        if self.live:
-            done += self._step()
-        return done
+        entered = self.backend.clock()
+        if self.waiting < waiting:
+            self.log.entered(waiting - self.waiting, entered - began)
+        return done + (self._step() if self.live else [])
+
+    def rounds(self) -> list[Rounds]:
+        return self.log.drain()
 
     @torch.no_grad()
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
@@ -204,7 +212,7 @@ class TorchEngine(QueueingEngine):
         return self._retired([row for row, finished in zip(rows, finished_B.cpu().tolist()) if finished])
 
     def _step(self) -> list[Completion]:
-        B = self.live
+        B, began = self.live, self.backend.clock()
         chooser, missed_S = self.chooser, self.rows.missed_S
         K = chooser.choose(B, missed_S, self.tokens.attended)
         self._drafting = K > 0
@@ -235,7 +243,10 @@ class TorchEngine(QueueingEngine):
                     span=span,
                 )
             )
-        return self._retired(finished_B.nonzero()[0].tolist())
+        positions = float(self.tokens.length[:B].sum())
+        finished = self._retired(finished_B.nonzero()[0].tolist())
+        self.log.add(B, K, self.backend.clock() - began, B + float(kept_B.sum()), positions)
+        return finished
 
     def advance(
         self, B: int, K: int, verified_B: np.ndarray | None = None

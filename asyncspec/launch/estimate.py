@@ -14,6 +14,7 @@ from asyncspec.config import Config, resolve_path
 from asyncspec.engine import LINE, PROMPT_ROWS
 from asyncspec.models import HEAD_ROWS
 from asyncspec.models.headers import read_json
+from asyncspec.models.sizes import draft_parameters, kv_bytes_per_token, parameters
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # AdamW's two moments
@@ -26,18 +27,6 @@ MAPPED = 2  # bytes of each number of a policy's file, which is usually in 16 bi
 LIBRARIES = 5e8  # the libraries that a process has loaded, with its CUDA context; measured on CPUs
 
 
-def parameters(policy: dict) -> int:
-    """Number of parameters of a policy, from its config.json; with experts, those of all experts."""
-    D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
-    heads, kv_heads, V = policy["num_attention_heads"], policy["num_key_value_heads"], policy["vocab_size"]
-    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
-    width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
-    kind = str(policy.get("model_type", ""))
-    of_heads = 2 * H if kind.startswith("qwen3") else H * (heads + 2 * kv_heads) if kind == "qwen2" else 0
-    layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + of_heads
-    return policy["num_hidden_layers"] * layer + D + V * D * (1 if policy.get("tie_word_embeddings") else 2)
-
-
 def moments(config: Config, policy: dict) -> float:
     """Bytes of what the trainer's optimizer keeps of a policy: two numbers of each parameter; with Muon, one of each in
     the matrices of the layers, but not of experts.
@@ -48,41 +37,6 @@ def moments(config: Config, policy: dict) -> float:
     experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
     of_experts = 3 * policy["hidden_size"] * policy["moe_intermediate_size"] * experts if experts else 0
     return FLOAT * (parameters(policy) + without_layers + policy["num_hidden_layers"] * of_experts)
-
-
-def kv_bytes_per_token(policy: dict, element: int) -> int:
-    """Bytes of the keys and values of one position.
-
-    Args:
-        element: bytes of one number.
-    """
-    H = policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
-    return 2 * policy["num_hidden_layers"] * policy["num_key_value_heads"] * H * element
-
-
-def eagle3_parameters(draft: dict) -> int:
-    """Number of parameters of an EAGLE-3 draft, from its config.json."""
-    D, H, heads, kv_heads = (
-        draft[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
-    )
-    attention = 2 * D * H * (heads + 2 * kv_heads) + heads * H * D
-    return (
-        3 * D * D
-        + attention
-        + 3 * D * draft["intermediate_size"]
-        + 4 * D
-        + D * (draft.get("draft_vocab_size") or draft["vocab_size"])
-    )
-
-
-def draft_parameters(method: str, draft: dict) -> int:
-    """Number of parameters of a draft, from its config.json; for MTP without the head, which is the policy's."""
-    if method == "eagle3":
-        return eagle3_parameters(draft)
-    if method == "mtp":
-        D = draft["hidden_size"]
-        return parameters(draft | {"num_hidden_layers": 1, "vocab_size": 0}) + 2 * D * D + 2 * D
-    return parameters(draft)
 
 
 def draft_config(config: Config) -> dict:

@@ -20,6 +20,7 @@ from asyncspec.clock import now
 from asyncspec.config import Config, MockConfig
 from asyncspec.engine.protocol import Completion, Request
 from asyncspec.mock.timings import acceptance_of_a_position, response_tokens, tokens_per_s
+from asyncspec.wire.facts import Rounds
 
 LONGEST_WAIT_S = 0.01  # the longest that one poll waits
 
@@ -67,6 +68,9 @@ class MockEngine:
 
     def submit(self, request: Request) -> None:
         self._waiting.extend((request, sample) for sample in range(len(request.seeds)))
+
+    def rounds(self) -> list[Rounds]:
+        return []
 
     def plan(self) -> int:
         return -1

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from asyncspec.files import LineFile, LineFiles, replace_file
 from asyncspec.timing.boards import BY_VERSION, Boards
 from asyncspec.timing.metrics import TABLE_ROWS, read_rows
@@ -135,6 +137,8 @@ class TraceFile:
                 self._flow(FLOW[span.name], span.ticket, actor, span.start)
             track = f"{actor} {span.device}" if span.device else actor
             args |= {"device": span.device} if span.device else {}
+            args |= {"cpu_ms": round(1e3 * span.cpu, 3)} if span.cpu else {}
+            args |= {"rounds": [msgspec.structs.astuple(each) for each in span.rounds]} if span.rounds else {}
             self._event(
                 {
                     "name": span.name,

@@ -6,11 +6,13 @@ queried only after they have passed, so the host never waits for them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncspec.clock import now
+from asyncspec.wire.facts import Rounds
 from asyncspec.wire.messages import Span
 
 IDLE_S = 50e-6  # an event in an empty stream passes within this time
@@ -19,16 +21,16 @@ IDLE_S = 50e-6  # an event in an empty stream passes within this time
 class _Span:
     """Context manager of a span on the host. A class costs half as much as a generator."""
 
-    __slots__ = ("_keep", "_about", "_start")
+    __slots__ = ("_keep", "_about", "_start", "_cpu")
 
     def __init__(self, keep: Callable[[tuple], None], about: tuple) -> None:
         self._keep, self._about = keep, about
 
     def __enter__(self) -> None:
-        self._start = now()
+        self._cpu, self._start = time.process_time(), now()
 
     def __exit__(self, *error) -> None:
-        self._keep((self._about, self._start, now()))
+        self._keep((self._about, self._start, now(), time.process_time() - self._cpu, ()))
 
 
 class Mark(NamedTuple):
@@ -76,17 +78,18 @@ class _Gpu:
 class _GpuSpan:
     """Context manager of a span on the host and on the GPU."""
 
-    __slots__ = ("_recorder", "_about", "_start", "_mark")
+    __slots__ = ("_recorder", "_about", "_start", "_mark", "_cpu")
 
     def __init__(self, recorder: Recorder, about: tuple) -> None:
         self._recorder, self._about = recorder, about
 
     def __enter__(self) -> None:
-        self._start, self._mark = now(), self._recorder.mark()
+        self._cpu, self._start, self._mark = time.process_time(), now(), self._recorder.mark()
 
     def __exit__(self, *error) -> None:
         name, step, ticket, version = self._about
-        self._recorder.add(name, self._start, now(), step, ticket, version, self._mark)
+        cpu = time.process_time() - self._cpu
+        self._recorder.add(name, self._start, now(), step, ticket, version, self._mark, cpu)
 
 
 class _Nothing:
@@ -137,14 +140,17 @@ class Recorder:
         ticket: int = -1,
         version: int = -1,
         since: Mark | None = None,
+        cpu: float = 0.0,
+        rounds: Sequence[Rounds] = (),
     ) -> None:
         """Record a span that has ended.
 
         Args:
             since: a mark. The work that the GPU was given since then becomes a span of the GPU.
+            cpu, rounds: as in `Span`.
         """
         if self.recording:
-            self._spans.append(((name, step, ticket, version), start, end))
+            self._spans.append(((name, step, ticket, version), start, end, cpu, rounds))
         if since is not None:
             self._asked(lambda gpu: gpu.add((name, step, ticket, version), since))
 
@@ -155,9 +161,9 @@ class Recorder:
         del self._spans[: len(spans)]
         of_gpu = self._asked(lambda gpu: gpu.passed()) or []
         return [
-            Span(name, start, end, step, ticket, version, device)
-            for device, some in (("", spans), (self._device, of_gpu))
-            for (name, step, ticket, version), start, end in some
+            Span(name, start, end, step, ticket, version, device, cpu, list(rounds))
+            for device, some in (("", spans), (self._device, ((*each, 0.0, ()) for each in of_gpu)))
+            for (name, step, ticket, version), start, end, cpu, rounds in some
         ]
 
     def _asked(self, ask: Callable[[_Gpu], Any]) -> Any:

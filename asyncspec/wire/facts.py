@@ -23,6 +23,20 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: float
 
 
+class Rounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Rounds of an engine that were alike, added up."""
+
+    live: int  # sequences
+    draft_length: int  # ENTERING: no rounds, but sequences that got a slot, one by one
+    count: int
+    seconds: float  # of one processor on CPUs, else of the clock
+    tokens: float  # that the sequences gained
+    positions: float  # that the sequences had, summed over sequences and rounds
+
+
+ENTERING = -1
+
+
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named interval of an actor's time, for the trace."""
 
@@ -33,6 +47,8 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ticket: int = -1
     version: int = -1
     device: str = ""  # the GPU on which the time was measured; "": on the host
+    cpu: float = 0.0  # seconds that the processors worked for the process meanwhile; 0: not measured
+    rounds: list[Rounds] = []  # that an engine took meanwhile
 
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
