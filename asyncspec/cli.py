@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import BENCHMARKS
-from asyncspec.commands import export, serve, simulate
+from asyncspec.commands import export, plan, serve, simulate
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_data(commands)
     export.add_parser(commands)
     serve.add_parser(commands)
+    plan.add_parser(commands)
     simulate.add_parser(commands)
     _add_report(commands)
     _add_audit(commands)

@@ -245,7 +245,7 @@ def _solved(rising: Callable[[float], float], low: float, high: float) -> float:
 
 
 def speedup_8b(form: str, k: int, acceptance: float, method: str = "eagle3") -> Callable[..., float]:
-    def compute(rollouts, sigma, limit, spread, verify_share, scan_s) -> float:
+    def compute(rollouts, sigma, limit, spread, verify_share, scan_s=0.0) -> float:
         found = fitted_8b(form, rollouts, sigma, limit, spread, verify_share)
         target = _target("Qwen/Qwen3-8B", "GB200", "bfloat16", 1)
         lookup = method == "ngram"
@@ -315,7 +315,9 @@ def nemo_s(name: str, setting: str, off_policy: bool) -> Callable[..., float]:
 def cells() -> Iterator[Cell]:
     """Yield all cells."""
     priors, labels = assumed()["priors"], assumed()["labels"]
-    large, small, nemo = priors["235b"], priors["8b"], priors["nemo"]
+    large, nemo = priors["235b"], priors["nemo"]
+    looking_up = priors["8b"]
+    small = {name: values for name, values in looking_up.items() if name != "scan_s"}
     batch = "the batch of a replica, the lengths of responses, the spread of acceptance"
     for k in KS:
         for acceptance in (a for a in ACCEPTANCES if a <= k + 1):
@@ -334,7 +336,7 @@ def cells() -> Iterator[Cell]:
         speedup_235b(3, 3, loaded=True),
         "",
     )
-    measured = fitted_8b("rl-think", *(values[0] for name, values in small.items() if name != "scan_s")).overheads
+    measured = fitted_8b("rl-think", **usual(small)).overheads
     yield Cell(
         "235b-512/8b-overheads/k=3/acceptance=3",
         labels["235b-512 8B overheads"],
@@ -374,7 +376,7 @@ def cells() -> Iterator[Cell]:
         yield Cell(
             f"8b/{form}/n-gram",
             labels["8b n-gram"],
-            small,
+            looking_up,
             speedup_8b(form, 3, NGRAM[form], "ngram"),
             "the host's time to look up the proposals of a sequence, and the draft length",
         )

@@ -153,16 +153,16 @@ def _line(at: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, 
     return float(fixed), float(each), _quality(fixed + each * x, y)
 
 
-def trained_tokens(group: GroupRecord, prompt: float) -> float:
+def trained_tokens(group: GroupRecord) -> float:
     """Return the tokens that the trainer passes over for a group: none without a signal."""
-    return sum(group.response_tokens) + prompt if group.rewards_differ else 0.0
+    return sum(group.response_tokens) if group.rewards_differ else 0.0
 
 
-def passes(step: StepDone, prompt: float, pass_tokens: float) -> dict[int, float]:
+def passes(step: StepDone, pass_tokens: float) -> dict[int, float]:
     """Return the tokens of the passes that a step's groups fill, by the ticket of the group that fills one."""
     found, pool = {}, 0.0
     for group in sorted(step.groups, key=lambda g: g.place):
-        pool += trained_tokens(group, prompt)
+        pool += trained_tokens(group)
         if pool >= pass_tokens:
             found[group.ticket_id], pool = pass_tokens, pool - pass_tokens
     found[-1] = pool
@@ -175,7 +175,7 @@ def calibrate(run_dir: Path) -> Work:
     Raises:
         UserError: the run lacks what is needed, and the message says what.
     """
-    config, steps = _config(run_dir), _steps(run_dir)
+    config, steps = read_config(run_dir), read_steps(run_dir)
     if not (run_dir / "trace.json").exists():
         raise UserError(f"{run_dir}: expected a run with deployment.record=true, which has trace.json")
     by_name: dict[str, list[Trace]] = defaultdict(list)
@@ -199,14 +199,14 @@ def calibrate(run_dir: Path) -> Work:
     return work
 
 
-def _config(run_dir: Path) -> Config:
+def read_config(run_dir: Path) -> Config:
     try:
         return from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except OSError:
         raise UserError(f"{run_dir}: expected a run's directory, with config.yaml") from None
 
 
-def _steps(run_dir: Path) -> list[StepDone]:
+def read_steps(run_dir: Path) -> list[StepDone]:
     try:
         steps = [step for step in timeline.read(run_dir) if not step.skipped]
     except FileNotFoundError:
@@ -249,10 +249,9 @@ def _fit_trainer(work: Work, by_name: dict[str, list[Trace]], steps: Sequence[St
     by_step: dict[int, list[Trace]] = defaultdict(list)
     for span in by_name["train"]:
         by_step[span.step].append(span)
-    prompt = 0.0
     idle, at, took, updates = [], [], [], []
     for step in steps[SKIP:]:
-        filled = passes(step, prompt, config.trainer.tokens_per_pass)
+        filled = passes(step, config.trainer.tokens_per_pass)
         for span in by_step[step.step]:
             if span.ticket >= 0 and span.ticket in filled:
                 at.append(filled[span.ticket])
@@ -273,3 +272,17 @@ def _fit_trainer(work: Work, by_name: dict[str, list[Trace]], steps: Sequence[St
 
 def save(work: Work, path: Path) -> None:
     path.write_text(json.dumps(asdict(work), indent=1) + "\n")
+
+
+def read(path: Path) -> Work:
+    """Return what `save` has written.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        found = Work(**json.loads(path.read_text(encoding="utf-8")))
+        found.fits = {name: Fit(*fit) for name, fit in found.fits.items()}
+        return found
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"{path}: damaged; try: asyncspec simulate calibrate {path.parent}") from None

@@ -30,7 +30,6 @@ PRECISIONS = {"bfloat16": 2, "fp8": 1}  # bytes of a weight
 # that does nothing, and the kernels of a layer. They are round numbers of the field, fitted to nothing here.
 MEMORY_SHARE, FLOPS_SHARE, KERNEL_S, KERNELS = 0.8, 0.7, 2e-6, 10
 ALL_REDUCE_S = 10e-6  # the latency of a sum over ranks
-ROWS_OF_A_TILE = 64  # queries of a key-value head that attention computes in the time of one
 EAGLE3_VOCABULARY = 32_000  # tokens that an EAGLE-3 draft of a large policy usually proposes
 
 
@@ -87,7 +86,7 @@ class Forward:
         self.gpu, self.model, self.precision, self.degree = gpu, model, precision, degree
         self.clipped: set[str] = set()
         heads, keys = model["num_attention_heads"], model["num_key_value_heads"]
-        self._share = heads / keys  # queries of a key-value head
+        self._heads = heads / max(degree, keys)  # query heads that share a key-value head on a GPU
 
     def rest(self, tokens: float) -> float:
         """Return the seconds of a pass over so many tokens without attention and head."""
@@ -102,10 +101,13 @@ class Forward:
         raise NotImplementedError
 
     def attention(self, batch: float, context: float, queries: int = 1) -> float:
-        """Return the seconds of attention. Keys and values are read once for all queries of a sequence, and as long as
-        these fill no more than a tile, the time is that of one query.
+        """Return the seconds of attention. Keys and values are read once for all queries of a sequence. So the time is
+        that of one query, until there are so many that arithmetic takes longer than reading: a key of 2 bytes takes
+        2 operations for each query, and so does a value.
         """
-        return self.attend(batch, context) * max(1.0, queries * self._share / ROWS_OF_A_TILE)
+        gpu = self.gpu
+        most = (gpu.flops * FLOPS_SHARE) / (gpu.memory_bytes_s * MEMORY_SHARE)
+        return self.attend(batch, context) * max(1.0, queries * self._heads / most)
 
     def seconds(self, batch: float, context: float, queries: int = 1) -> float:
         """Return the seconds of a pass."""

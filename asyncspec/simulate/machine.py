@@ -7,13 +7,17 @@ chooser, which gets the calibrated times and acceptance.
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from asyncspec.config import Config
-from asyncspec.simulate.calibrate import LONGEST, Work, trained_tokens
-from asyncspec.simulate.pipeline import Group, Pipeline, Step, simulate
+from asyncspec.simulate.calibrate import LONGEST, SKIP, Work, read_config, read_steps, trained_tokens
+from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
 from asyncspec.simulate.replica import RoundCosts
 from asyncspec.speculation.draft_length import AutoLength, Observation
 from asyncspec.speculation.step_times import BLOCK
@@ -87,7 +91,7 @@ def pipeline(config: Config, work: Work, costs: RoundCosts, cores: float) -> Pip
     )
 
 
-def workload(config: Config, work: Work, steps: Sequence[StepDone], prompt: float) -> list[list[Group]]:
+def workload(work: Work, steps: Sequence[StepDone]) -> list[list[Group]]:
     """Return the groups of a run as the calibrated one had them. Acceptance is that of its positions: a response needs
     one round for each `emitted` tokens, and on average half a round's more than one token at its end.
     """
@@ -99,10 +103,10 @@ def workload(config: Config, work: Work, steps: Sequence[StepDone], prompt: floa
                 Group(
                     [max(0.5, n - 1.0) for n in group.response_tokens],
                     np.zeros(len(group.response_tokens)),
-                    prompt,
+                    0.0,
                     work.reward_s,
                     work.logprob_s + work.logprob_token_s * sum(group.response_tokens),
-                    trained_tokens(group, prompt),
+                    float(trained_tokens(group)),
                 )
                 for group in groups
             ]
@@ -110,9 +114,57 @@ def workload(config: Config, work: Work, steps: Sequence[StepDone], prompt: floa
     return found
 
 
-def run(config: Config, work: Work, steps: Sequence[StepDone], prompt: float, cores: float) -> list[Step]:
-    """Return what comes out for the steps of a run with this configuration."""
-    positions = prompt + np.mean([n for step in steps for group in step.groups for n in group.response_tokens]) / 2
-    lengths = draft_lengths(config, work, float(positions))
-    costs = round_costs(config, work, lengths)
-    return simulate(pipeline(config, work, costs, cores), workload(config, work, steps, prompt))
+class Predicted(NamedTuple):
+    """Seconds of a step, the mean without the first ones, and what of it was exposed."""
+
+    step_s: float
+    exposed_generation_s: float
+    exposed_logprob_s: float
+    train_s: float
+
+
+class Measured(NamedTuple):
+    """A calibrated run."""
+
+    config: Config
+    work: Work
+    steps: list[StepDone]
+
+    @classmethod
+    def read(cls, run_dir: Path, work: Work) -> Measured:
+        return cls(read_config(run_dir), work, read_steps(run_dir))
+
+    def changed(
+        self,
+        lag: int | None = None,
+        generators: int | None = None,
+        slots: int | None = None,
+        draft_length: int | str | None = None,
+    ) -> Config:
+        """Return the run's configuration with other settings; None: as it was."""
+        config = copy.deepcopy(self.config)
+        config.policy_lag = config.policy_lag if lag is None else lag
+        config.engine.slots = slots or config.engine.slots
+        config.deployment.generators = generators or config.deployment.generators
+        if draft_length is not None:
+            config.speculation.draft_length = str(draft_length)
+            if draft_length == 0:
+                config.speculation.method, config.speculation.draft_length = "none", "auto"
+        return config
+
+    def predicted(self, config: Config, cores: float | None = None) -> Predicted:
+        """Predict the steps of a run with this configuration.
+
+        Args:
+            cores: of the machine; None: those that this process may use.
+        """
+        cores = cores or len(os.sched_getaffinity(0))
+        tokens = [n for step in self.steps for group in step.groups for n in group.response_tokens]
+        lengths = draft_lengths(config, self.work, float(np.mean(tokens)) / 2)
+        costs = round_costs(config, self.work, lengths)
+        skip = min(len(self.steps) // 2, SKIP + config.policy_lag)
+        found = simulate(pipeline(config, self.work, costs, cores), workload(self.work, self.steps))
+        parts = {name: float(np.mean([step.parts[name] for step in found[skip:]])) for name in found[0].parts}
+        return Predicted(
+            float(seconds(found, skip).mean()), parts["exposed_generation"], parts["exposed_logprob"], parts["train"]
+        )

@@ -78,6 +78,7 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phases: list[Phase]
     reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
+    prompt_tokens: int = 0
 
     @property
     def place(self) -> int:
@@ -105,4 +106,5 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             phases=group.phases,
             reached_at=group.reached_at,
             accepted_at=group.accepted_at,
+            prompt_tokens=len(group.ticket.prompt_tokens),
         )

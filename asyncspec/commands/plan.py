@@ -1,0 +1,253 @@
+"""asyncspec plan: what to configure for a model on some GPUs, before they are paid for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncspec.errors import UserError
+
+if TYPE_CHECKING:
+    from asyncspec.simulate.planner import Job, Outcome
+
+SCALES, LAGS = (0.25, 0.5, 1.0, 2.0, 4.0), (0, 1, 2, 4)
+DRAFT_LENGTHS, ACCEPTANCES = (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+METHODS = ("eagle3", "mtp", "draft_model", "none")
+
+
+def add_parser(commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="choose draft length, generators against trainers, ranks and slots for a model and GPUs",
+        description="Simulate a model on GPUs that one need not have, and choose: the draft length, or no speculation; "
+        "how many GPUs generate and train; ranks of a generator; its slots. Writes a table, pictures and a "
+        "configuration to --out. Times come from measured operator tables where there are some.",
+    )
+    add = plan.add_argument
+    add("--model", required=True, metavar="NAME", help="directory with config.json, or a name such as Qwen/Qwen3-8B")
+    add("--hardware", required=True, metavar="GPU", help="GB200, B200, H200, H100 or A100; or this, with --run")
+    add("--run", metavar="RUN", help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted")
+    add("--gpus", type=int, metavar="N", help="number of GPUs")
+    add("--lag", type=int, default=1, metavar="L", help="policy lag (default: 1)")
+    add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")
+    add("--group-size", type=int, default=16, metavar="N", help="rollouts of a prompt (default: 16)")
+    add("--tokens", type=float, default=4000, metavar="N", help="mean tokens of a response (default: 4000)")
+    add("--most-tokens", type=int, default=16384, metavar="N", help="most tokens of a response (default: 16384)")
+    add("--sigma", type=float, default=0.8, metavar="S", help="spread of the logarithm of lengths (default: 0.8)")
+    add("--method", default="eagle3", choices=METHODS, help="what drafts (default: eagle3)")
+    add("--acceptance", type=float, default=2.8, metavar="A", help="acceptance length with 3 proposals (default: 2.8)")
+    add("--spread", type=float, default=0.05, metavar="S", help="of acceptance between sequences (default: 0.05)")
+    add("--precision", default="bfloat16", choices=("bfloat16", "fp8"), help="of the generators' weights")
+    add("--out", default="plan", metavar="DIR", help="directory for plan.yaml, plan.json and plan.png (default: plan)")
+    plan.set_defaults(run=_plan, parser=plan)
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Return the fields of config.json of a directory, or of a model that has tables."""
+    from asyncspec.models import CheckpointError
+    from asyncspec.models.shape import PolicyShape
+    from asyncspec.simulate.devices import known_model
+
+    if not Path(name).is_dir():
+        return known_model(name)
+    try:
+        return PolicyShape.from_hf(Path(name)).to_hf()
+    except CheckpointError as error:
+        raise UserError(f"--model {error}") from None
+
+
+def _need(held: bool, flag: str, value: Any, expected: str) -> None:
+    if not held:
+        raise UserError(f"--{flag} {value}: expected {expected}")
+
+
+def _job(args) -> Job:
+    from asyncspec.simulate.devices import gpu
+    from asyncspec.simulate.planner import Job
+    from asyncspec.simulate.workload import Acceptance, Lengths
+
+    device = gpu(args.hardware)
+    _need(
+        args.gpus is not None and args.gpus >= 3, "gpus", args.gpus, "3 or more: one each to generate, train and score"
+    )
+    per_node = device.gpus_per_node
+    whole = args.gpus < 2 * per_node or args.gpus % per_node == 0
+    nearest = max(1, round(args.gpus / per_node)) * per_node
+    _need(whole, "gpus", args.gpus, f"whole nodes of {per_node}; nearest valid choice: --gpus {nearest}")
+    _need(args.lag >= 0, "lag", args.lag, "0 or more")
+    _need(args.prompts >= 1, "prompts", args.prompts, "1 or more")
+    _need(args.group_size >= 2, "group-size", args.group_size, "2 or more")
+    _need(
+        1 <= args.tokens < args.most_tokens, "tokens", args.tokens, f"1 to less than --most-tokens {args.most_tokens}"
+    )
+    _need(0 <= args.sigma <= 3, "sigma", args.sigma, "0 to 3")
+    _need(1 < args.acceptance <= 4, "acceptance", args.acceptance, "more than 1, and at most 4")
+    _need(0 <= args.spread <= 0.3, "spread", args.spread, "0 to 0.3")
+    _need(
+        args.precision == "bfloat16" or device.flops_fp8 > 0, "precision", args.precision, f"bfloat16 on {device.name}"
+    )
+    return Job(
+        model=_model(args.model),
+        gpu=device,
+        gpus=args.gpus,
+        lag=args.lag,
+        prompts=args.prompts,
+        group_size=args.group_size,
+        lengths=Lengths(args.tokens, args.sigma, float(args.most_tokens)),
+        prompt=200.0,
+        method=args.method,
+        acceptance=Acceptance.of_length(args.acceptance, 3, args.spread),
+        precision=args.precision,
+    )
+
+
+def _plan(args) -> int:
+    if args.hardware.lower() == "this":
+        from asyncspec.commands.plan_here import plan_here
+
+        return plan_here(args)
+    from rich.table import Table
+
+    from asyncspec.console import terminal
+    from asyncspec.simulate.planner import plan
+
+    job, console = _job(args), terminal()
+    found = plan(job)
+    if not found:
+        raise UserError(
+            f"--gpus {args.gpus}: {args.model} does not fit on so few {job.gpu.name}; expected more for its trainer or "
+            "its generators"
+        )
+    best = found[0]
+    table = Table(title=f"{args.model} on {args.gpus} {job.gpu.name}, policy lag {args.lag}", title_justify="left")
+    for column in ("k", "generators", "slots", "train", "logprob", "step, s", "exposed, s", "limit"):
+        table.add_column(column, justify="left" if column == "limit" else "right")
+    for each in found:
+        c = each.choice
+        generators = f"{c.replicas} x TP{c.degree}"
+        cells = (c.draft_length, generators, c.slots, c.trainers, c.logprobs)
+        table.add_row(*map(str, cells), f"{each.step_s:.1f}", f"{each.exposed_s:.1f}", each.limit)
+    console.print(table)
+    plain = next((each for each in found if each.choice.draft_length == 0), None)
+    if plain is not None and plain is not best:
+        console.print(f"speculation: {plain.step_s / best.step_s:.2f} times as fast a step as without")
+    console.print(_basis(best))
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "plan.yaml").write_text(configuration(args, job, best))
+    (out / "plan.json").write_text(
+        json.dumps([each._asdict() | {"choice": each.choice._asdict()} for each in found], indent=1)
+    )
+    _draw(job, best, out / "plan.png")
+    console.print(f"written: {out / 'plan.yaml'}, {out / 'plan.json'}, {out / 'plan.png'}", soft_wrap=True)
+    return 0
+
+
+def _basis(best: Outcome) -> str:
+    """Say what the times rest on."""
+    if best.source == "roofline":
+        return "There is no table for this model on these GPUs: times are from a roofline, and may be off by half."
+    beyond = f" Beyond the tables, their edge was taken: {', '.join(best.clipped)}." if best.clipped else ""
+    return f"Times are from measured operator tables; training reaches an assumed share of the peak.{beyond}"
+
+
+def configuration(args, job: Job, best: Outcome) -> str:
+    """Return a configuration file for a choice."""
+    import yaml
+
+    from asyncspec.models import sizes
+
+    choice, per_node = best.choice, job.gpu.gpus_per_node
+    ranks = 1
+    while 4 * sizes.parameters(dict(job.model)) / ranks > 0.9 * job.gpu.memory_bytes:
+        ranks *= 2
+    generating = choice.replicas * choice.degree
+    if job.nodes > 2:
+        parts = [
+            f"{gpus // per_node}*{role}:{per_node}"
+            for role, gpus in (("trainer", choice.trainers), ("logprob", choice.logprobs), ("generator", generating))
+        ]
+        nodes = ",".join(parts)
+    else:
+        nodes = f"trainer:{choice.trainers}+logprob:{choice.logprobs}+generator:{generating}"
+    fields: dict[str, Any] = {
+        "policy_lag": job.lag,
+        "model": {"path": args.model, "dtype": "bfloat16"},
+        "data": {"train_file": "data/train.jsonl", "eval_file": "data/eval.jsonl"},
+        "sampling": {"max_response_tokens": int(job.lengths.limit)},
+        "engine": {
+            "kind": "vllm",
+            "slots": choice.slots,
+            "tensor_parallel": choice.degree,
+            **({"vllm": {"quantization": "fp8"}} if job.precision == "fp8" else {}),
+        },
+        "speculation": {"method": job.method if choice.draft_length else "none"},
+        "rl": {"groups_per_step": job.prompts, "group_size": job.group_size},
+        "trainer": {"recompute": True, "tokens_per_pass": int(job.lengths.limit + 2048)},
+        "deployment": {
+            "device": "cuda",
+            "nodes": nodes,
+            "start_timeout_s": 1200,
+            "stall_timeout_s": 3600,
+            "silent_timeout_s": 30,
+            "turn_timeout_s": 1800,
+            "stop_timeout_s": 60,
+        },
+    }
+    if choice.draft_length:
+        fields["speculation"] |= {"draft_length": str(choice.draft_length), "draft_path": "models/draft"}
+    if ranks > 1:
+        fields["logprob"] = {"ranks": ranks}
+    note = (
+        f"# {args.model} on {args.gpus} {job.gpu.name}, from asyncspec plan: a step of {best.step_s:.0f} s, of which "
+        f"{best.exposed_s:.0f} s\n# are exposed generation. You supply data/ and models/.\n"
+    )
+    return note + yaml.safe_dump(fields, sort_keys=False)
+
+
+def _draw(job: Job, best: Outcome, path: Path) -> None:
+    """Draw the speedup of generation by draft length and acceptance, and the step by scale and by lag."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from dataclasses import replace
+
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from asyncspec.simulate.planner import by_acceptance, choices, outcome, quick_s
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    if job.method != "none":
+        map_KA = by_acceptance(job, best.choice, ACCEPTANCES, DRAFT_LENGTHS)
+        shown = left.imshow(map_KA, origin="lower", aspect="auto", cmap="viridis")
+        for i, j in np.argwhere(~np.isnan(map_KA)):
+            left.text(j, i, f"{map_KA[i, j]:.1f}", ha="center", va="center", color="white", fontsize=7)
+        left.set_xticks(range(len(ACCEPTANCES)), [f"{a:g}" for a in ACCEPTANCES])
+        left.set_yticks(range(len(DRAFT_LENGTHS)), DRAFT_LENGTHS)
+        left.set_xlabel("acceptance length")
+        left.set_ylabel("draft length k")
+        left.set_title("speedup of generation")
+        figure.colorbar(shown, ax=left)
+
+    def step_s(changed: Job, speculating: bool) -> float:
+        those = [c for c in choices(changed) if bool(c.draft_length) == speculating]
+        return outcome(changed, min(those, key=lambda c: quick_s(changed, c))).step_s if those else float("nan")
+
+    per_node = job.gpu.gpus_per_node
+    sizes_ = [gpus for gpus in (int(scale * job.gpus) for scale in SCALES) if gpus >= 3 and gpus % per_node == 0]
+    for axes, name, values, changed in (
+        (middle, "GPUs", sizes_, lambda value: replace(job, gpus=value)),
+        (right, "policy lag", LAGS, lambda value: replace(job, lag=value)),
+    ):
+        for speculating in (False, True) if job.method != "none" else (False,):
+            label = "with speculation" if speculating else "without"
+            axes.plot(values, [step_s(changed(value), speculating) for value in values], "o-", label=label)
+        axes.set_xlabel(name)
+        axes.set_ylabel("seconds of a step")
+        axes.set_ylim(0)
+        axes.legend()
+    middle.set_xscale("log", base=2)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
