@@ -5,10 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncspec.bench.jobs import run_job
+from asyncspec.config import load
+from asyncspec.mock.timings import step_s
 from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
 from asyncspec.simulate.replica import Replica, RoundCosts
 from asyncspec.simulate.rollout import finish_s
 from asyncspec.simulate.workload import Acceptance, Lengths, emitted
+from asyncspec.timing import timeline
 
 
 def costs(slots, fixed=0.01, row=1e-3, slope=0.0, k=0, scale=1.0):
@@ -160,3 +164,64 @@ def test_no_synchronous_step_is_sped_up_beyond_its_bound(length, k, generators, 
     (without, exposed), (with_draft, _) = mean_s(0), mean_s(k)
     share = exposed / without
     assert without / with_draft <= 1 / (share / length + 1 - share) * (1 + 1e-9)
+
+
+MOCKED = (
+    "steps=20",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "data.eval_prompts=1",
+    "engine.kind=mock",
+    "trainer.kind=mock",
+    "mock.gpus=4",
+    "mock.time_scale=0.02",
+    "rl.groups_per_step=16",
+    "rl.group_size=8",
+    "mock.logprob_s=10",
+    "mock.prepare_s=2",
+    "engine.slots=64",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("policy_lag=1", "mock.train_s=30", "deployment.generators=2"),
+        ("policy_lag=0", "mock.train_s=30", "deployment.generators=1"),
+        ("policy_lag=2", "mock.train_s=45", "mock.tokens_sigma=1.0", "deployment.generators=1"),
+    ],
+)
+def test_the_pipeline_agrees_with_a_run_on_mocked_gpus(tmp_path, fields):
+    """Within 5% of the mean step. Each mocked GPU is a replica, and the responses are those of the run."""
+    rows = run_job(tmp_path / "run", *MOCKED, *fields)
+    config = load("tiny", [*MOCKED, *fields])
+    mock, scale = config.mock, config.mock.time_scale
+    slots = config.engine.slots // mock.gpus
+    rate = mock.acceptance if config.drafting else 1.0
+    live, k = np.arange(slots + 1.0), mock.draft_length if config.drafting else 0
+    of_round = RoundCosts(
+        scale * np.array([step_s(mock, n, k) for n in live]),
+        np.zeros(slots + 1),
+        np.full(slots + 1, k),
+        np.full(slots + 1, rate),
+    )
+    count = config.rl.groups_per_step
+    run = Pipeline(
+        lag=config.policy_lag,
+        generators=config.deployment.generators * mock.gpus,
+        slots=slots,
+        costs=of_round,
+        delivery_s=scale * mock.prepare_s,
+        update_s=0.0,
+        group_s=scale * mock.train_s / count,
+    )
+    work = [
+        [
+            group([n * mock.token_unit for n in record.response_tokens], 0.0, scale * mock.logprob_s / count)
+            for record in sorted(done.groups, key=lambda g: g.place)
+        ]
+        for done in timeline.read(tmp_path / "run")
+    ]
+    measured = np.mean([row["time/step"] for row in rows[4:]])
+    assert seconds(simulate(run, work), 4).mean() == pytest.approx(measured, rel=0.05)

@@ -64,6 +64,11 @@ BENCHMARKS = {
         "the simulator's predictions and their ranges, beside published results; --cells FILE compares more",
         3,
     ),
+    "calibration": Listed(
+        "asyncspec.bench.calibration",
+        "whether the simulator, fitted to one run on this machine, predicts runs with other settings",
+        10,
+    ),
     "algorithms": Listed(
         "asyncspec.bench.algorithms",
         "whether each loss, off-policy correction and way to take a step learns the default job",

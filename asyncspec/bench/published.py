@@ -278,7 +278,7 @@ def run_8b(speculates: bool) -> Callable[..., tuple[float, float]]:
             update_s=OTHERS_S,
             delivery_s=1.0,
         )
-        work = [[Group(t, a, PROMPT, reward_s, 0.0, 0.0) for t, a in zip(*of_step)] for of_step in zip(tokens, accept)]
+        work = [[Group(t, a, PROMPT, reward_s, 0.0) for t, a in zip(*of_step)] for of_step in zip(tokens, accept)]
         found_steps = simulate(pipeline, work)
         exposed = [step.parts["exposed_generation"] for step in found_steps[3:]]
         return float(seconds(found_steps, 3).mean()), statistics.fmean(exposed)

@@ -27,7 +27,7 @@ def add_parser(commands) -> None:
     add = plan.add_argument
     add("--model", required=True, metavar="NAME", help="directory with config.json, or a name such as Qwen/Qwen3-8B")
     add("--hardware", required=True, metavar="GPU", help="GB200, B200, H200, H100 or A100; or this, with --run")
-    add("--run", metavar="RUN", help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted")
+    add("--run", dest="calibrated", metavar="RUN", help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted")
     add("--gpus", type=int, metavar="N", help="number of GPUs")
     add("--lag", type=int, default=1, metavar="L", help="policy lag (default: 1)")
     add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")

@@ -35,7 +35,9 @@ def _calibrate(args) -> int:
     work = calibrate.calibrate(run_dir)
     calibrate.save(work, run_dir / FILE)
     console = terminal()
-    console.print("a round, in milliseconds: " + "  ".join(f"{k} {1e3 * v:.4f}" for k, v in work.round_s.items()))
+    cost, units = work.rounds, {"table": 1.0}
+    shown = [f"{name} {w * units.get(name, 1e3):.4g}" for name, w in zip(cost.names, cost.weights)]
+    console.print(f"a round, in milliseconds{' and times its table' if cost.lives else ''}: " + "  ".join(shown))
     others = {k: v for k, v in vars(work).items() if k.endswith("_s") and isinstance(v, float)}
     console.print("others, in milliseconds: " + "  ".join(f"{k[:-2]} {1e3 * v:.3f}" for k, v in others.items()))
     table = Table(title="fitted over measured", title_justify="left")

@@ -68,6 +68,7 @@ class Calibrator:
                     self.time_step(live, *step)
                 ends += time.perf_counter() - began
             rounds = self._rounds(live, steps, (ends - time.perf_counter()) / (len(lives) - i), least=not table)
+            self._log(live, rounds)
             table.append(
                 calibration(TIMED_K, np.array(rounds)) if rounds else table[-1] * (live / lives[len(table) - 1])
             )
@@ -76,6 +77,14 @@ class Calibrator:
         if self._looks_up:
             return LookupLength(lives, seconds, self._packs, far)
         return AutoLength(lives, seconds, np.array(verified), far)
+
+    def _log(self, live: int, rounds: list[list[float]]) -> None:
+        """Note the timed steps in the engine's log, as rounds in which no token was gained."""
+        self.lay_out(live, 0)
+        positions = float(self.tokens.length[:live].sum())
+        for times in rounds:
+            for k, seconds in zip(TIMED_K, times):
+                self.engine.log.add(live, k, seconds, 0.0, positions)
 
     def _rounds(self, live: int, steps: list[tuple], seconds: float, least: bool) -> list[list[float]]:
         """Measure the steps round by round; return the seconds of each step, one list per round.

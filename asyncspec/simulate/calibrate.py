@@ -1,9 +1,10 @@
 """Fits the work of each piece of a run to its spans, so that runs with other settings can be simulated.
 
 Everything comes from a run's config.yaml, timeline.jsonl and trace.json. On CPUs, work is processor time: what a piece
-takes on a core of its own. The engine's rounds are fitted with a straight line in what a round has:
+takes on a core of its own. The engine's rounds are fitted to what the engine timed at its start, and without that to a
+straight line:
 
-    fixed + live * row + k * (draft + live * draft_row) + (k > 0) * (verify + live * verify_row) + positions * position
+    fixed + live * row + k * (draft + live * draft_row) + (k > 0) * (verify + verify_row * live) + positions * position
 
 `asyncspec simulate calibrate RUN` prints how far each fit is from what was measured.
 """
@@ -23,6 +24,7 @@ import numpy as np
 from asyncspec.config import Config, from_yaml
 from asyncspec.errors import UserError
 from asyncspec.timing import timeline
+from asyncspec.timing.metrics import read_rows
 from asyncspec.wire.facts import ENTERING, GroupRecord, Rounds
 from asyncspec.wire.messages import StepDone
 
@@ -42,11 +44,62 @@ class Fit(NamedTuple):
 
 
 @dataclass
+class RoundCost:
+    """The seconds of an engine's round: a weighted sum of what a round has.
+
+    With a table, which the engine timed at its start, a round has: the table's seconds, 1, its live sequences, and
+    tokens times positions beyond the table's. Without one it has TERMS.
+
+    lives, ks: the sizes in the table, ascending; [] without one.
+    table_s, positions: its seconds [lives][ks], and the positions of all sequences [lives].
+    """
+
+    lives: list[int] = field(default_factory=list)
+    ks: list[int] = field(default_factory=list)
+    table_s: list[list[float]] = field(default_factory=list)
+    positions: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    @classmethod
+    def over(cls, timed: dict[tuple[int, int], np.ndarray]) -> RoundCost:
+        """Return the cost over a table; timed: by (live, k): count, seconds, tokens, positions."""
+        if not timed:
+            return cls()
+        lives, ks = (sorted({key[place] for key in timed}) for place in (0, 1))
+        table = [[timed[live, k][1] / timed[live, k][0] for k in ks] for live in lives]
+        return cls(lives, ks, table, [timed[live, ks[0]][3] / timed[live, ks[0]][0] for live in lives])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the weights are of."""
+        return ("table", "fixed", "row", "position") if self.lives else TERMS
+
+    def terms(self, live, k, positions) -> tuple:
+        """Return what each weight is multiplied by. The arguments may be arrays; positions: of all live sequences."""
+        live, k, positions = np.broadcast_arrays(*(np.asarray(each, float) for each in (live, k, positions)))
+        if not self.lives:
+            verifies = (k > 0) * 1.0
+            return np.ones_like(k), live, k, k * live, verifies, verifies * live, positions
+        by_k = np.array([[np.interp(k_, self.ks, row) for row in self.table_s] for k_ in k.ravel()])
+        at = np.log2(np.maximum(1.0, live.ravel()))
+        log_lives = np.log2(self.lives)
+        seconds = np.array([np.interp(each, log_lives, row) for each, row in zip(at, by_k)]).reshape(k.shape)
+        usual = np.interp(live, self.lives, self.positions)
+        return seconds, np.ones_like(k), live, (k + 1) * (positions - usual)
+
+    def seconds(self, live, k, positions):
+        """Return the seconds of a round; the arguments are as in `terms`."""
+        found = sum(weight * term for weight, term in zip(self.weights, self.terms(live, k, positions)))
+        return np.maximum(found, 1e-6)
+
+
+@dataclass
 class Work:
     """The seconds of work of each piece."""
 
-    round_s: dict[str, float]  # by the names in TERMS
+    rounds: RoundCost
     enter_s: float = 0.0  # a sequence gets a slot
+    finish_s: float = 0.0  # a generator's other work, for each group
     swap_s: float = 0.0  # a generator swaps in a policy
     swap_draft_s: float = 0.0
     reward_s: float = 0.0  # from a group's end until its rewards are known
@@ -56,27 +109,24 @@ class Work:
     group_s: float = 0.0  # the trainer takes a group
     pass_s: float = 0.0  # a pass
     token_s: float = 0.0  # each of its tokens
+    response_s: float = 0.0  # each of its responses
     update_s: float = 0.0  # the optimizer's step and the publication
     adapt_s: float = 0.0  # the draft adapter learns from a group
     adapted: float = 0.0  # groups that it learns from in a step
-    other_s: float = 0.0  # everything else, in a step
+    control_s: float = 0.0  # whatever else the processes do, for each group
     delivery_s: float = 0.0  # from a publication until a generator has the version
     retention: list[float] = field(default_factory=list)  # acceptance rate by position, given all before it
     fits: dict[str, Fit] = field(default_factory=dict)
-
-    def round_seconds(self, live, k, positions):
-        """Return the seconds of a round. The arguments may be arrays; positions: of all live sequences."""
-        return sum(self.round_s[name] * value for name, value in zip(TERMS, terms(live, k, positions)))
 
     def emitted(self, k: int) -> float:
         """Return the expected tokens of a sequence in a round."""
         return 1.0 + float(np.cumprod(self.retention[:k]).sum())
 
-
-def terms(live, k, positions) -> tuple:
-    """Return what each of TERMS is multiplied by."""
-    verifies = (np.asarray(k) > 0) * 1.0
-    return np.ones_like(verifies), live, k, k * np.asarray(live), verifies, verifies * live, positions
+    def beyond(self, k: int) -> float:
+        """Return by how many tokens the last round of a response overshoots its end on average."""
+        reaches = np.append(1.0, np.cumprod(self.retention[:k]))  # the chance of more than 0, 1, ... tokens
+        squares = float((reaches * (2 * np.arange(k + 1) + 1)).sum())
+        return (squares / float(reaches.sum()) - 1) / 2
 
 
 class Trace(NamedTuple):
@@ -89,6 +139,7 @@ class Trace(NamedTuple):
     cpu: float
     step: int
     ticket: int
+    version: int
     rounds: list[Rounds]
 
 
@@ -114,26 +165,38 @@ def spans(run_dir: Path) -> Iterator[Trace]:
                 1e-3 * args.get("cpu_ms", 0.0),
                 args.get("step", -1),
                 args.get("ticket", -1),
+                args.get("version", -1),
                 [Rounds(*each) for each in args.get("rounds", ())],
             )
 
 
-def fit_rounds(rounds: Sequence[Rounds]) -> tuple[dict[str, float], Fit]:
-    """Fit TERMS to rounds, weighted so that each second counts alike in proportion."""
+def fit_rounds(rounds: Sequence[Rounds]) -> tuple[RoundCost, Fit]:
+    """Fit the cost of rounds, such that the relative error of each second counts alike.
+
+    Args:
+        rounds: those without gained tokens were timed before the first sequence.
+    """
     from scipy.optimize import nnls
 
+    timed, cells = (_cells([each for each in rounds if (each.tokens > 0) == real]) for real in (False, True))
+    live, k = (np.array(column, float) for column in zip(*cells))
+    count, measured, _, positions = np.array(list(cells.values())).T
+    mean, at = measured / count, positions / count
+    cost = RoundCost.over(timed)
+    rows = np.stack(np.broadcast_arrays(*cost.terms(live, k, at)), axis=1).astype(float)
+    weight = np.sqrt(measured) / mean
+    found, _ = nnls(rows * weight[:, None], mean * weight)
+    cost.weights = found.tolist()
+    return cost, _quality(rows @ found * count, measured)
+
+
+def _cells(rounds: Sequence[Rounds]) -> dict[tuple[int, int], np.ndarray]:
+    """Add up rounds by live sequences and draft length: count, seconds, tokens, positions."""
     cells: dict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros(4))
     for each in rounds:
         if each.draft_length != ENTERING:
             cells[each.live, each.draft_length] += (each.count, each.seconds, each.tokens, each.positions)
-    live, k = (np.array(column, float) for column in zip(*cells))
-    count, measured, _, positions = np.array(list(cells.values())).T
-    mean, at = measured / count, positions / count
-    rows = np.stack(np.broadcast_arrays(*terms(live, k, at)), axis=1).astype(float)
-    # The relative error of each cell counts, by the square root of its seconds.
-    weight = np.sqrt(measured) / mean
-    found, _ = nnls(rows * weight[:, None], mean * weight)
-    return dict(zip(TERMS, found.tolist())), _quality(rows @ found * count, measured)
+    return cells
 
 
 def _quality(fitted: np.ndarray, measured: np.ndarray) -> Fit:
@@ -153,20 +216,30 @@ def _line(at: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, 
     return float(fixed), float(each), _quality(fixed + each * x, y)
 
 
-def trained_tokens(group: GroupRecord) -> float:
+class Pass(NamedTuple):
+    """A pass of the trainer. ticket: the group that fills it; -1: the end of its step does."""
+
+    ticket: int
+    tokens: float
+    responses: float
+
+
+def trained_tokens(group: GroupRecord) -> int:
     """Return the tokens that the trainer passes over for a group: none without a signal."""
-    return sum(group.response_tokens) if group.rewards_differ else 0.0
+    return sum(group.response_tokens) + group.prompt_tokens if group.rewards_differ else 0
 
 
-def passes(step: StepDone, pass_tokens: float) -> dict[int, float]:
-    """Return the tokens of the passes that a step's groups fill, by the ticket of the group that fills one."""
-    found, pool = {}, 0.0
+def passes(step: StepDone, pass_tokens: float) -> list[Pass]:
+    """Return the passes of a step. What does not fill one is taken in the last one."""
+    found, pool, responses = [], 0.0, 0.0
     for group in sorted(step.groups, key=lambda g: g.place):
         pool += trained_tokens(group)
-        if pool >= pass_tokens:
-            found[group.ticket_id], pool = pass_tokens, pool - pass_tokens
-    found[-1] = pool
-    return found
+        responses += len(group.response_tokens) * group.rewards_differ
+        while pool >= pass_tokens:
+            share = pass_tokens / pool
+            found.append(Pass(group.ticket_id, pass_tokens, responses * share))
+            pool, responses = pool - pass_tokens, responses * (1 - share)
+    return [*found, Pass(-1, pool, responses)]
 
 
 def calibrate(run_dir: Path) -> Work:
@@ -187,16 +260,26 @@ def calibrate(run_dir: Path) -> Work:
     groups = [group for step in steps for group in step.groups]
     found, fits = fit_rounds(rounds)
     work = Work(found, fits={"rounds": fits})
-    entering = [each for each in rounds if each.draft_length == ENTERING]
+    entering = [each for each in rounds if _enters(each)]
     if sequences := sum(each.count for each in entering):
         work.enter_s = sum(each.seconds for each in entering) / sequences
+        # The span in which the engine times itself has other work.
+        usual = [s for s in by_name["generate"] if all(each.tokens > 0 or _enters(each) for each in s.rounds)]
+        other = sum(span.cpu - sum(each.seconds for each in span.rounds) for span in usual)
+        ended = sum(each.count for span in usual for each in span.rounds if _enters(each))
+        work.finish_s = max(0.0, other) * config.rl.group_size / max(1, ended)
     _fit_generator(work, by_name, groups)
     _fit_logprob(work, by_name, groups)
     _fit_trainer(work, by_name, steps, config)
     if adapting := by_name["adapt"]:
         work.adapt_s = statistics.fmean(span.cpu for span in adapting)
         work.adapted = len(adapting) / len(steps)
+    _fit_rest(work, by_name, run_dir, len(groups), len(steps))
     return work
+
+
+def _enters(rounds: Rounds) -> bool:
+    return rounds.draft_length == ENTERING
 
 
 def read_config(run_dir: Path) -> Config:
@@ -246,28 +329,55 @@ def _fit_logprob(work: Work, by_name: dict[str, list[Trace]], groups: Sequence[G
 
 
 def _fit_trainer(work: Work, by_name: dict[str, list[Trace]], steps: Sequence[StepDone], config: Config) -> None:
+    """Fit pass + tokens * token + responses * response, and update at the end of a step, to the trainer's spans."""
     by_step: dict[int, list[Trace]] = defaultdict(list)
     for span in by_name["train"]:
         by_step[span.step].append(span)
-    idle, at, took, updates = [], [], [], []
+    idle, rows, took = [], [], []
     for step in steps[SKIP:]:
-        filled = passes(step, config.trainer.tokens_per_pass)
+        filled: dict[int, list[Pass]] = defaultdict(list)
+        for each in passes(step, config.trainer.tokens_per_pass):
+            filled[each.ticket].append(each)
         for span in by_step[step.step]:
-            if span.ticket >= 0 and span.ticket in filled:
-                at.append(filled[span.ticket])
-                took.append(span.cpu)
-            elif span.ticket >= 0:
+            those, ends = filled.get(span.ticket, ()), span.ticket < 0
+            if not those:
                 idle.append(span.cpu)
-            else:
-                updates.append((filled[-1], span.cpu))
+                continue
+            tokens, responses = sum(each.tokens for each in those), sum(each.responses for each in those)
+            rows.append((sum(each.tokens > 0 for each in those), tokens, responses, float(ends)))
+            took.append(span.cpu)
     work.group_s = statistics.median(idle) if idle else 0.0
-    last, of_last = zip(*updates)
-    fixed, each, work.fits["updates"] = _line(last, of_last)
-    work.token_s, work.update_s = each, fixed
-    if at:  # a full pass shows what a pass costs beyond its tokens
-        work.pass_s = max(0.0, statistics.median(took) - work.group_s - each * statistics.fmean(at))
-        work.update_s = max(0.0, fixed - work.pass_s)
+    found, work.fits["passes and updates"] = _robust(np.array(rows, float), np.array(took))
+    work.pass_s, work.token_s, work.response_s, work.update_s = found
     work.update_s += sum(span.cpu for span in by_name["prepare"]) / len(steps)
+
+
+def _robust(rows: np.ndarray, took: np.ndarray) -> tuple[list[float], Fit]:
+    """Fit rows @ x to `took` with x not below 0, and again without what is far off."""
+    from scipy.optimize import nnls
+
+    kept = np.ones(len(took), bool)
+    for _ in range(3):
+        found, _ = nnls(rows[kept], took[kept])
+        off = np.abs(rows @ found - took)
+        kept = off <= 4 * np.median(off) + 1e-9
+    return found.tolist(), _quality(rows[kept] @ found, took[kept])
+
+
+def _fit_rest(work: Work, by_name: dict[str, list[Trace]], run_dir: Path, groups: int, steps: int) -> None:
+    """Fit what is in no span: how long a version travels, and what the processes do besides."""
+    published = {span.version: span.start + span.seconds for span in by_name["prepare"]}  # the last one of a step
+    travels = [
+        span.start - published[span.version - 1]
+        for span in by_name["swap policy"]
+        if span.actor.startswith("generator") and span.version - 1 in published
+    ]
+    work.delivery_s = max(0.0, statistics.median(travels)) if travels else 0.0
+    rows = read_rows(run_dir / "metrics.jsonl")[SKIP:]
+    names = [key for key in rows[-1] if key.startswith("process/") and key.endswith("_cpu_s")]
+    used = sum(rows[-1][name] - rows[0].get(name, rows[-1][name]) for name in names) / max(1, len(rows) - 1)
+    shown = sum(span.cpu for spans in by_name.values() for span in spans) / steps
+    work.control_s = max(0.0, used - shown) * steps / groups
 
 
 def save(work: Work, path: Path) -> None:
@@ -282,6 +392,7 @@ def read(path: Path) -> Work:
     """
     try:
         found = Work(**json.loads(path.read_text(encoding="utf-8")))
+        found.rounds = RoundCost(**found.rounds)
         found.fits = {name: Fit(*fit) for name, fit in found.fits.items()}
         return found
     except (OSError, ValueError, TypeError):

@@ -21,9 +21,10 @@ from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
 from asyncspec.simulate.replica import RoundCosts
 from asyncspec.speculation.draft_length import AutoLength, Observation
 from asyncspec.speculation.step_times import BLOCK
-from asyncspec.wire.messages import StepDone
+from asyncspec.wire.messages import GroupRecord, StepDone
 
 LIVES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+POSITIONS = (10.0, 200.0)  # of a sequence, between which a round's time is taken as a straight line
 TAUGHT = 64  # verifications that teach the chooser the acceptance
 
 
@@ -36,9 +37,8 @@ def draft_lengths(config: Config, work: Work, positions: float) -> Callable[[int
     if config.fixed_draft_length is not None:
         return lambda live: config.fixed_draft_length
     lives = sorted({n for n in LIVES if n < config.engine.slots} | {config.engine.slots})
-    seconds = np.array(
-        [[float(work.round_seconds(n, k, n * positions)) for k in (*range(LONGEST + 1), LONGEST)] for n in lives]
-    )
+    ks = (*range(LONGEST + 1), LONGEST)
+    seconds = np.array([work.rounds.seconds(n, ks, n * positions) for n in lives])
     found: dict[int, int] = {}
     for live in range(1, config.engine.slots + 1):
         bucket = round(2 * np.log2(live))
@@ -52,7 +52,7 @@ def _chosen(chooser: AutoLength, work: Work, live: int) -> int:
     reaches = np.cumprod(work.retention)
     rows = (np.arange(TAUGHT) + 0.5) / TAUGHT
     kept = (rows[:, None] < reaches[None, :]).sum(1)
-    seconds = float(work.round_seconds(TAUGHT, LONGEST, 0.0))
+    seconds = float(work.rounds.seconds(TAUGHT, LONGEST, 0.0))
     for _ in range(BLOCK):
         chooser.observe(Observation(TAUGHT, LONGEST, seconds, kept, usual=False))
     return chooser.choose(live)
@@ -62,9 +62,10 @@ def round_costs(config: Config, work: Work, lengths: Callable[[int], int]) -> Ro
     """Return the costs of a generator's rounds by the number of live sequences."""
     live = np.arange(config.engine.slots + 1, dtype=float)
     k = np.array([lengths(max(1, int(n))) for n in live])
-    base = work.round_seconds(live, k, 0.0)
+    near, far = (work.rounds.seconds(live, k, live * each) for each in POSITIONS)
+    slope = (far - near) / (POSITIONS[1] - POSITIONS[0])
     emitted = np.array([work.emitted(each) for each in k])
-    return RoundCosts(np.asarray(base, float), work.round_s["position"] * live, k, emitted)
+    return RoundCosts(near - slope * POSITIONS[0], slope, k, emitted)
 
 
 def pipeline(config: Config, work: Work, costs: RoundCosts, cores: float) -> Pipeline:
@@ -80,38 +81,40 @@ def pipeline(config: Config, work: Work, costs: RoundCosts, cores: float) -> Pip
         logprobs=config.deployment.logprobs,
         swap_s=work.swap_s + work.swap_draft_s * min(1, adapted),
         delivery_s=work.delivery_s,
+        enter_s=work.enter_s,
+        finish_s=work.finish_s,
         pass_tokens=config.trainer.tokens_per_pass,
         pass_s=work.pass_s,
-        token_s=work.token_s,
         group_s=work.group_s,
         update_s=work.update_s,
         adapted=adapted,
         adapt_s=work.adapt_s,
+        control_s=work.control_s,
         cores=cores,
     )
 
 
-def workload(work: Work, steps: Sequence[StepDone]) -> list[list[Group]]:
-    """Return the groups of a run as the calibrated one had them. Acceptance is that of its positions: a response needs
-    one round for each `emitted` tokens, and on average half a round's more than one token at its end.
+def workload(work: Work, steps: Sequence[StepDone], k: int) -> list[list[Group]]:
+    """Return the groups of a run as the calibrated one had them.
+
+    Args:
+        k: the usual draft length. The last round of a response overshoots its end, by more with a longer draft.
     """
-    found = []
-    for step in steps:
-        groups = sorted(step.groups, key=lambda g: g.place)
-        found.append(
-            [
-                Group(
-                    [max(0.5, n - 1.0) for n in group.response_tokens],
-                    np.zeros(len(group.response_tokens)),
-                    0.0,
-                    work.reward_s,
-                    work.logprob_s + work.logprob_token_s * sum(group.response_tokens),
-                    float(trained_tokens(group)),
-                )
-                for group in groups
-            ]
+    beyond = work.beyond(k) - 1.0  # a sequence gets its first token with its slot
+
+    def group_of(record: GroupRecord) -> Group:
+        tokens, count = trained_tokens(record), len(record.response_tokens)
+        return Group(
+            [max(0.5, n + beyond) for n in record.response_tokens],
+            np.zeros(count),
+            float(record.prompt_tokens),
+            work.reward_s,
+            work.logprob_s + work.logprob_token_s * sum(record.response_tokens),
+            float(tokens),
+            work.token_s * tokens + work.response_s * count if tokens else 0.0,
         )
-    return found
+
+    return [[group_of(record) for record in sorted(step.groups, key=lambda g: g.place)] for step in steps]
 
 
 class Predicted(NamedTuple):
@@ -159,11 +162,16 @@ class Measured(NamedTuple):
             cores: of the machine; None: those that this process may use.
         """
         cores = cores or len(os.sched_getaffinity(0))
-        tokens = [n for step in self.steps for group in step.groups for n in group.response_tokens]
-        lengths = draft_lengths(config, self.work, float(np.mean(tokens)) / 2)
+        groups = [group for step in self.steps for group in step.groups]
+        tokens = float(np.mean([n for group in groups for n in group.response_tokens]))
+        prompt = float(np.mean([group.prompt_tokens for group in groups]))
+        lengths = draft_lengths(config, self.work, prompt + tokens / 2)
         costs = round_costs(config, self.work, lengths)
         skip = min(len(self.steps) // 2, SKIP + config.policy_lag)
-        found = simulate(pipeline(config, self.work, costs, cores), workload(self.work, self.steps))
+        found = simulate(
+            pipeline(config, self.work, costs, cores),
+            workload(self.work, self.steps, lengths(max(1, config.engine.slots // 2))),
+        )
         parts = {name: float(np.mean([step.parts[name] for step in found[skip:]])) for name in found[0].parts}
         return Predicted(
             float(seconds(found, skip).mean()), parts["exposed_generation"], parts["exposed_logprob"], parts["train"]

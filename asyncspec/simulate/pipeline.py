@@ -7,7 +7,8 @@
 - the trainer takes groups in ticket order, runs a pass when enough tokens are there, updates, and publishes.
 
 Generation, exposed time, stragglers and lag come out; only the work of each piece goes in, as seconds that it takes
-alone. Actors that share a host's cores slow one another down: n busy threads on c cores each run at min(1, c / n).
+alone. Actors that share a host's cores slow one another down: n busy ones on c cores each run at min(1, c / n). The
+draft adapter runs at a low priority, so it gets little beyond what the others leave.
 
     step 0: tickets -> generators -> rewards -> logprob -> trainer: pass, pass, update -> version 1 -> step 1 + lag
 """
@@ -25,6 +26,7 @@ import numpy as np
 from asyncspec.lag import PolicyClock
 from asyncspec.simulate.replica import Replica, RoundCosts
 
+LOW_PRIORITY = 0.1  # of a core's time that a process of priority 10 gets beside a usual one
 PARTS = ("prepare", "exposed_generation", "exposed_reward", "exposed_logprob", "train")
 
 
@@ -36,6 +38,7 @@ class Group(NamedTuple):
     reward_s: seconds from the end of generation until the rewards are known; no core works on them.
     logprob_s: seconds of work.
     trained: tokens that the trainer passes over; 0 without a gradient.
+    train_s: seconds of the trainer's work on them.
     """
 
     tokens: Sequence[float]
@@ -43,7 +46,8 @@ class Group(NamedTuple):
     prompt: float
     reward_s: float
     logprob_s: float
-    trained: float
+    trained: float = 0.0
+    train_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,16 @@ class Pipeline:
     costs: Callable[[int], RoundCosts] | RoundCosts  # of the generators' rounds; a callable gets the step
     logprobs: int = 1
     swap_s: float = 0.0  # a generator's work to swap weights
+    enter_s: float = 0.0  # its work to give a sequence a slot
+    finish_s: float = 0.0  # its work on a group that is done
     delivery_s: float = 0.0  # from a publication until readers have the version; no core works on it
     pass_tokens: float = 0.0  # tokens of a pass; 0: one pass for each group
-    pass_s: float = 0.0  # the trainer's work for a pass
-    token_s: float = 0.0  # for each token of it
+    pass_s: float = 0.0  # the trainer's work for a pass besides that for its tokens
     group_s: float = 0.0  # to take a group
     update_s: float = 0.0  # to update and publish
     adapted: int = 0  # groups of a step that the draft adapter learns from
     adapt_s: float = 0.0  # its work for each
+    control_s: float = 0.0  # the controller's work for each group
     cores: float | None = None  # that all actors share; None: each has its own
 
 
@@ -88,7 +94,7 @@ class _Worker:
     """Something that works on a core. Its work passes at the rate of its host."""
 
     def __init__(self) -> None:
-        self.at, self.stamp, self.active = 0.0, 0, False
+        self.at, self.stamp, self.active, self.rate = 0.0, 0, False, 1.0
 
     def left(self) -> float:
         """Return the seconds of work until something happens; infinity if it is idle."""
@@ -151,10 +157,6 @@ class _Generator(_Worker):
         self.done(*self.replica.end())
 
 
-class _Trainer(_Queue):
-    """Takes groups in order; `pieces` are the passes and updates that it works on."""
-
-
 class Simulation:
     """One run of a pipeline."""
 
@@ -176,10 +178,13 @@ class Simulation:
         ]
         self.loads = [(0, i) for i in range(pipeline.generators)]
         self.logprobs = [_Queue(self._scored) for _ in range(pipeline.logprobs)]
-        self.trainer, self.adapter = _Trainer(self._worked), _Queue(lambda what: None)
-        self.working: set[_Worker] = set()  # those that share cores and are at work
-        self.rate = 1.0
-        self.step, self.place, self.pool, self.free, self.passing = 0, 0, 0.0, 0.0, False
+        self.trainer, self.adapter, self.controller = (
+            _Queue(done) for done in (self._worked, lambda what: None, lambda what: None)
+        )
+        self.working: dict[_Worker, None] = {}  # those that share cores and are at work
+        self.step, self.place, self.free = 0, 0, 0.0
+        self.pool, self.pool_s = 0.0, 0.0  # tokens that wait for a pass, and the work on them
+        self._first = 0  # the name of the first ticket of the step that is trained
         self.offered = [0] * len(steps)
         self._names = 0
 
@@ -200,11 +205,8 @@ class Simulation:
     def _settle(self, worker: _Worker) -> None:
         """Let the work pass that a worker did since it was last looked at."""
         if worker.active and self.now > worker.at:
-            worker.spend((self.now - worker.at) * self.rate_of(worker))
+            worker.spend((self.now - worker.at) * worker.rate)
         worker.at = self.now
-
-    def rate_of(self, worker: _Worker) -> float:
-        return self.rate
 
     def _plan(self, worker: _Worker) -> None:
         """Plan a worker's next event, after something changed for it. It must be settled."""
@@ -216,21 +218,26 @@ class Simulation:
                 self._share(worker)
         worker.stamp += 1
         if active:
-            self._later(self.now + left / self.rate, self._happen, (worker, worker.stamp))
+            self._later(self.now + left / worker.rate, self._happen, (worker, worker.stamp))
 
     def _share(self, worker: _Worker) -> None:
         """Share the cores with a worker that began or stopped to work."""
-        (self.working.add if worker.active else self.working.discard)(worker)
-        rate = min(1.0, self.pipeline.cores / max(1, len(self.working)))
-        if rate == self.rate:
-            return
-        others = [other for other in self.working if other is not worker]
-        for other in others:
-            self._settle(other)
-        self.rate = rate
-        for other in others:
-            other.stamp += 1
-            self._later(self.now + other.left() / rate, self._happen, (other, other.stamp))
+        if worker.active:
+            self.working[worker] = None
+        else:
+            del self.working[worker]
+        low = self.adapter in self.working
+        busy = len(self.working) - low
+        rate = min(1.0, self.pipeline.cores / max(1.0, busy + LOW_PRIORITY * low))
+        left = min(1.0, max(self.pipeline.cores - busy * rate, 1e-6))
+        for other in self.working:
+            now = left if other is self.adapter else rate
+            if other is worker:
+                worker.rate = now
+            elif now != other.rate:
+                self._settle(other)
+                other.rate, other.stamp = now, other.stamp + 1
+                self._later(self.now + other.left() / now, self._happen, (other, other.stamp))
 
     def _happen(self, planned: tuple[_Worker, int]) -> None:
         worker, stamp = planned
@@ -280,6 +287,7 @@ class Simulation:
         while generator.held and generator.held[0][1].min_version <= generator.replica.version:
             name, ticket = generator.held.popleft()
             ticket.admitted = self.now
+            generator.pause += self.pipeline.enter_s * len(ticket.group.tokens)
             generator.replica.submit(name, ticket.group.tokens, ticket.group.accept, ticket.group.prompt)
         self._plan(generator)
 
@@ -287,6 +295,11 @@ class Simulation:
         def generated(name: int, oldest: int) -> None:
             generator, ticket = self.generators[index], self.tickets[name]
             ticket.generated = self.now
+            generator.pause += self.pipeline.finish_s
+            if self.pipeline.control_s:
+                self._settle(self.controller)
+                self.controller.put(self.pipeline.control_s, name)
+                self._plan(self.controller)
             generator.load -= len(ticket.group.tokens)
             heapq.heappush(self.loads, (generator.load, index))
             self.steps[ticket.step].oldest.append(oldest)
@@ -316,11 +329,6 @@ class Simulation:
 
     # The trainer.
 
-    def _first_of_step(self) -> int:
-        return self._first
-
-    _first = 0  # the name of the first ticket of the step that is trained
-
     def _train(self) -> None:
         """Take the groups that are there, in order, unless the trainer is at work."""
         p = self.pipeline
@@ -334,14 +342,20 @@ class Simulation:
                 self.place += 1
                 del self.tickets[self._first + self.place - 1]
                 self.pool += ticket.group.trained
+                self.pool_s += ticket.group.train_s
                 work = p.group_s
-                if self.pool and self.pool >= p.pass_tokens:
-                    work, self.pool = work + p.pass_s + p.token_s * self.pool, 0.0
+                while self.pool and self.pool >= p.pass_tokens:
+                    work += self._pass(min(1.0, p.pass_tokens / self.pool) or 1.0)
                 self._work(work, False)
             else:
-                work = p.update_s + (p.pass_s + p.token_s * self.pool if self.pool else 0.0)
-                self.pool = 0.0
-                self._work(work, True)
+                self._work(p.update_s + self._pass(1.0), True)
+
+    def _pass(self, share: float) -> float:
+        """Take a share of the waiting tokens into a pass; return its work."""
+        work, left = self.pool_s * share, 1 - share
+        took = self.pipeline.pass_s + work if self.pool else 0.0
+        self.pool, self.pool_s = left * self.pool, left * self.pool_s
+        return took
 
     def _work(self, work: float, ends: bool) -> None:
         self._settle(self.trainer)

@@ -27,6 +27,7 @@ TRAINER_BYTES = 16  # of a parameter: weights, gradients and two moments in floa
 ACTIVATION_BYTES = 8e9  # that a trainer's GPU has left for activations
 MOST_SLOTS = 512
 SIMULATED, STEPS, FILLING = 12, 8, 3  # choices that are simulated; their steps; of these, those that fill the pipeline
+REWARD_S = 0.1  # from the end of a group until its rewards are known
 LOGPROB_SHARE = 3  # nodes that train for each one that computes logprobs, which are a third of training's work
 
 
@@ -186,12 +187,13 @@ def outcome(job: Job, choice: Choice) -> Outcome:
         logprobs=actors,
         delivery_s=2 * parameters / job.gpu.network_bytes_s,
         pass_tokens=tokens / 16,
-        token_s=training / tokens,
     )
-    work = [
-        [Group(t, a, job.prompt, 0.1, of_group, float(t.sum() + job.prompt)) for t, a in zip(*of_step)]
-        for of_step in zip(*job.drawn)
-    ]
+
+    def group_of(lengths: np.ndarray, accept: np.ndarray) -> Group:
+        trained = float(lengths.sum() + job.prompt)
+        return Group(lengths, accept, job.prompt, REWARD_S, of_group, trained, training * trained / tokens)
+
+    work = [[group_of(*each) for each in zip(*of_step)] for of_step in zip(*job.drawn)]
     steps = simulate(pipeline, work)
     step_s = float(seconds(steps, FILLING).mean())
     exposed = float(np.mean([step.parts["exposed_generation"] for step in steps[FILLING:]]))

@@ -86,10 +86,10 @@ def _run(work, to_group, state, left, accept, context, group, queue, owed, oldes
             gained = rounds * scale * _rate(accept[i], length)
             left[i] -= gained
             context[i] += gained
-        if not ends:
+        done = group[first]
+        if not ends or (owed[done] == 1 and not to_group):  # by rounding, a group may seem to end just before its event
             return work, _NONE
         passed += rounds * of_round
-        done = group[first]
         last = live - 1
         left[first], accept[first], context[first] = left[last], accept[last], context[last]
         group[first] = group[last]

@@ -30,7 +30,7 @@ class Rounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     draft_length: int  # ENTERING: no rounds, but sequences that got a slot, one by one
     count: int
     seconds: float  # of one processor on CPUs, else of the clock
-    tokens: float  # that the sequences gained
+    tokens: float  # that the sequences gained; 0: steps that the engine timed before the first sequence
     positions: float  # that the sequences had, summed over sequences and rounds
 
 
