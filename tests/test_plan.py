@@ -6,20 +6,38 @@ import pytest
 
 from asyncspec import config as configuration
 from asyncspec.cli import main
+from asyncspec.config import resolve_path, topology
 
 SMALL = ["plan", "--model", "Qwen/Qwen3-8B", "--hardware", "H100", "--gpus", "8", "--prompts", "16"]
 
 
-def test_the_written_configuration_is_valid_and_uses_all_gpus(tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path)]) == 0
-    assert "policy lag 1" in capsys.readouterr().out
-    (tmp_path / "data").mkdir()
+@pytest.mark.parametrize("gpus, hardware", [("8", "H100"), ("32", "GB200")])
+def test_the_plan_uses_all_gpus_within_the_lag(tmp_path, capsys, gpus, hardware):
+    assert main([*SMALL, "--hardware", hardware, "--gpus", gpus, "--out", str(tmp_path)]) == 0
+    assert f"{gpus} {hardware}, policy lag 1" in capsys.readouterr().out
     found = configuration.from_yaml((tmp_path / "plan.yaml").read_text())
     best = json.loads((tmp_path / "plan.json").read_text())[0]
-    choice = best["choice"]
-    assert choice["trainers"] + choice["logprobs"] + choice["replicas"] * choice["degree"] == 8
-    assert found.engine.tensor_parallel == choice["degree"] and found.deployment.generators == choice["replicas"]
+    choice, roles = best["choice"], topology.total(topology.parse(found.deployment.nodes))
+    assert choice["trainers"] + choice["logprobs"] + choice["replicas"] * choice["degree"] == int(gpus)
+    assert roles["generator"] == choice["replicas"] * found.engine.tensor_parallel
     assert best["oldest"] <= 1 and (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_a_run_can_be_started_with_the_written_configuration(tmp_path):
+    """With files in place of those that the user supplies."""
+    policy = str(resolve_path("asset:tiny/policy"))
+    assert (
+        main(
+            [*SMALL, "--model", policy, "--gpus", "4", "--tokens", "90", "--most-tokens", "300", "--out", str(tmp_path)]
+        )
+        == 0
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    overrides = [f"data.train_file={data}", f"data.eval_file={data}", "speculation.draft_path="]
+    found = configuration.load(str(tmp_path / "plan.yaml"), overrides)
+    assert found.trainer.ranks + found.deployment.logprobs + found.deployment.generators == 4
+    assert found.model.path == policy and found.policy_lag == 1
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ class CalibrationBenchmark(Benchmark):
         """Return the calibrated run of a repetition, which is run at the first call."""
         if repetition not in self._measured:
             directory = self._run("calibrated", repetition, {})[0]
-            self._measured[repetition] = Measured.read(directory, calibrate.calibrate(directory))
+            self._measured[repetition] = measured = Measured.read(directory, calibrate.calibrate(directory))
+            measured.fit_sharing()
         return self._measured[repetition]
 
     def _run(self, name: str, repetition: int, setting: dict) -> tuple[Path, list[dict]]:

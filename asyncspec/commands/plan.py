@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SCALES, LAGS = (0.25, 0.5, 1.0, 2.0, 4.0), (0, 1, 2, 4)
 DRAFT_LENGTHS, ACCEPTANCES = (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+MOST_PROMPT, MOST_DRAFT = 2048, 16  # tokens of a prompt, and of a round
 METHODS = ("eagle3", "mtp", "draft_model", "none")
 
 
@@ -27,7 +28,12 @@ def add_parser(commands) -> None:
     add = plan.add_argument
     add("--model", required=True, metavar="NAME", help="directory with config.json, or a name such as Qwen/Qwen3-8B")
     add("--hardware", required=True, metavar="GPU", help="GB200, B200, H200, H100 or A100; or this, with --run")
-    add("--run", dest="calibrated", metavar="RUN", help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted")
+    add(
+        "--run",
+        dest="calibrated",
+        metavar="RUN",
+        help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted",
+    )
     add("--gpus", type=int, metavar="N", help="number of GPUs")
     add("--lag", type=int, default=1, metavar="L", help="policy lag (default: 1)")
     add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")
@@ -159,7 +165,7 @@ def configuration(args, job: Job, best: Outcome) -> str:
     from asyncspec.models import sizes
 
     choice, per_node = best.choice, job.gpu.gpus_per_node
-    ranks = 1
+    positions, ranks = job.model.get("max_position_embeddings", 1 << 20), 1
     while 4 * sizes.parameters(dict(job.model)) / ranks > 0.9 * job.gpu.memory_bytes:
         ranks *= 2
     generating = choice.replicas * choice.degree
@@ -180,7 +186,9 @@ def configuration(args, job: Job, best: Outcome) -> str:
             "kind": "vllm",
             "slots": choice.slots,
             "tensor_parallel": choice.degree,
-            **({"vllm": {"quantization": "fp8"}} if job.precision == "fp8" else {}),
+            "max_prompt_tokens": max(1, min(MOST_PROMPT, positions - int(job.lengths.limit) - MOST_DRAFT)),
+            "gpu_memory_utilization": 0.7,  # the rest is for the weights that arrive
+            **({"vllm": "{quantization: fp8}"} if job.precision == "fp8" else {}),
         },
         "speculation": {"method": job.method if choice.draft_length else "none"},
         "rl": {"groups_per_step": job.prompts, "group_size": job.group_size},

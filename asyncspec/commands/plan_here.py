@@ -23,7 +23,9 @@ def plan_here(args) -> int:
         raise UserError("--hardware this: expected --run RUN, a run that `asyncspec simulate calibrate RUN` has fitted")
     run_dir = Path(args.calibrated)
     if not (run_dir / FILE).exists():
-        raise UserError(f"--run {args.calibrated}: it has no {FILE}; try: asyncspec simulate calibrate {args.calibrated}")
+        raise UserError(
+            f"--run {args.calibrated}: it has no {FILE}; try: asyncspec simulate calibrate {args.calibrated}"
+        )
     measured = machine.Measured.read(run_dir, calibrate.read(run_dir / FILE))
     found = []
     for generators in GENERATORS:

@@ -29,10 +29,11 @@ def _calibrate(args) -> int:
     from rich.table import Table
 
     from asyncspec.console import terminal
-    from asyncspec.simulate import calibrate
+    from asyncspec.simulate import calibrate, machine
 
     run_dir = Path(args.directory)
     work = calibrate.calibrate(run_dir)
+    machine.Measured.read(run_dir, work).fit_sharing()
     calibrate.save(work, run_dir / FILE)
     console = terminal()
     cost, units = work.rounds, {"table": 1.0}
@@ -40,6 +41,7 @@ def _calibrate(args) -> int:
     console.print(f"a round, in milliseconds{' and times its table' if cost.lives else ''}: " + "  ".join(shown))
     others = {k: v for k, v in vars(work).items() if k.endswith("_s") and isinstance(v, float)}
     console.print("others, in milliseconds: " + "  ".join(f"{k[:-2]} {1e3 * v:.3f}" for k, v in others.items()))
+    console.print(f"{work.sharing:.0%} of all cores' time is used while more actors are busy than there are cores")
     table = Table(title="fitted over measured", title_justify="left")
     for column in ("what", "pieces", "seconds", "1st quartile", "median", "3rd quartile"):
         table.add_column(column, justify="left" if column == "what" else "right")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import astuple
 
 from asyncspec.config import Config, from_yaml
 from asyncspec.errors import UserError
@@ -47,8 +48,8 @@ class Fit(NamedTuple):
 class RoundCost:
     """The seconds of an engine's round: a weighted sum of what a round has.
 
-    With a table, which the engine timed at its start, a round has: the table's seconds, 1, its live sequences, and
-    tokens times positions beyond the table's. Without one it has TERMS.
+    With a table, which the engine timed at its start, a round has: the table's seconds, 1, and tokens times positions
+    beyond the table's. Without one it has TERMS.
 
     lives, ks: the sizes in the table, ascending; [] without one.
     table_s, positions: its seconds [lives][ks], and the positions of all sequences [lives].
@@ -66,13 +67,13 @@ class RoundCost:
         if not timed:
             return cls()
         lives, ks = (sorted({key[place] for key in timed}) for place in (0, 1))
-        table = [[timed[live, k][1] / timed[live, k][0] for k in ks] for live in lives]
-        return cls(lives, ks, table, [timed[live, ks[0]][3] / timed[live, ks[0]][0] for live in lives])
+        table = [[float(timed[live, k][1] / timed[live, k][0]) for k in ks] for live in lives]
+        return cls(lives, ks, table, [float(timed[live, ks[0]][3] / timed[live, ks[0]][0]) for live in lives])
 
     @property
     def names(self) -> tuple[str, ...]:
         """What the weights are of."""
-        return ("table", "fixed", "row", "position") if self.lives else TERMS
+        return ("table", "fixed", "position") if self.lives else TERMS
 
     def terms(self, live, k, positions) -> tuple:
         """Return what each weight is multiplied by. The arguments may be arrays; positions: of all live sequences."""
@@ -85,7 +86,7 @@ class RoundCost:
         log_lives = np.log2(self.lives)
         seconds = np.array([np.interp(each, log_lives, row) for each, row in zip(at, by_k)]).reshape(k.shape)
         usual = np.interp(live, self.lives, self.positions)
-        return seconds, np.ones_like(k), live, (k + 1) * (positions - usual)
+        return seconds, np.ones_like(k), (k + 1) * (positions - usual)
 
     def seconds(self, live, k, positions):
         """Return the seconds of a round; the arguments are as in `terms`."""
@@ -115,6 +116,7 @@ class Work:
     adapted: float = 0.0  # groups that it learns from in a step
     control_s: float = 0.0  # whatever else the processes do, for each group
     delivery_s: float = 0.0  # from a publication until a generator has the version
+    sharing: float = 1.0  # of the cores' time that is used while more actors are busy than there are cores
     retention: list[float] = field(default_factory=list)  # acceptance rate by position, given all before it
     fits: dict[str, Fit] = field(default_factory=dict)
 
@@ -178,9 +180,9 @@ def fit_rounds(rounds: Sequence[Rounds]) -> tuple[RoundCost, Fit]:
     """
     from scipy.optimize import nnls
 
-    timed, cells = (_cells([each for each in rounds if (each.tokens > 0) == real]) for real in (False, True))
-    live, k = (np.array(column, float) for column in zip(*cells))
-    count, measured, _, positions = np.array(list(cells.values())).T
+    timed = _cells([each for each in rounds if not each.tokens])
+    real = np.array([astuple(each) for each in rounds if each.tokens], float)
+    live, k, count, measured, _, positions = real.T
     mean, at = measured / count, positions / count
     cost = RoundCost.over(timed)
     rows = np.stack(np.broadcast_arrays(*cost.terms(live, k, at)), axis=1).astype(float)

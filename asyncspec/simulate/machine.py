@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncspec.config import Config
 from asyncspec.simulate.calibrate import LONGEST, SKIP, Work, read_config, read_steps, trained_tokens
-from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
+from asyncspec.simulate.pipeline import Group, Pipeline, Step, seconds, simulate
 from asyncspec.simulate.replica import RoundCosts
 from asyncspec.speculation.draft_length import AutoLength, Observation
 from asyncspec.speculation.step_times import BLOCK
@@ -25,6 +25,7 @@ from asyncspec.wire.messages import GroupRecord, StepDone
 
 LIVES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 POSITIONS = (10.0, 200.0)  # of a sequence, between which a round's time is taken as a straight line
+LEAST_SHARING = 0.6  # of the cores' time
 TAUGHT = 64  # verifications that teach the chooser the acceptance
 
 
@@ -91,6 +92,7 @@ def pipeline(config: Config, work: Work, costs: RoundCosts, cores: float) -> Pip
         adapt_s=work.adapt_s,
         control_s=work.control_s,
         cores=cores,
+        sharing=work.sharing,
     )
 
 
@@ -155,24 +157,32 @@ class Measured(NamedTuple):
                 config.speculation.method, config.speculation.draft_length = "none", "auto"
         return config
 
-    def predicted(self, config: Config, cores: float | None = None) -> Predicted:
-        """Predict the steps of a run with this configuration.
-
-        Args:
-            cores: of the machine; None: those that this process may use.
+    def fit_sharing(self) -> None:
+        """Fit the share of the cores' time that is used to the run's own steps, by their median: a few steps of a run
+        share the generators with an evaluation.
         """
-        cores = cores or len(os.sched_getaffinity(0))
+        measured = np.median([step.end - step.start for step in self.steps[SKIP:]])
+        low, high = LEAST_SHARING, 1.0
+        for _ in range(12):
+            self.work.sharing = (low + high) / 2
+            faster = np.median(seconds(self.simulated(self.config), SKIP)) < measured
+            low, high = (low, self.work.sharing) if faster else (self.work.sharing, high)
+
+    def predicted(self, config: Config) -> Predicted:
+        """Predict the steps of a run with this configuration."""
+        found = self.simulated(config)
+        skip = min(len(self.steps) // 2, SKIP + config.policy_lag)
+        parts = {name: float(np.mean([step.parts[name] for step in found[skip:]])) for name in found[0].parts}
+        return Predicted(
+            float(seconds(found, skip).mean()), parts["exposed_generation"], parts["exposed_logprob"], parts["train"]
+        )
+
+    def simulated(self, config: Config) -> list[Step]:
+        """Return the steps of a run with this configuration."""
         groups = [group for step in self.steps for group in step.groups]
         tokens = float(np.mean([n for group in groups for n in group.response_tokens]))
         prompt = float(np.mean([group.prompt_tokens for group in groups]))
         lengths = draft_lengths(config, self.work, prompt + tokens / 2)
         costs = round_costs(config, self.work, lengths)
-        skip = min(len(self.steps) // 2, SKIP + config.policy_lag)
-        found = simulate(
-            pipeline(config, self.work, costs, cores),
-            workload(self.work, self.steps, lengths(max(1, config.engine.slots // 2))),
-        )
-        parts = {name: float(np.mean([step.parts[name] for step in found[skip:]])) for name in found[0].parts}
-        return Predicted(
-            float(seconds(found, skip).mean()), parts["exposed_generation"], parts["exposed_logprob"], parts["train"]
-        )
+        work = workload(self.work, self.steps, lengths(max(1, config.engine.slots // 2)))
+        return simulate(pipeline(config, self.work, costs, len(os.sched_getaffinity(0))), work)

@@ -7,8 +7,9 @@
 - the trainer takes groups in ticket order, runs a pass when enough tokens are there, updates, and publishes.
 
 Generation, exposed time, stragglers and lag come out; only the work of each piece goes in, as seconds that it takes
-alone. Actors that share a host's cores slow one another down: n busy ones on c cores each run at min(1, c / n). The
-draft adapter runs at a low priority, so it gets little beyond what the others leave.
+alone. Actors that share a host's cores slow one another down: n busy ones on c cores each run at min(1, c / n), or a
+little slower, since schedulers leave a core idle at times. The draft adapter runs at a low priority, so it gets little
+beyond what the others leave.
 
     step 0: tickets -> generators -> rewards -> logprob -> trainer: pass, pass, update -> version 1 -> step 1 + lag
 """
@@ -71,6 +72,7 @@ class Pipeline:
     adapt_s: float = 0.0  # its work for each
     control_s: float = 0.0  # the controller's work for each group
     cores: float | None = None  # that all actors share; None: each has its own
+    sharing: float = 1.0  # the share of the cores' time that is left by each busy actor beyond their number
 
 
 @dataclass
@@ -226,10 +228,11 @@ class Simulation:
             self.working[worker] = None
         else:
             del self.working[worker]
-        low = self.adapter in self.working
+        low, cores = self.adapter in self.working, self.pipeline.cores
         busy = len(self.working) - low
-        rate = min(1.0, self.pipeline.cores / max(1.0, busy + LOW_PRIORITY * low))
-        left = min(1.0, max(self.pipeline.cores - busy * rate, 1e-6))
+        cores *= self.pipeline.sharing ** max(0.0, len(self.working) - cores)
+        rate = min(1.0, cores / max(1.0, busy + LOW_PRIORITY * low))
+        left = min(1.0, max(cores - busy * rate, 1e-6))
         for other in self.working:
             now = left if other is self.adapter else rate
             if other is worker:
@@ -346,7 +349,10 @@ class Simulation:
                 work = p.group_s
                 while self.pool and self.pool >= p.pass_tokens:
                     work += self._pass(min(1.0, p.pass_tokens / self.pool) or 1.0)
-                self._work(work, False)
+                if work:
+                    self._work(work, False)
+                else:
+                    self.free = max(self.free, self.now)
             else:
                 self._work(p.update_s + self._pass(1.0), True)
 

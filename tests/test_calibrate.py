@@ -1,0 +1,85 @@
+"""The simulator's calibration: what is fitted to a run's spans, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from asyncspec.errors import UserError
+from asyncspec.simulate import calibrate
+from asyncspec.simulate.calibrate import RoundCost, Work, fit_rounds, passes, spans
+from asyncspec.wire.facts import ENTERING, GroupRecord, Rounds
+from asyncspec.wire.messages import StepDone
+
+
+def rounds_of(cost, cells, tokens=1.0, noise=0.0):
+    rng = np.random.default_rng(0)
+    found = []
+    for live, k, positions in cells:
+        seconds = float(cost(live, k, positions)) * (1 + noise * rng.standard_normal())
+        found.append(Rounds(live, k, 10, 10 * seconds, 10 * live * tokens, 10 * positions))
+    return found
+
+
+CELLS = [(live, k, live * each) for live in (1, 3, 8, 20, 64) for k in (0, 1, 3, 7) for each in (20, 90)]
+
+
+def test_a_straight_line_is_found_again():
+    cost = RoundCost(weights=[1e-3, 2e-5, 4e-5, 5e-5, 1e-3, 0.0, 2e-6])
+    found, fit = fit_rounds(rounds_of(cost.seconds, CELLS))
+    assert found.weights == pytest.approx(cost.weights, rel=1e-4, abs=1e-9)
+    assert fit.middle == pytest.approx(1) and fit.pieces == len(CELLS)
+
+
+def test_what_the_engine_timed_at_its_start_gives_the_form():
+    """Rounds are 1.2 times as slow as that, and 0.3 ms more. Lengths and numbers in between are interpolated."""
+
+    def timed(live, k, positions):
+        return 1e-3 + 1e-4 * live * (k + 1) ** 0.8
+
+    table = rounds_of(timed, [(live, k, 30 * live) for live in (1, 4, 16, 64) for k in (0, 1, 3, 7)], tokens=0.0)
+    real = rounds_of(lambda *at: 1.2 * timed(*at) + 3e-4, [(live, k, 30 * live) for live in (4, 16) for k in (1, 3)])
+    found, _ = fit_rounds([*table, *real, Rounds(1, ENTERING, 5, 9.0, 0.0, 0.0)])
+    for live, k in ((1, 0), (64, 7), (16, 3)):
+        assert found.seconds(live, k, 30 * live) == pytest.approx(1.2 * timed(live, k, 0) + 3e-4, rel=0.02)
+    assert found.seconds(np.array([1, 64]), 7, np.array([30, 1920])).shape == (2,)
+
+
+def record(place, tokens, differ=True):
+    return GroupRecord(place, "generator0", 0.5, differ, tokens, 0, 0, 0, 1, 1, 1, 0, 0, [], prompt_tokens=5)
+
+
+def test_passes_hold_all_tokens_with_a_signal():
+    groups = [record(0, [300, 200]), record(1, [100, 100], differ=False), record(2, [400]), record(3, [50])]
+    found = passes(StepDone(0, 0.0, 1.0, [], {}, {}, groups), 600)
+    assert [(each.ticket, each.tokens) for each in found] == [(2, 600), (-1, 505 + 405 + 55 - 600)]
+    assert sum(each.responses for each in found) == pytest.approx(4)
+
+
+def test_acceptance_by_position_gives_tokens_and_what_lies_beyond_an_end():
+    work = Work(RoundCost(), retention=[0.8, 0.5, 0.5])
+    assert [work.emitted(k) for k in (0, 1, 2)] == pytest.approx([1, 1.8, 2.2])
+    assert work.beyond(0) == 0 and Work(RoundCost(), retention=[1.0] * 5).beyond(5) == pytest.approx(2.5)
+
+
+def test_what_was_written_is_read_again(tmp_path):
+    work = Work(RoundCost([1, 4], [0, 1], [[1e-3, 2e-3], [3e-3, 4e-3]], [30.0, 120.0], [1.0, 0, 0]), enter_s=0.5)
+    calibrate.save(work, tmp_path / "calibration.json")
+    assert calibrate.read(tmp_path / "calibration.json") == work
+    (tmp_path / "calibration.json").write_text("{")
+    with pytest.raises(UserError, match="damaged; try: asyncspec simulate calibrate"):
+        calibrate.read(tmp_path / "calibration.json")
+
+
+def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
+    event = {"ph": "X", "cat": "trainer", "name": "train", "ts": 2e6, "dur": 5e5, "args": {"cpu_ms": 400.0, "step": 3}}
+    on_gpu = {**event, "args": {"device": "cuda:0"}}
+    lines = ["[", json.dumps(event) + ",", json.dumps(on_gpu) + ",", json.dumps(event)[:40]]
+    (tmp_path / "trace.json").write_text("\n".join(lines))
+    (found,) = spans(tmp_path)
+    assert (found.actor, found.start, found.seconds, found.cpu, found.step) == ("trainer", 2.0, 0.5, 0.4, 3)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="expected a run's directory, with config.yaml"):
+        calibrate.calibrate(tmp_path)
