@@ -5,9 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from asyncspec import config as configuration
+from asyncspec.bench.jobs import run_job
+from asyncspec.cli import main
 from asyncspec.errors import UserError
 from asyncspec.simulate import calibrate
 from asyncspec.simulate.calibrate import RoundCost, Work, fit_rounds, passes, spans
+from asyncspec.simulate.machine import Measured
 from asyncspec.wire.facts import ENTERING, GroupRecord, Rounds
 from asyncspec.wire.messages import StepDone
 
@@ -83,3 +87,24 @@ def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="expected a run's directory, with config.yaml"):
         calibrate.calibrate(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_is_calibrated_and_planned_with(tmp_path, capsys):
+    """The calibrated run itself is predicted within a third: it is short, and other tests use the same cores."""
+    run_dir = tmp_path / "run"
+    rows = run_job(run_dir, "steps=12", "eval.every=0", "data.eval_prompts=8", "checkpoint.every=0")
+    assert main(["simulate", "calibrate", str(run_dir)]) == 0
+    assert "written:" in capsys.readouterr().out
+    work = calibrate.read(run_dir / "calibration.json")
+    assert all(0.7 < fit.middle < 1.4 for fit in work.fits.values())
+    assert work.rounds.lives and 1 < work.emitted(7) <= 8 and work.logprob_token_s > 0 < work.token_s
+    measured = Measured.read(run_dir, work)
+    predicted = measured.predicted(measured.changed())
+    assert predicted.step_s == pytest.approx(np.mean([row["time/step"] for row in rows[4:]]), rel=0.34)
+    slower = measured.predicted(measured.changed(draft_length=0, slots=4))
+    assert slower.step_s > predicted.step_s
+    flags = ["plan", "--hardware", "this", "--run", str(run_dir)]
+    assert main([*flags, "--out", str(tmp_path / "plan")]) == 0
+    found = configuration.load(str(tmp_path / "plan" / "plan.yaml"), [])
+    assert found.policy_lag == 1 and found.steps == 12

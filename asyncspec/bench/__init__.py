@@ -62,7 +62,7 @@ BENCHMARKS = {
     "published": Listed(
         "asyncspec.bench.published",
         "the simulator's predictions and their ranges, beside published results; --cells FILE compares more",
-        3,
+        5,
     ),
     "calibration": Listed(
         "asyncspec.bench.calibration",

@@ -26,7 +26,7 @@ def add_parser(commands) -> None:
         "configuration to --out. Times come from measured operator tables where there are some.",
     )
     add = plan.add_argument
-    add("--model", required=True, metavar="NAME", help="directory with config.json, or a name such as Qwen/Qwen3-8B")
+    add("--model", metavar="NAME", help="directory with config.json, or a name such as Qwen/Qwen3-8B")
     add("--hardware", required=True, metavar="GPU", help="GB200, B200, H200, H100 or A100; or this, with --run")
     add(
         "--run",
@@ -74,6 +74,7 @@ def _job(args) -> Job:
     from asyncspec.simulate.workload import Acceptance, Lengths
 
     device = gpu(args.hardware)
+    _need(args.model is not None, "model", args.model, "a directory with config.json, or a name such as Qwen/Qwen3-8B")
     _need(
         args.gpus is not None and args.gpus >= 3, "gpus", args.gpus, "3 or more: one each to generate, train and score"
     )
