@@ -5,9 +5,9 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from asyncspec.bench.attribution import DELAYS, AttributionBenchmark, Trace, follow, read_spans, shares
+from asyncspec.bench.attribution import DELAYS, AttributionBenchmark, Trace, follow, shares
 from asyncspec.timing.attribution import PARTS
-from asyncspec.timing.exporters import TraceFile
+from asyncspec.timing.exporters import TraceFile, read_trace
 from asyncspec.wire.messages import GroupRecord, Phase, Span, StepDone, Wait
 
 STEP, AWAITED, OTHER = 5, 80, 81  # the step needs version 5; while the trainer waits for one group, the other is ahead
@@ -164,9 +164,9 @@ def test_a_traces_spans_are_read_back_with_actor_ticket_and_version(tmp_path):
     spans = [Span("delay queue", 7.0, 8.5, ticket=3), Span("delay broadcast", 8.0, 9.0, version=4)]
     trace.write("generator0", [*spans, Span("generate", 1.0, 2.0, device="cuda:0")])
     trace.close()
-    assert [(actor, span.name, span.ticket, span.version) for actor, span in read_spans(tmp_path)] == [
+    assert [(actor, span.name, span.ticket, span.version) for actor, span in read_trace(tmp_path)] == [
         ("generator0", "delay queue", 3, -1),
         ("generator0", "delay broadcast", -1, 4),
     ]
-    held = read_spans(tmp_path)[0][1]
+    held = read_trace(tmp_path)[0][1]
     assert (held.start, held.end) == pytest.approx((7.0, 8.5), abs=1e-6)

@@ -1,7 +1,5 @@
 """The simulator's calibration: what is fitted to a run's spans, and what it refuses."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,7 @@ from asyncspec.bench.jobs import run_job
 from asyncspec.cli import main
 from asyncspec.errors import UserError
 from asyncspec.simulate import calibrate
-from asyncspec.simulate.calibrate import RoundCost, Work, fit_rounds, passes, spans
+from asyncspec.simulate.calibrate import RoundCost, Work, fit_rounds, passes
 from asyncspec.simulate.machine import Measured
 from asyncspec.wire.facts import ENTERING, GroupRecord, Rounds
 from asyncspec.wire.messages import StepDone
@@ -73,15 +71,6 @@ def test_what_was_written_is_read_again(tmp_path):
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(UserError, match="damaged; try: asyncspec simulate calibrate"):
         calibrate.read(tmp_path / "calibration.json")
-
-
-def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
-    event = {"ph": "X", "cat": "trainer", "name": "train", "ts": 2e6, "dur": 5e5, "args": {"cpu_ms": 400.0, "step": 3}}
-    on_gpu = {**event, "args": {"device": "cuda:0"}}
-    lines = ["[", json.dumps(event) + ",", json.dumps(on_gpu) + ",", json.dumps(event)[:40]]
-    (tmp_path / "trace.json").write_text("\n".join(lines))
-    (found,) = spans(tmp_path)
-    assert (found.actor, found.start, found.seconds, found.cpu, found.step) == ("trainer", 2.0, 0.5, 0.4, 3)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):

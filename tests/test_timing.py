@@ -11,8 +11,9 @@ from asyncspec import clock
 from asyncspec.files import LineFiles
 from asyncspec.timing import timeline
 from asyncspec.timing.attribution import CAUSES, PARTS, attribute, break_down, covered, critical_path, explain, tile
-from asyncspec.timing.exporters import TraceFile
+from asyncspec.timing.exporters import TraceFile, read_trace
 from asyncspec.timing.metrics import step_row
+from asyncspec.wire.facts import Rounds
 from asyncspec.wire.messages import GroupRecord, Phase, Span, StepDone, Wait
 
 PHASES = [
@@ -244,3 +245,18 @@ def test_the_clock_of_another_host_is_known_within_the_stated_error(ahead, trips
         own += there + back + 1.0
     assert abs(estimate.offset - ahead) <= estimate.error + 1e-9
     assert estimate.error == pytest.approx(min(a + b for a, b in trips) / 2)
+
+
+def test_a_trace_is_read_as_it_was_written_and_up_to_where_a_crash_cut_it(tmp_path):
+    rounds = [Rounds(8, 3, 10, 0.5, 240.0, 900.0)]
+    spans = [Span("generate", 1.0, 2.5, version=4, cpu=1.25, rounds=rounds), Span("train", 3.0, 4.0, 2, 7)]
+    trace = TraceFile(tmp_path, print)
+    trace.write("generator0", [*spans, Span("generate", 1.0, 2.0, device="cuda:0")])
+    trace.close()
+    found = [span for _, span in read_trace(tmp_path)]
+    assert [(span.start, span.end) for span in found] == [pytest.approx((s.start, s.end), abs=1e-5) for s in spans]
+    same = [replace(span, start=s.start, end=s.end) for span, s in zip(found, spans)]
+    assert same == spans
+    text = (tmp_path / "trace.json").read_text()
+    (tmp_path / "trace.json").write_text(text[: text.index('"train"')])
+    assert [span.name for _, span in read_trace(tmp_path)] == ["generate"]

@@ -28,7 +28,6 @@ recording costs.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -41,6 +40,7 @@ from asyncspec.bench.harness import Benchmark, Samples, median, plot_parts
 from asyncspec.bench.jobs import run_job
 from asyncspec.timing import timeline, whatif
 from asyncspec.timing.attribution import PARTS, Segment, critical_path
+from asyncspec.timing.exporters import read_trace
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire.messages import GroupRecord, Span, StepDone
 
@@ -112,7 +112,7 @@ class AttributionBenchmark(Benchmark):
             f"seed={repetition}",
             *self.overrides,
         )[SKIP:]
-        steps, recorded = list(timeline.read(run_dir)), read_spans(run_dir)
+        steps, recorded = list(timeline.read(run_dir)), read_trace(run_dir)
         measured = {f"{part}_s": statistics.fmean(row[f"time/{part}"] for row in rows) for part in PARTS}
         measured |= {
             "step_s": statistics.fmean(row["time/step"] for row in rows),
@@ -166,17 +166,6 @@ class AttributionBenchmark(Benchmark):
         }
         plot_parts(axes, charged, tuple(charged))
         axes.set_xlabel("seconds per step in which a delay held up the trainer, by what they were charged to")
-
-
-def read_spans(run_dir: Path) -> list[tuple[str, Span]]:
-    """Return each span on a host, with its actor, from a run's trace. Steps, tickets and versions are -1 if unknown."""
-    events = json.loads((run_dir / "trace.json").read_text())
-    origin = next(event["args"]["origin_s"] for event in events if event["name"] == "process_labels")
-    return [
-        (e["cat"], Span(e["name"], origin + 1e-6 * e["ts"], origin + 1e-6 * (e["ts"] + e["dur"]), **e["args"]))
-        for e in events
-        if e["ph"] == "X" and "device" not in e["args"]
-    ]
 
 
 def follow(place: str, steps: Sequence[StepDone], trace: Trace) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Fits the work of each piece of a run to its spans, so that runs with other settings can be simulated.
 
 Everything comes from a run's config.yaml, timeline.jsonl and trace.json. On CPUs, work is processor time: what a piece
-takes on a core of its own. The engine's rounds are fitted to what the engine timed at its start, and without that to a
-straight line:
+takes on a core of its own. On GPUs it is the time of its span. The engine's rounds are fitted to what the engine timed
+at its start, and without that to a straight line:
 
     fixed + live * row + k * (draft + live * draft_row) + (k > 0) * (verify + verify_row * live) + positions * position
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,16 +22,17 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import astuple
 
+from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.config import Config, from_yaml
 from asyncspec.errors import UserError
 from asyncspec.timing import timeline
+from asyncspec.timing.exporters import read_trace
 from asyncspec.timing.metrics import read_rows
 from asyncspec.wire.facts import ENTERING, GroupRecord, Rounds
-from asyncspec.wire.messages import StepDone
+from asyncspec.wire.messages import Span, StepDone
 
 TERMS = ("fixed", "row", "draft", "draft_row", "verify", "verify_row", "position")
 SKIP = 2  # first steps, in which caches and libraries warm up
-LONGEST = 15
 
 
 class Fit(NamedTuple):
@@ -131,45 +132,12 @@ class Work:
         return (squares / float(reaches.sum()) - 1) / 2
 
 
-class Trace(NamedTuple):
-    """A span of trace.json."""
+class Piece(NamedTuple):
+    """A span, and the seconds of its work."""
 
     actor: str
-    name: str
-    start: float  # seconds of the file's clock
-    seconds: float
-    cpu: float
-    step: int
-    ticket: int
-    version: int
-    rounds: list[Rounds]
-
-
-def spans(run_dir: Path) -> Iterator[Trace]:
-    """Yield the spans of a run's trace.json, up to a line that a crash cut short."""
-    with open(run_dir / "trace.json", encoding="utf-8") as lines:
-        for line in lines:
-            line = line.strip().rstrip(",")
-            if not line.startswith("{"):
-                continue
-            try:
-                event = json.loads(line)
-            except ValueError:
-                return
-            if event["ph"] != "X" or "device" in event["args"]:
-                continue
-            args = event["args"]
-            yield Trace(
-                event["cat"],
-                event["name"],
-                1e-6 * event["ts"],
-                1e-6 * event["dur"],
-                1e-3 * args.get("cpu_ms", 0.0),
-                args.get("step", -1),
-                args.get("ticket", -1),
-                args.get("version", -1),
-                [Rounds(*each) for each in args.get("rounds", ())],
-            )
+    span: Span
+    work: float
 
 
 def fit_rounds(rounds: Sequence[Rounds]) -> tuple[RoundCost, Fit]:
@@ -251,12 +219,13 @@ def calibrate(run_dir: Path) -> Work:
         UserError: the run lacks what is needed, and the message says what.
     """
     config, steps = read_config(run_dir), read_steps(run_dir)
-    if not (run_dir / "trace.json").exists():
-        raise UserError(f"{run_dir}: expected a run with deployment.record=true, which has trace.json")
-    by_name: dict[str, list[Trace]] = defaultdict(list)
-    for span in spans(run_dir):
-        by_name[span.name].append(span)
-    rounds = [each for span in by_name["generate"] for each in span.rounds]
+    on_cpu, by_name = config.deployment.device == "cpu", defaultdict(list)
+    try:
+        for actor, span in read_trace(run_dir):
+            by_name[span.name].append(Piece(actor, span, span.cpu if on_cpu else span.end - span.start))
+    except FileNotFoundError:
+        raise UserError(f"{run_dir}: expected a run with deployment.record=true, which has trace.json") from None
+    rounds = [each for piece in by_name["generate"] for each in piece.span.rounds]
     if not rounds:
         raise UserError(f"{run_dir}: its engine measured no rounds; expected engine.kind=torch")
     groups = [group for step in steps for group in step.groups]
@@ -266,15 +235,15 @@ def calibrate(run_dir: Path) -> Work:
     if sequences := sum(each.count for each in entering):
         work.enter_s = sum(each.seconds for each in entering) / sequences
         # The span in which the engine times itself has other work.
-        usual = [s for s in by_name["generate"] if all(each.tokens > 0 or _enters(each) for each in s.rounds)]
-        other = sum(span.cpu - sum(each.seconds for each in span.rounds) for span in usual)
-        ended = sum(each.count for span in usual for each in span.rounds if _enters(each))
+        usual = [p for p in by_name["generate"] if all(each.tokens > 0 or _enters(each) for each in p.span.rounds)]
+        other = sum(piece.work - sum(each.seconds for each in piece.span.rounds) for piece in usual)
+        ended = sum(each.count for piece in usual for each in piece.span.rounds if _enters(each))
         work.finish_s = max(0.0, other) * config.rl.group_size / max(1, ended)
     _fit_generator(work, by_name, groups)
     _fit_logprob(work, by_name, groups)
     _fit_trainer(work, by_name, steps, config)
     if adapting := by_name["adapt"]:
-        work.adapt_s = statistics.fmean(span.cpu for span in adapting)
+        work.adapt_s = statistics.fmean(piece.work for piece in adapting)
         work.adapted = len(adapting) / len(steps)
     _fit_rest(work, by_name, run_dir, len(groups), len(steps))
     return work
@@ -285,6 +254,11 @@ def _enters(rounds: Rounds) -> bool:
 
 
 def read_config(run_dir: Path) -> Config:
+    """Return a run's configuration.
+
+    Raises:
+        UserError: the directory has none.
+    """
     try:
         return from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except OSError:
@@ -292,6 +266,11 @@ def read_config(run_dir: Path) -> Config:
 
 
 def read_steps(run_dir: Path) -> list[StepDone]:
+    """Return a run's steps, without those that were skipped.
+
+    Raises:
+        UserError: they are too few, or the directory has none.
+    """
     try:
         steps = [step for step in timeline.read(run_dir) if not step.skipped]
     except FileNotFoundError:
@@ -301,9 +280,9 @@ def read_steps(run_dir: Path) -> list[StepDone]:
     return steps
 
 
-def _fit_generator(work: Work, by_name: dict[str, list[Trace]], groups: Sequence[GroupRecord]) -> None:
+def _fit_generator(work: Work, by_name: dict[str, list[Piece]], groups: Sequence[GroupRecord]) -> None:
     for kind, name in (("policy", "swap_s"), ("draft", "swap_draft_s")):
-        if of_kind := [s.cpu for s in by_name[f"swap {kind}"] if s.actor.startswith("generator")]:
+        if of_kind := [piece.work for piece in by_name[f"swap {kind}"] if piece.actor.startswith("generator")]:
             setattr(work, name, statistics.fmean(of_kind))
     work.reward_s = statistics.median(
         sum(phase.end - phase.start for phase in group.phases if phase.name == "reward") for group in groups
@@ -318,40 +297,40 @@ def _fit_generator(work: Work, by_name: dict[str, list[Trace]], groups: Sequence
         work.retention.append(float(rate))
 
 
-def _fit_logprob(work: Work, by_name: dict[str, list[Trace]], groups: Sequence[GroupRecord]) -> None:
+def _fit_logprob(work: Work, by_name: dict[str, list[Piece]], groups: Sequence[GroupRecord]) -> None:
     tokens = {group.ticket_id: sum(group.response_tokens) for group in groups}
-    scored = [span for span in by_name["logprob"] if span.ticket in tokens]
+    scored = [piece for piece in by_name["logprob"] if piece.span.ticket in tokens]
     work.logprob_s, work.logprob_token_s, work.fits["logprob"] = _line(
-        [tokens[span.ticket] for span in scored], [span.cpu for span in scored]
+        [tokens[piece.span.ticket] for piece in scored], [piece.work for piece in scored]
     )
     if offered := by_name["offer"]:  # it makes the draft's supervision
-        work.logprob_s += sum(span.cpu for span in offered) / len(scored)
-    if of_kind := [s.cpu for s in by_name["swap policy"] if s.actor.startswith("logprob")]:
+        work.logprob_s += sum(piece.work for piece in offered) / len(scored)
+    if of_kind := [piece.work for piece in by_name["swap policy"] if piece.actor.startswith("logprob")]:
         work.logprob_swap_s = statistics.fmean(of_kind)
 
 
-def _fit_trainer(work: Work, by_name: dict[str, list[Trace]], steps: Sequence[StepDone], config: Config) -> None:
+def _fit_trainer(work: Work, by_name: dict[str, list[Piece]], steps: Sequence[StepDone], config: Config) -> None:
     """Fit pass + tokens * token + responses * response, and update at the end of a step, to the trainer's spans."""
-    by_step: dict[int, list[Trace]] = defaultdict(list)
-    for span in by_name["train"]:
-        by_step[span.step].append(span)
+    by_step: dict[int, list[Piece]] = defaultdict(list)
+    for piece in by_name["train"]:
+        by_step[piece.span.step].append(piece)
     idle, rows, took = [], [], []
     for step in steps[SKIP:]:
         filled: dict[int, list[Pass]] = defaultdict(list)
         for each in passes(step, config.trainer.tokens_per_pass):
             filled[each.ticket].append(each)
-        for span in by_step[step.step]:
-            those, ends = filled.get(span.ticket, ()), span.ticket < 0
+        for piece in by_step[step.step]:
+            those, ends = filled.get(piece.span.ticket, ()), piece.span.ticket < 0
             if not those:
-                idle.append(span.cpu)
+                idle.append(piece.work)
                 continue
             tokens, responses = sum(each.tokens for each in those), sum(each.responses for each in those)
             rows.append((sum(each.tokens > 0 for each in those), tokens, responses, float(ends)))
-            took.append(span.cpu)
+            took.append(piece.work)
     work.group_s = statistics.median(idle) if idle else 0.0
     found, work.fits["passes and updates"] = _robust(np.array(rows, float), np.array(took))
     work.pass_s, work.token_s, work.response_s, work.update_s = found
-    work.update_s += sum(span.cpu for span in by_name["prepare"]) / len(steps)
+    work.update_s += sum(piece.work for piece in by_name["prepare"]) / len(steps)
 
 
 def _robust(rows: np.ndarray, took: np.ndarray) -> tuple[list[float], Fit]:
@@ -366,19 +345,19 @@ def _robust(rows: np.ndarray, took: np.ndarray) -> tuple[list[float], Fit]:
     return found.tolist(), _quality(rows[kept] @ found, took[kept])
 
 
-def _fit_rest(work: Work, by_name: dict[str, list[Trace]], run_dir: Path, groups: int, steps: int) -> None:
+def _fit_rest(work: Work, by_name: dict[str, list[Piece]], run_dir: Path, groups: int, steps: int) -> None:
     """Fit what is in no span: how long a version travels, and what the processes do besides."""
-    published = {span.version: span.start + span.seconds for span in by_name["prepare"]}  # the last one of a step
+    published = {piece.span.version: piece.span.end for piece in by_name["prepare"]}  # the last one of a step
     travels = [
-        span.start - published[span.version - 1]
-        for span in by_name["swap policy"]
-        if span.actor.startswith("generator") and span.version - 1 in published
+        piece.span.start - published[piece.span.version - 1]
+        for piece in by_name["swap policy"]
+        if piece.actor.startswith("generator") and piece.span.version - 1 in published
     ]
     work.delivery_s = max(0.0, statistics.median(travels)) if travels else 0.0
     rows = read_rows(run_dir / "metrics.jsonl")[SKIP:]
     names = [key for key in rows[-1] if key.startswith("process/") and key.endswith("_cpu_s")]
     used = sum(rows[-1][name] - rows[0].get(name, rows[-1][name]) for name in names) / max(1, len(rows) - 1)
-    shown = sum(span.cpu for spans in by_name.values() for span in spans) / steps
+    shown = sum(piece.work for pieces in by_name.values() for piece in pieces) / steps
     work.control_s = max(0.0, used - shown) * steps / groups
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncspec.config import LONGEST_DRAFT as LONGEST
 from asyncspec.config import Config
-from asyncspec.simulate.calibrate import LONGEST, SKIP, Work, read_config, read_steps, trained_tokens
+from asyncspec.simulate.calibrate import SKIP, Work, read_config, read_steps, trained_tokens
 from asyncspec.simulate.pipeline import Group, Pipeline, Step, seconds, simulate
 from asyncspec.simulate.replica import RoundCosts
 from asyncspec.speculation.draft_length import AutoLength, Observation
@@ -69,8 +70,10 @@ def round_costs(config: Config, work: Work, lengths: Callable[[int], int]) -> Ro
     return RoundCosts(near - slope * POSITIONS[0], slope, k, emitted)
 
 
-def pipeline(config: Config, work: Work, costs: RoundCosts, cores: float) -> Pipeline:
-    """Return the pipeline of a configuration on this machine."""
+def pipeline(config: Config, work: Work, costs: RoundCosts) -> Pipeline:
+    """Return the pipeline of a configuration on this machine. Its cores are those that this process may use; GPUs
+    are not shared.
+    """
     adapted = 0
     if config.adapting:
         adapted = round(work.adapted) or config.draft.groups_per_step
@@ -91,7 +94,7 @@ def pipeline(config: Config, work: Work, costs: RoundCosts, cores: float) -> Pip
         adapted=adapted,
         adapt_s=work.adapt_s,
         control_s=work.control_s,
-        cores=cores,
+        cores=len(os.sched_getaffinity(0)) if config.deployment.device == "cpu" else None,
         sharing=work.sharing,
     )
 
@@ -185,4 +188,4 @@ class Measured(NamedTuple):
         lengths = draft_lengths(config, self.work, prompt + tokens / 2)
         costs = round_costs(config, self.work, lengths)
         work = workload(self.work, self.steps, lengths(max(1, config.engine.slots // 2)))
-        return simulate(pipeline(config, self.work, costs, len(os.sched_getaffinity(0))), work)
+        return simulate(pipeline(config, self.work, costs), work)

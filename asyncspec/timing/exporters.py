@@ -15,6 +15,7 @@ import msgspec
 from asyncspec.files import LineFile, LineFiles, replace_file
 from asyncspec.timing.boards import BY_VERSION, Boards
 from asyncspec.timing.metrics import TABLE_ROWS, read_rows
+from asyncspec.wire.facts import Rounds
 from asyncspec.wire.messages import GroupRecord, Span, StepDone
 
 if TYPE_CHECKING:
@@ -211,3 +212,34 @@ class TraceFile:
     def _event(self, event: dict) -> None:
         self._new.append(("" if self._first else ",\n") + json.dumps(event))
         self._first = False
+
+
+def read_trace(run_dir: Path) -> list[tuple[str, Span]]:
+    """Return each span on a host, with its actor, from a run's trace.json, up to a line that a crash cut short.
+
+    Times are of the run's clock; in a file that was cut short, they are of the file's, which begins at 0.
+
+    Raises:
+        FileNotFoundError: the run has no trace.
+    """
+    found, origin = [], 0.0
+    with open(run_dir / "trace.json", encoding="utf-8") as lines:
+        for line in lines:
+            if not (text := line.strip().rstrip(",")).startswith("{"):
+                continue
+            try:
+                event = json.loads(text)
+            except ValueError:
+                break
+            if event["name"] == "process_labels":
+                origin = event["args"]["origin_s"]
+            elif event["ph"] == "X" and "device" not in event["args"]:
+                found.append(event)
+    return [(event["cat"], _span(event, origin)) for event in found]
+
+
+def _span(event: dict, origin: float) -> Span:
+    args = dict(event["args"])
+    cpu, rounds = 1e-3 * args.pop("cpu_ms", 0.0), [Rounds(*each) for each in args.pop("rounds", ())]
+    start = origin + 1e-6 * event["ts"]
+    return Span(event["name"], start, start + 1e-6 * event["dur"], **args, cpu=cpu, rounds=rounds)
