@@ -137,6 +137,7 @@ def main() -> None:
                 "flops": float(facts["gpu"]["bfloat16_tc_flops"]),
                 "flops_fp8": float(facts["gpu"].get("fp8_tc_flops", 0)),
                 "gpus_per_node": facts["node"]["num_gpus_per_node"],
+                "nvlink_gpus": facts["node"].get("num_gpus_per_rack", facts["node"]["num_gpus_per_node"]),
                 "node_bytes_s": float(facts["node"]["intra_node_bw"]),
                 "network_bytes_s": float(facts["node"].get("inter_rack_bw", facts["node"]["inter_node_bw"])),
             },

@@ -20,7 +20,11 @@ def test_the_plan_uses_all_gpus_within_the_lag(tmp_path, capsys, gpus, hardware)
     choice, roles = best["choice"], topology.total(topology.parse(found.deployment.nodes))
     assert choice["trainers"] + choice["logprobs"] + choice["replicas"] * choice["degree"] == int(gpus)
     assert roles["generator"] == choice["replicas"] * found.engine.tensor_parallel
-    assert best["oldest"] <= 1 and (tmp_path / "plan.png").stat().st_size > 10_000
+    assert (
+        roles["logprob"] % found.logprob.ranks == 0
+        and best["oldest"] <= 1
+        and (tmp_path / "plan.png").stat().st_size > 10_000
+    )
 
 
 def test_a_run_can_be_started_with_the_written_configuration(tmp_path):

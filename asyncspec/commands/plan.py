@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SCALES, LAGS = (0.25, 0.5, 1.0, 2.0, 4.0), (0, 1, 2, 4)
 DRAFT_LENGTHS, ACCEPTANCES = (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 MOST_PROMPT, MOST_DRAFT = 2048, 16  # tokens of a prompt, and of a round
-METHODS = ("eagle3", "mtp", "draft_model", "none")
+METHODS = ("eagle3", "mtp", "none")
 
 
 def add_parser(commands) -> None:
@@ -140,6 +140,8 @@ def _plan(args) -> int:
     if plain is not None and plain is not best:
         console.print(f"speculation: {plain.step_s / best.step_s:.2f} times as fast a step as without")
     console.print(_basis(best))
+    if best.choice.degree > job.gpu.gpus_per_node:
+        console.print(_wide(job, best.choice.degree))
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.yaml").write_text(configuration(args, job, best))
@@ -163,17 +165,20 @@ def configuration(args, job: Job, best: Outcome) -> str:
     """Return a configuration file for a choice."""
     import yaml
 
-    from asyncspec.models import sizes
+    from asyncspec.simulate.planner import logprob_ranks
 
-    choice, per_node = best.choice, job.gpu.gpus_per_node
-    positions, ranks = job.model.get("max_position_embeddings", 1 << 20), 1
-    while 4 * sizes.parameters(dict(job.model)) / ranks > 0.9 * job.gpu.memory_bytes:
-        ranks *= 2
+    choice, per_node, ranks = best.choice, job.gpu.gpus_per_node, logprob_ranks(job)
+    positions = job.model.get("max_position_embeddings", 1 << 20)
     generating = choice.replicas * choice.degree
     if job.nodes > 2:
+        host = max(per_node, choice.degree)  # GPUs of a host that generates
         parts = [
-            f"{gpus // per_node}*{role}:{per_node}"
-            for role, gpus in (("trainer", choice.trainers), ("logprob", choice.logprobs), ("generator", generating))
+            f"{gpus // each}*{role}:{each}"
+            for role, gpus, each in (
+                ("trainer", choice.trainers, per_node),
+                ("logprob", choice.logprobs, per_node),
+                ("generator", generating, host),
+            )
         ]
         nodes = ",".join(parts)
     else:
@@ -208,11 +213,18 @@ def configuration(args, job: Job, best: Outcome) -> str:
         fields["speculation"] |= {"draft_length": str(choice.draft_length), "draft_path": "models/draft"}
     if ranks > 1:
         fields["logprob"] = {"ranks": ranks}
+    wide = f"# {_wide(job, choice.degree)}\n" if choice.degree > per_node else ""
     note = (
         f"# {args.model} on {args.gpus} {job.gpu.name}, from asyncspec plan: a step of {best.step_s:.0f} s, of which "
         f"{best.exposed_s:.0f} s\n# are exposed generation. You supply data/ and models/.\n"
     )
-    return note + yaml.safe_dump(fields, sort_keys=False)
+    return note + wide + yaml.safe_dump(fields, sort_keys=False)
+
+
+def _wide(job: Job, degree: int) -> str:
+    """Say what a generator of more GPUs than a node has needs."""
+    shown = f"so hosts must show {degree} GPUs, not {job.gpu.gpus_per_node}"
+    return f"A generator of {degree} GPUs starts on one host, {shown}."
 
 
 def _draw(job: Job, best: Outcome, path: Path) -> None:
@@ -245,18 +257,21 @@ def _draw(job: Job, best: Outcome, path: Path) -> None:
         return outcome(changed, min(those, key=lambda c: quick_s(changed, c))).step_s if those else float("nan")
 
     per_node = job.gpu.gpus_per_node
-    sizes_ = [gpus for gpus in (int(scale * job.gpus) for scale in SCALES) if gpus >= 3 and gpus % per_node == 0]
+    counts = [gpus for gpus in (int(scale * job.gpus) for scale in SCALES) if gpus >= 3 and gpus % per_node == 0]
     for axes, name, values, changed in (
-        (middle, "GPUs", sizes_, lambda value: replace(job, gpus=value)),
+        (middle, "GPUs", counts, lambda value: replace(job, gpus=value)),
         (right, "policy lag", LAGS, lambda value: replace(job, lag=value)),
     ):
         for speculating in (False, True) if job.method != "none" else (False,):
             label = "with speculation" if speculating else "without"
             axes.plot(values, [step_s(changed(value), speculating) for value in values], "o-", label=label)
+        axes.set_xticks(values, map(str, values))
         axes.set_xlabel(name)
         axes.set_ylabel("seconds of a step")
         axes.set_ylim(0)
         axes.legend()
     middle.set_xscale("log", base=2)
+    middle.set_xticks(counts, map(str, counts))
+    middle.minorticks_off()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -43,7 +43,8 @@ class Gpu:
     flops: float  # of bfloat16 a second
     flops_fp8: float  # 0: it has no fp8
     gpus_per_node: int
-    node_bytes_s: float  # between the GPUs of a node
+    nvlink_gpus: int  # that are joined by NVLink
+    node_bytes_s: float  # between these
     network_bytes_s: float  # between nodes
 
     def peak(self, precision: str) -> float:

@@ -20,13 +20,14 @@ from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
 from asyncspec.simulate.rollout import Overheads, Rounds, finish_s
 from asyncspec.simulate.workload import Acceptance, Lengths
 
-DEGREES = (1, 2, 4, 8)
+DEGREES = (1, 2, 4, 8, 16)
 LENGTHS = (0, 1, 2, 3, 5, 7)  # draft lengths that are considered
 MEMORY_SHARE = 0.9  # of a GPU that may be filled
 TRAINER_BYTES = 16  # of a parameter: weights, gradients and two moments in float32
 ACTIVATION_BYTES = 8e9  # that a trainer's GPU has left for activations
 MOST_SLOTS = 512
-SIMULATED, STEPS, FILLING = 12, 8, 3  # choices that are simulated; their steps; of these, those that fill the pipeline
+# Choices that are simulated, with speculation and without; their steps; of these, those that fill the pipeline.
+SIMULATED, PLAIN, STEPS, FILLING = 12, 6, 8, 3
 REWARD_S = 0.1  # from the end of a group until its rewards are known
 LOGPROB_SHARE = 3  # nodes that train for each one that computes logprobs, which are a third of training's work
 
@@ -94,6 +95,12 @@ class Outcome(NamedTuple):
     clipped: tuple[str, ...]
 
 
+def logprob_ranks(job: Job) -> int:
+    """Return how many GPUs a logprob actor needs, a power of two: two versions of the policy in 16 bits fit on them."""
+    versions = 2 * 2 * sizes.parameters(dict(job.model))
+    return 2 ** math.ceil(math.log2(max(1.0, versions / (MEMORY_SHARE * job.gpu.memory_bytes))))
+
+
 def target_of(job: Job, degree: int) -> Forward:
     return forward(job.gpu, job.model, job.precision, degree)
 
@@ -118,15 +125,14 @@ def train_s(job: Job, trainers: int) -> float:
 
 def choices(job: Job) -> Iterator[Choice]:
     """Yield the choices whose weights fit."""
-    per_node = job.gpu.gpus_per_node
     parameters = sizes.parameters(dict(job.model))
     room = MEMORY_SHARE * job.gpu.memory_bytes - ACTIVATION_BYTES
     least = math.ceil(parameters * TRAINER_BYTES / room)
     methods = LENGTHS if job.method != "none" else (0,)
-    for degree in (n for n in DEGREES if n <= per_node and job.model["num_attention_heads"] % n == 0):
+    for degree in (n for n in DEGREES if n <= job.gpu.nvlink_gpus and job.model["num_attention_heads"] % n == 0):
         for trainers, logprobs in _splits(job):
             generating = job.gpus - trainers - logprobs
-            if trainers < least or generating < degree:
+            if trainers < least or generating < degree or generating % degree:
                 continue
             replicas = generating // degree
             if slots := slots_of(job, degree, replicas):
@@ -137,13 +143,13 @@ def choices(job: Job) -> Iterator[Choice]:
 def _splits(job: Job) -> Iterator[tuple[int, int]]:
     """Yield numbers of GPUs that train and that compute logprobs: whole nodes, or GPUs of the only node."""
     unit = job.gpu.gpus_per_node if job.nodes > 2 else 1
-    units = job.gpus // unit
+    units, step = job.gpus // unit, max(unit, logprob_ranks(job))
     found = set()
     for share in (0.06, 0.09, 0.12, 0.16, 0.2, 0.25, 0.31, 0.38, 0.45, 0.55, 0.65):
         trainers = max(1, round(share * units))
-        logprobs = max(1, round(trainers / LOGPROB_SHARE))
-        if trainers + logprobs < units:
-            found.add((unit * trainers, unit * logprobs))
+        logprobs = step * max(1, round(unit * trainers / LOGPROB_SHARE / step))
+        if unit * trainers + logprobs < job.gpus:
+            found.add((unit * trainers, logprobs))
     yield from sorted(found)
 
 
@@ -175,8 +181,7 @@ def outcome(job: Job, choice: Choice) -> Outcome:
     parameters = sizes.parameters(dict(job.model))
     training = train_s(job, choice.trainers)
     tokens = job.rollouts * job.lengths.mean + job.prompts * job.prompt
-    # A logprob actor is a group of GPUs on which the policy fits.
-    ranks = 2 ** math.ceil(math.log2(max(1.0, 2 * 2 * parameters / (MEMORY_SHARE * job.gpu.memory_bytes))))
+    ranks = logprob_ranks(job)
     actors = max(1, choice.logprobs // ranks)
     of_group = training / 3 * choice.trainers / (ranks * job.prompts)
     pipeline = Pipeline(
@@ -224,16 +229,20 @@ def _limit(job: Job, choice: Choice, step_s: float, exposed_s: float, alone_s: f
 
 
 def plan(job: Job) -> list[Outcome]:
-    """Return the best choices, the best first, and for the best division the one without speculation last.
+    """Return the best choices, the best first; if all of them speculate, the best one without speculation is the last.
 
     It is empty if the model fits in no way.
     """
     ranked = sorted(choices(job), key=lambda choice: quick_s(job, choice))
-    found = sorted((outcome(job, choice) for choice in ranked[:SIMULATED]), key=lambda each: each.step_s)
-    if found and found[0].choice.draft_length and not any(each.choice.draft_length == 0 for each in found):
-        plain = [choice for choice in ranked if choice.draft_length == 0]
-        found.append(outcome(job, plain[0]))
+    found = sorted((outcome(job, choice) for choice in ranked[:SIMULATED]), key=_step_s)
+    plain = [choice for choice in ranked if choice.draft_length == 0]
+    if plain and not any(each.choice.draft_length == 0 for each in found):
+        found.append(min((outcome(job, choice) for choice in plain[:PLAIN]), key=_step_s))
     return found
+
+
+def _step_s(outcome: Outcome) -> float:
+    return outcome.step_s
 
 
 def by_acceptance(job: Job, choice: Choice, lengths: Sequence[float], ks: Sequence[int]) -> np.ndarray:
