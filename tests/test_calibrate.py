@@ -1,5 +1,7 @@
 """The simulator's calibration: what is fitted to a run's spans, and what it refuses."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -65,9 +67,19 @@ def test_acceptance_by_position_gives_tokens_and_what_lies_beyond_an_end():
 
 
 def test_what_was_written_is_read_again(tmp_path):
-    work = Work(RoundCost([1, 4], [0, 1], [[1e-3, 2e-3], [3e-3, 4e-3]], [30.0, 120.0], [1.0, 0, 0]), enter_s=0.5)
+    work = Work(
+        RoundCost([1, 4], [0, 1], [[1e-3, 2e-3], [3e-3, 4e-3]], [30.0, 120.0], [1.0, 0, 0]),
+        enter_s=0.5,
+        retention=[0.5],
+    )
     calibrate.save(work, tmp_path / "calibration.json")
     assert calibrate.read(tmp_path / "calibration.json") == work
+    good = json.loads((tmp_path / "calibration.json").read_text())
+    wrong = ({"sharing": 0}, {"enter_s": float("nan")}, {"pass_s": -1}, {"rounds": {}}, {"retention": []}, {"fits": 3})
+    for change in wrong:
+        (tmp_path / "calibration.json").write_text(json.dumps(good | change))
+        with pytest.raises(UserError, match="damaged"):
+            calibrate.read(tmp_path / "calibration.json")
     (tmp_path / "calibration.json").write_text("{")
     with pytest.raises(UserError, match="damaged; try: asyncspec simulate calibrate"):
         calibrate.read(tmp_path / "calibration.json")

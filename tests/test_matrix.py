@@ -68,7 +68,7 @@ print(resource_usage()["mb"] - before)
 @pytest.mark.skipif(not matrix.slowed_by_mkl("cpu"), reason="oneDNN multiplies on AMD processors with AVX-512 only")
 def test_the_memory_that_onednn_keeps_is_bounded():
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout) < 60  # MB, for 300 further shapes; by default they take 200
+    assert float(done.stdout) < 100  # MB, for 300 further shapes; by default they take 200
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

@@ -6,9 +6,25 @@ import pytest
 
 from asyncspec import config as configuration
 from asyncspec.cli import main
+from asyncspec.commands.plan import _nodes
 from asyncspec.config import resolve_path, topology
+from asyncspec.simulate.devices import gpu, known_model
+from asyncspec.simulate.planner import Job, choices
+from asyncspec.simulate.workload import Acceptance, Lengths
 
-SMALL = ["plan", "--model", "Qwen/Qwen3-8B", "--hardware", "H100", "--gpus", "8", "--prompts", "16"]
+SMALL = [
+    "plan",
+    "--model",
+    "Qwen/Qwen3-8B",
+    "--hardware",
+    "H100",
+    "--gpus",
+    "8",
+    "--prompts",
+    "16",
+    "--group-size",
+    "8",
+]
 
 
 @pytest.mark.parametrize("gpus, hardware", [("8", "H100"), ("32", "GB200")])
@@ -47,7 +63,7 @@ def test_a_run_can_be_started_with_the_written_configuration(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--gpus", "2"], "--gpus 2: expected 3 or more"),
+        (["--gpus", "2"], "--gpus 2: expected 3 to 16384"),
         (["--gpus", "20"], "--gpus 20: expected whole nodes of 8; nearest valid choice: --gpus 16"),
         (["--hardware", "H10"], "--hardware H10: expected one of"),
         (["--model", "Qwen/Qwen4"], "--model Qwen/Qwen4: expected a directory"),
@@ -55,11 +71,60 @@ def test_a_run_can_be_started_with_the_written_configuration(tmp_path):
         (["--hardware", "A100", "--precision", "fp8"], "--precision fp8: expected bfloat16 on A100"),
         (["--acceptance", "5"], "--acceptance 5.0: expected more than 1, and at most 4"),
         (["--tokens", "20000"], "--tokens 20000.0: expected 1 to less than --most-tokens 16384"),
-        (["--hardware", "this"], "--hardware this: expected --run RUN"),
-        (["--hardware", "this", "--run", "nowhere"], "--run nowhere: it has no calibration.json"),
+        (["--gpus", "12"], "--gpus 12: expected whole nodes of 8"),
+        (["--most-tokens", "-1"], "--most-tokens -1: expected 2 to"),
+        (["--prompts", "1000000"], "--prompts 1000000: expected 1 to 65536"),
+        (["--lag", "17"], "--lag 17: expected 0 to 16"),
+        (["--run", "runs/x"], "--run runs/x: expected --hardware this with it"),
+        (["--hardware", "this"], "--model Qwen/Qwen3-8B: expected no such flag with --hardware this"),
     ],
 )
-def test_bad_input_gets_one_line(flags, said, capsys):
-    assert main([*SMALL, *flags]) == 2
+def test_bad_input_gets_one_line(flags, said, capsys, tmp_path):
+    assert main([*SMALL, "--out", str(tmp_path), *flags]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--hardware", "this"], "--hardware this: expected --run RUN"),
+        (["--hardware", "this", "--run", "nowhere"], "--run nowhere: it has no calibration.json"),
+        (["--hardware", "this", "--run", "nowhere", "--lag", "-1"], "--lag -1: expected 0 to 16"),
+    ],
+)
+def test_a_plan_for_this_machine_needs_a_calibrated_run(flags, said, capsys, tmp_path):
+    assert main(["plan", *flags, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_the_directory_is_refused_before_the_search(tmp_path, capsys):
+    (tmp_path / "plan").write_text("")
+    assert main([*SMALL, "--out", str(tmp_path / "plan")]) == 2
+    assert "File exists; expected a directory to write to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--lag", "8"], ["--sigma", "0"], ["--lag", "0"], ["--acceptance", "1.01"]])
+def test_the_best_choice_comes_first_whether_it_speculates_or_not(tmp_path, flags, capsys):
+    assert main([*SMALL, "--tokens", "1000", "--most-tokens", "4000", *flags, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [each["step_s"] for each in found] == sorted(each["step_s"] for each in found)
+    assert all(each["limit"] != "training" or each["train_s"] > 0.7 * each["step_s"] for each in found)
+    if flags[0] == "--acceptance":
+        assert found[0]["choice"]["draft_length"] == 0
+
+
+@pytest.mark.parametrize("gpus, name", [(16, "H100"), (24, "H100"), (8, "GB200"), (64, "GB200")])
+def test_no_node_has_more_actors_than_gpus(gpus, name):
+    for choice in choices(job_of(gpus, name)):
+        nodes = topology.parse(_nodes(choice, gpu(name).gpus_per_node))
+        assert all(sum(node.values()) <= max(choice.degree, gpu(name).gpus_per_node) for node in nodes)
+        assert all(node.get("generator", 0) % choice.degree == 0 for node in nodes)
+        roles = topology.total(nodes)
+        assert (roles["trainer"], roles["logprob"]) == (choice.trainers, choice.logprobs)
+        assert roles["generator"] == choice.replicas * choice.degree
+
+
+def job_of(gpus, name):
+    lengths, acceptance = Lengths(1000, 0.5, 4000), Acceptance.of_length(2.8, 3)
+    return Job(known_model("Qwen/Qwen3-8B"), gpu(name), gpus, 1, 16, 8, lengths, 200.0, "eagle3", acceptance)

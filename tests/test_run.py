@@ -17,9 +17,10 @@ from runs import (
     train,
 )
 
-from asyncspec.bench.attribution import Trace, read_spans
+from asyncspec.bench.attribution import Trace
 from asyncspec.config import resolve_path
 from asyncspec.timing.attribution import PARTS
+from asyncspec.timing.exporters import read_trace
 
 KEYS = """
 step policy_version reward/mean eval/score lag/mean lag/max loss/policy loss/kl tokens/response_mean time/step
@@ -71,7 +72,7 @@ def check_results(run_dir, steps, lag, groups=4):
 
 def check_delays(run_dir, steps):
     """Check that each delay in a run is a span of the actor, and of the group or version, that it held up."""
-    delays = Trace.of(read_spans(run_dir)).delays
+    delays = Trace.of(read_trace(run_dir)).delays
     trained = {line["ticket"] for line in ledger(run_dir) if line["event"] == "trained"}
     for place, actor in (
         ("reward", "generator0"),

@@ -24,7 +24,8 @@ import yaml
 from rich.table import Table
 
 from asyncspec.bench.harness import Benchmark, Samples
-from asyncspec.errors import UserError
+from asyncspec.config.fields import hint
+from asyncspec.errors import UserError, first_line
 from asyncspec.models import sizes
 from asyncspec.simulate.devices import Drafting, Forward, forward, gpu, known_model
 from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
@@ -484,20 +485,28 @@ def _read(path: str) -> dict[str, float]:
     """Return cells and their values from a file.
 
     Raises:
-        UserError: it is not a JSON object of numbers, or a list of objects with id and value.
+        UserError: it is not a JSON object of numbers above 0, or a list of objects with id and value.
     """
+    form = 'expected JSON such as {"235b-512/best": 4.0}, or a list of objects with id and value'
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if isinstance(found, list):
-            found = {each["id"]: each["value"] for each in found}
-        return {str(name): float(value) for name, value in found.items()}
     except OSError as error:
         raise UserError(f"--cells {path}: {error.strerror}; expected a JSON file") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f'--cells {path}: {error}; expected JSON such as {{"235b-512/best": 4.0}} or a list of objects with id '
-            "and value"
-        ) from None
+    except ValueError as error:
+        raise UserError(f"--cells {path}: {first_line(error)}; {form}") from None
+    if isinstance(found, dict):
+        found = [{"id": name, "value": value} for name, value in found.items()]
+    known = isinstance(found, list) and all(isinstance(each, dict) and {"id", "value"} <= set(each) for each in found)
+    if not known or not found:
+        raise UserError(f"--cells {path}: {form}")
+    values: dict[str, float] = {}
+    for each in found:
+        name, value = each["id"], each["value"]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+        if not isinstance(name, str) or name in values or not number:
+            raise UserError(f"--cells {path}: {name!r}: {value!r}: expected each cell once, with a number above 0")
+        values[name] = float(value)
+    return values
 
 
 def make(overrides: Sequence[str], out: Path) -> PublishedBenchmark:
@@ -510,5 +519,7 @@ def make(overrides: Sequence[str], out: Path) -> PublishedBenchmark:
         known |= _read(path)
     ids = {cell.id for cell in cells()}
     if unknown := [name for name in known if name not in ids]:
-        raise UserError(f"--cells: {unknown[0]}: expected a cell that `asyncspec bench published` prints")
+        name = unknown[0]
+        near = hint(name, sorted(ids))
+        raise UserError(f"--cells {name}: expected a cell that `asyncspec bench published` prints{near}")
     return PublishedBenchmark(known)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncspec.errors import UserError
 
 if TYPE_CHECKING:
-    from asyncspec.simulate.planner import Job, Outcome
+    from asyncspec.simulate.planner import Choice, Job, Outcome
 
 SCALES, LAGS = (0.25, 0.5, 1.0, 2.0, 4.0), (0, 1, 2, 4)
 DRAFT_LENGTHS, ACCEPTANCES = (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+TRIED = 4  # choices that are simulated for a point of a picture
 MOST_PROMPT, MOST_DRAFT = 2048, 16  # tokens of a prompt, and of a round
+MOST_GPUS, MOST_ROLLOUTS, MOST_LAG, MOST_TOKENS = 16_384, 65_536, 16, 1 << 20  # that are simulated within minutes
 METHODS = ("eagle3", "mtp", "none")
 
 
@@ -22,12 +27,14 @@ def add_parser(commands) -> None:
         "plan",
         help="choose draft length, generators against trainers, ranks and slots for a model and GPUs",
         description="Simulate a model on GPUs that one need not have, and choose: the draft length, or no speculation; "
-        "how many GPUs generate and train; ranks of a generator; its slots. Writes a table, pictures and a "
-        "configuration to --out. Times come from measured operator tables where there are some.",
+        "how many GPUs generate, train and compute logprobs; ranks of a generator; its slots. Writes a table, pictures "
+        "and a configuration to --out. Needs --model and --gpus. This takes up to a minute.\n\n"
+        "With --hardware this, it simulates a run of this machine instead, with other slots, draft lengths and numbers "
+        "of generators. Needs --run; of the other flags only --lag and --out count.",
     )
     add = plan.add_argument
     add("--model", metavar="NAME", help="directory with config.json, or a name such as Qwen/Qwen3-8B")
-    add("--hardware", required=True, metavar="GPU", help="GB200, B200, H200, H100 or A100; or this, with --run")
+    add("--hardware", required=True, metavar="GPU", help="GB200, B200, H200, H100 or A100, or `this`")
     add(
         "--run",
         dest="calibrated",
@@ -35,7 +42,7 @@ def add_parser(commands) -> None:
         help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted",
     )
     add("--gpus", type=int, metavar="N", help="number of GPUs")
-    add("--lag", type=int, default=1, metavar="L", help="policy lag (default: 1)")
+    add("--lag", type=int, metavar="L", help="policy lag (default: 1; with --run that of the run)")
     add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")
     add("--group-size", type=int, default=16, metavar="N", help="rollouts of a prompt (default: 16)")
     add("--tokens", type=float, default=4000, metavar="N", help="mean tokens of a response (default: 4000)")
@@ -43,8 +50,19 @@ def add_parser(commands) -> None:
     add("--sigma", type=float, default=0.8, metavar="S", help="spread of the logarithm of lengths (default: 0.8)")
     add("--method", default="eagle3", choices=METHODS, help="what drafts (default: eagle3)")
     add("--acceptance", type=float, default=2.8, metavar="A", help="acceptance length with 3 proposals (default: 2.8)")
-    add("--spread", type=float, default=0.05, metavar="S", help="of acceptance between sequences (default: 0.05)")
-    add("--precision", default="bfloat16", choices=("bfloat16", "fp8"), help="of the generators' weights")
+    add(
+        "--spread",
+        type=float,
+        default=0.05,
+        metavar="S",
+        help="spread of acceptance between sequences (default: 0.05)",
+    )
+    add(
+        "--precision",
+        default="bfloat16",
+        choices=("bfloat16", "fp8"),
+        help="of generators' weights (default: bfloat16)",
+    )
     add("--out", default="plan", metavar="DIR", help="directory for plan.yaml, plan.json and plan.png (default: plan)")
     plan.set_defaults(run=_plan, parser=plan)
 
@@ -73,29 +91,32 @@ def _job(args) -> Job:
     from asyncspec.simulate.planner import Job
     from asyncspec.simulate.workload import Acceptance, Lengths
 
-    device = gpu(args.hardware)
-    _need(args.model is not None, "model", args.model, "a directory with config.json, or a name such as Qwen/Qwen3-8B")
-    _need(
-        args.gpus is not None and args.gpus >= 3, "gpus", args.gpus, "3 or more: one each to generate, train and score"
-    )
-    per_node = device.gpus_per_node
-    whole = args.gpus < 2 * per_node or args.gpus % per_node == 0
+    device, per_node = gpu(args.hardware), gpu(args.hardware).gpus_per_node
+    args.lag = 1 if args.lag is None else args.lag
+    known = "a directory with config.json, or a name such as Qwen/Qwen3-8B"
+    _need(args.calibrated is None, "run", args.calibrated, "--hardware this with it")
+    _need(args.model is not None, "model", args.model, known)
+    few = f"3 to {MOST_GPUS}: one each to generate, to train and to compute logprobs"
+    _need(args.gpus is not None and 3 <= args.gpus <= MOST_GPUS, "gpus", args.gpus, few)
     nearest = max(1, round(args.gpus / per_node)) * per_node
+    whole = args.gpus <= per_node or args.gpus % per_node == 0
     _need(whole, "gpus", args.gpus, f"whole nodes of {per_node}; nearest valid choice: --gpus {nearest}")
-    _need(args.lag >= 0, "lag", args.lag, "0 or more")
-    _need(args.prompts >= 1, "prompts", args.prompts, "1 or more")
-    _need(args.group_size >= 2, "group-size", args.group_size, "2 or more")
-    _need(
-        1 <= args.tokens < args.most_tokens, "tokens", args.tokens, f"1 to less than --most-tokens {args.most_tokens}"
-    )
-    _need(0 <= args.sigma <= 3, "sigma", args.sigma, "0 to 3")
+    _need(0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
+    _need(1 <= args.prompts <= MOST_ROLLOUTS, "prompts", args.prompts, f"1 to {MOST_ROLLOUTS}")
+    most = MOST_ROLLOUTS // args.prompts
+    _need(2 <= args.group_size <= most, "group-size", args.group_size, f"2 to {most}, for {MOST_ROLLOUTS} rollouts")
+    model = _model(args.model)
+    room = model.get("max_position_embeddings", MOST_TOKENS) - MOST_DRAFT - 1
+    _need(2 <= args.most_tokens <= room, "most-tokens", args.most_tokens, f"2 to {room}")
+    shorter = f"1 to less than --most-tokens {args.most_tokens}"
+    _need(1 <= args.tokens < args.most_tokens, "tokens", args.tokens, shorter)
+    _need(0 <= args.sigma <= 2, "sigma", args.sigma, "0 to 2")
     _need(1 < args.acceptance <= 4, "acceptance", args.acceptance, "more than 1, and at most 4")
     _need(0 <= args.spread <= 0.3, "spread", args.spread, "0 to 0.3")
-    _need(
-        args.precision == "bfloat16" or device.flops_fp8 > 0, "precision", args.precision, f"bfloat16 on {device.name}"
-    )
+    has = args.precision == "bfloat16" or device.flops_fp8 > 0
+    _need(has, "precision", args.precision, f"bfloat16 on {device.name}")
     return Job(
-        model=_model(args.model),
+        model=model,
         gpu=device,
         gpus=args.gpus,
         lag=args.lag,
@@ -109,10 +130,28 @@ def _job(args) -> Job:
     )
 
 
+def directory(out: str) -> Path:
+    """Make the directory to write to.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    path = Path(out)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
+    if not os.access(path, os.W_OK):
+        raise UserError(f"--out {out}: expected a directory to write to")
+    return path
+
+
 def _plan(args) -> int:
     if args.hardware.lower() == "this":
         from asyncspec.commands.plan_here import plan_here
 
+        for flag in ("model", "gpus"):
+            _need(getattr(args, flag) is None, flag, getattr(args, flag), "no such flag with --hardware this")
         return plan_here(args)
     from rich.table import Table
 
@@ -120,6 +159,7 @@ def _plan(args) -> int:
     from asyncspec.simulate.planner import plan
 
     job, console = _job(args), terminal()
+    out = directory(args.out)
     found = plan(job)
     if not found:
         raise UserError(
@@ -128,22 +168,21 @@ def _plan(args) -> int:
         )
     best = found[0]
     table = Table(title=f"{args.model} on {args.gpus} {job.gpu.name}, policy lag {args.lag}", title_justify="left")
-    for column in ("k", "generators", "slots", "train", "logprob", "step, s", "exposed, s", "limit"):
+    for column in ("k", "generators", "slots", "GPUs", "step, s", "waits, s", "limit"):
         table.add_column(column, justify="left" if column == "limit" else "right")
     for each in found:
         c = each.choice
-        generators = f"{c.replicas} x TP{c.degree}"
-        cells = (c.draft_length, generators, c.slots, c.trainers, c.logprobs)
-        table.add_row(*map(str, cells), f"{each.step_s:.1f}", f"{each.exposed_s:.1f}", each.limit)
+        cells = (str(c.draft_length), f"{c.replicas} x TP{c.degree}", str(c.slots), f"{c.trainers} + {c.logprobs}")
+        waits = f"{each.exposed_s:.1f} + {each.exposed_logprob_s:.1f}"
+        table.add_row(*cells, f"{each.step_s:.1f}", waits, each.limit)
     console.print(table)
     plain = next((each for each in found if each.choice.draft_length == 0), None)
+    console.print("GPUs: to train, and for logprobs. Waits of training: for generation, and for logprobs.")
     if plain is not None and plain is not best:
-        console.print(f"speculation: {plain.step_s / best.step_s:.2f} times as fast a step as without")
+        console.print(f"With speculation a step is {plain.step_s / best.step_s:.2f} times as fast as without.")
     console.print(_basis(best))
     if best.choice.degree > job.gpu.gpus_per_node:
         console.print(_wide(job, best.choice.degree))
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "plan.yaml").write_text(configuration(args, job, best))
     (out / "plan.json").write_text(
         json.dumps([each._asdict() | {"choice": each.choice._asdict()} for each in found], indent=1)
@@ -165,24 +204,12 @@ def configuration(args, job: Job, best: Outcome) -> str:
     """Return a configuration file for a choice."""
     import yaml
 
-    from asyncspec.simulate.planner import logprob_ranks
+    from asyncspec.simulate.planner import MEMORY_SHARE, arriving, logprob_ranks
 
     choice, per_node, ranks = best.choice, job.gpu.gpus_per_node, logprob_ranks(job)
     positions = job.model.get("max_position_embeddings", 1 << 20)
-    generating = choice.replicas * choice.degree
-    if job.nodes > 2:
-        host = max(per_node, choice.degree)  # GPUs of a host that generates
-        parts = [
-            f"{gpus // each}*{role}:{each}"
-            for role, gpus, each in (
-                ("trainer", choice.trainers, per_node),
-                ("logprob", choice.logprobs, per_node),
-                ("generator", generating, host),
-            )
-        ]
-        nodes = ",".join(parts)
-    else:
-        nodes = f"trainer:{choice.trainers}+logprob:{choice.logprobs}+generator:{generating}"
+    nodes = _nodes(choice, per_node)
+    used = MEMORY_SHARE - arriving(job, choice.degree) / job.gpu.memory_bytes
     fields: dict[str, Any] = {
         "policy_lag": job.lag,
         "model": {"path": args.model, "dtype": "bfloat16"},
@@ -193,7 +220,7 @@ def configuration(args, job: Job, best: Outcome) -> str:
             "slots": choice.slots,
             "tensor_parallel": choice.degree,
             "max_prompt_tokens": max(1, min(MOST_PROMPT, positions - int(job.lengths.limit) - MOST_DRAFT)),
-            "gpu_memory_utilization": 0.7,  # the rest is for the weights that arrive
+            "gpu_memory_utilization": math.floor(100 * used) / 100,  # the rest is for the weights that arrive
             **({"vllm": "{quantization: fp8}"} if job.precision == "fp8" else {}),
         },
         "speculation": {"method": job.method if choice.draft_length else "none"},
@@ -211,6 +238,8 @@ def configuration(args, job: Job, best: Outcome) -> str:
     }
     if choice.draft_length:
         fields["speculation"] |= {"draft_length": str(choice.draft_length), "draft_path": "models/draft"}
+    if job.method == "mtp" and choice.draft_length:
+        fields["draft"] = {"adapt": False}  # several ranks cannot train it
     if ranks > 1:
         fields["logprob"] = {"ranks": ranks}
     wide = f"# {_wide(job, choice.degree)}\n" if choice.degree > per_node else ""
@@ -219,6 +248,25 @@ def configuration(args, job: Job, best: Outcome) -> str:
         f"{best.exposed_s:.0f} s\n# are exposed generation. You supply data/ and models/.\n"
     )
     return note + wide + yaml.safe_dump(fields, sort_keys=False)
+
+
+def _nodes(choice: Choice, per_node: int) -> str:
+    """Return the nodes of a choice, as deployment.nodes has them: trainers first, then logprob actors, then
+    generators. A generator that is larger than a node gets a host of its own.
+    """
+    host = max(per_node, choice.degree)
+    left = {"trainer": choice.trainers, "logprob": choice.logprobs, "generator": choice.replicas * choice.degree}
+    nodes: list[str] = []
+    while any(left.values()):
+        alone = not left["trainer"] and not left["logprob"]
+        room, played = host if alone else per_node, []
+        for role in left:
+            taken = 0 if role == "generator" and not alone and choice.degree > per_node else min(room, left[role])
+            left[role] -= taken
+            room -= taken
+            played += [f"{role}:{taken}"] * bool(taken)
+        nodes.append("+".join(played))
+    return ",".join(f"{len(list(same))}*{node}" for node, same in itertools.groupby(nodes))
 
 
 def _wide(job: Job, degree: int) -> str:
@@ -254,7 +302,8 @@ def _draw(job: Job, best: Outcome, path: Path) -> None:
 
     def step_s(changed: Job, speculating: bool) -> float:
         those = [c for c in choices(changed) if bool(c.draft_length) == speculating]
-        return outcome(changed, min(those, key=lambda c: quick_s(changed, c))).step_s if those else float("nan")
+        first = sorted(those, key=lambda c: quick_s(changed, c))[:TRIED]
+        return min((outcome(changed, c).step_s for c in first), default=float("nan"))
 
     per_node = job.gpu.gpus_per_node
     counts = [gpus for gpus in (int(scale * job.gpus) for scale in SCALES) if gpus >= 3 and gpus % per_node == 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from asyncspec.commands.plan import MOST_LAG, directory
 from asyncspec.commands.simulate import FILE
 from asyncspec.errors import UserError
 
@@ -21,7 +22,9 @@ def plan_here(args) -> int:
 
     if not args.calibrated:
         raise UserError("--hardware this: expected --run RUN, a run that `asyncspec simulate calibrate RUN` has fitted")
-    run_dir = Path(args.calibrated)
+    if args.lag is not None and not 0 <= args.lag <= MOST_LAG:
+        raise UserError(f"--lag {args.lag}: expected 0 to {MOST_LAG}")
+    run_dir, out = Path(args.calibrated), directory(args.out)
     if not (run_dir / FILE).exists():
         raise UserError(
             f"--run {args.calibrated}: it has no {FILE}; try: asyncspec simulate calibrate {args.calibrated}"
@@ -34,7 +37,7 @@ def plan_here(args) -> int:
                 config = measured.changed(lag=args.lag, generators=generators, slots=slots, draft_length=k)
                 found.append((measured.predicted(config), generators, slots, k))
     found.sort(key=lambda each: each[0].step_s)
-    table = Table(title=f"{run_dir.name} on this machine, policy lag {args.lag}", title_justify="left")
+    table = Table(title=f"{run_dir.name} on this machine, policy lag {config.policy_lag}", title_justify="left")
     for column in ("k", "generators", "slots", "step, s", "exposed generation, s"):
         table.add_column(column, justify="right")
     for predicted, generators, slots, k in found[:SHOWN]:
@@ -42,8 +45,7 @@ def plan_here(args) -> int:
         table.add_row(str(k), str(generators), str(slots), *seconds)
     console = terminal()
     console.print(table)
-    (best, generators, slots, k), out = found[0], Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    best, generators, slots, k = found[0]
     from asyncspec.config import to_yaml
 
     config = measured.changed(lag=args.lag, generators=generators, slots=slots, draft_length=k)

@@ -5,6 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 FILE = "calibration.json"  # in a run's directory
+PIECES = {  # of `Work`, as they are shown
+    "enter_s": "a sequence gets a slot",
+    "finish_s": "a generator ends a group",
+    "swap_s": "a generator swaps in a policy",
+    "logprob_s": "logprob: a group",
+    "logprob_token_s": "logprob: each of its tokens",
+    "group_s": "training: a group is taken",
+    "pass_s": "training: a pass",
+    "token_s": "training: each of its tokens",
+    "response_s": "training: each of its responses",
+    "update_s": "training: an update",
+    "adapt_s": "the draft learns from a group",
+    "control_s": "all else, for each group",
+    "reward_s": "wait: until a group has its rewards",
+    "delivery_s": "wait: until a version has arrived",
+}
 
 
 def add_parser(commands) -> None:
@@ -36,13 +52,21 @@ def _calibrate(args) -> int:
     machine.Measured.read(run_dir, work).fit_sharing()
     calibrate.save(work, run_dir / FILE)
     console = terminal()
-    cost, units = work.rounds, {"table": 1.0}
-    shown = [f"{name} {w * units.get(name, 1e3):.4g}" for name, w in zip(cost.names, cost.weights)]
-    console.print(f"a round, in milliseconds{' and times its table' if cost.lives else ''}: " + "  ".join(shown))
-    others = {k: v for k, v in vars(work).items() if k.endswith("_s") and isinstance(v, float)}
-    console.print("others, in milliseconds: " + "  ".join(f"{k[:-2]} {1e3 * v:.3f}" for k, v in others.items()))
-    console.print(f"{work.sharing:.0%} of all cores' time is used while more actors are busy than there are cores")
-    table = Table(title="fitted over measured", title_justify="left")
+    cost = work.rounds
+    weights = [w if name == "table" else 1e3 * w for name, w in zip(cost.names, cost.weights)]
+    units = ["" if name == "table" else " ms" for name in cost.names]
+    shown = [f"{name} {weight:.4f}{unit}" for name, weight, unit in zip(cost.names, weights, units)]
+    console.print(f"A round of the engine: {', '.join(shown)}")
+    pieces = Table(title="work", title_justify="left")
+    pieces.add_column("piece")
+    pieces.add_column("ms", justify="right")
+    for name, what in PIECES.items():
+        pieces.add_row(what, f"{1e3 * getattr(work, name):.3f}")
+    console.print(pieces)
+    console.print(f"Each busy actor beyond the number of cores leaves {work.sharing:.0%} of the cores' time.")
+    if work.sharing <= 1.01 * machine.LEAST_SHARING:
+        console.print("This is the least that is tried: something else ran beside this run, so do not plan with it.")
+    table = Table(title="fitted over measured; near 1 is good", title_justify="left")
     for column in ("what", "pieces", "seconds", "1st quartile", "median", "3rd quartile"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for name, fit in work.fits.items():

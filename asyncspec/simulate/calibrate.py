@@ -107,7 +107,6 @@ class Work:
     reward_s: float = 0.0  # from a group's end until its rewards are known
     logprob_s: float = 0.0  # a group
     logprob_token_s: float = 0.0  # each of its tokens
-    logprob_swap_s: float = 0.0
     group_s: float = 0.0  # the trainer takes a group
     pass_s: float = 0.0  # a pass
     token_s: float = 0.0  # each of its tokens
@@ -219,15 +218,26 @@ def calibrate(run_dir: Path) -> Work:
         UserError: the run lacks what is needed, and the message says what.
     """
     config, steps = read_config(run_dir), read_steps(run_dir)
-    on_cpu, by_name = config.deployment.device == "cpu", defaultdict(list)
     try:
-        for actor, span in read_trace(run_dir):
-            by_name[span.name].append(Piece(actor, span, span.cpu if on_cpu else span.end - span.start))
-    except FileNotFoundError:
-        raise UserError(f"{run_dir}: expected a run with deployment.record=true, which has trace.json") from None
+        return _fitted(run_dir, config, steps)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{run_dir}: expected {Path(error.filename).name} in it, as a run with deployment.record=true"
+        ) from None
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{run_dir}: its files are damaged or cut short: {error}") from None
+
+
+def _fitted(run_dir: Path, config: Config, steps: Sequence[StepDone]) -> Work:
+    on_cpu, by_name = config.deployment.device == "cpu", defaultdict(list)
+    for actor, span in read_trace(run_dir):
+        by_name[span.name].append(Piece(actor, span, span.cpu if on_cpu else span.end - span.start))
     rounds = [each for piece in by_name["generate"] for each in piece.span.rounds]
-    if not rounds:
+    if not any(each.tokens for each in rounds):
         raise UserError(f"{run_dir}: its engine measured no rounds; expected engine.kind=torch")
+    traced = len({piece.span.step for piece in by_name["train"]})
+    if traced < len(steps) or not by_name["logprob"]:
+        raise UserError(f"{run_dir}: {traced} steps in trace.json; expected {len(steps)}, as in timeline.jsonl")
     groups = [group for step in steps for group in step.groups]
     found, fits = fit_rounds(rounds)
     work = Work(found, fits={"rounds": fits})
@@ -261,7 +271,7 @@ def read_config(run_dir: Path) -> Config:
     """
     try:
         return from_yaml((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         raise UserError(f"{run_dir}: expected a run's directory, with config.yaml") from None
 
 
@@ -305,8 +315,6 @@ def _fit_logprob(work: Work, by_name: dict[str, list[Piece]], groups: Sequence[G
     )
     if offered := by_name["offer"]:  # it makes the draft's supervision
         work.logprob_s += sum(piece.work for piece in offered) / len(scored)
-    if of_kind := [piece.work for piece in by_name["swap policy"] if piece.actor.startswith("logprob")]:
-        work.logprob_swap_s = statistics.fmean(of_kind)
 
 
 def _fit_trainer(work: Work, by_name: dict[str, list[Piece]], steps: Sequence[StepDone], config: Config) -> None:
@@ -375,6 +383,25 @@ def read(path: Path) -> Work:
         found = Work(**json.loads(path.read_text(encoding="utf-8")))
         found.rounds = RoundCost(**found.rounds)
         found.fits = {name: Fit(*fit) for name, fit in found.fits.items()}
+        _check(found)
         return found
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         raise UserError(f"{path}: damaged; try: asyncspec simulate calibrate {path.parent}") from None
+
+
+def _check(work: Work) -> None:
+    """Check that numbers are what a fit gives.
+
+    Raises:
+        ValueError, TypeError: some are not.
+    """
+    numbers = [value for value in vars(work).values() if not isinstance(value, RoundCost | list | dict)]
+    cost = work.rounds
+    lists = (cost.lives, cost.ks, cost.positions, cost.weights, work.retention, *cost.table_s)
+    held = np.array([*numbers, *(value for each in lists for value in each)], dtype=float)
+    shapes = len(cost.table_s) == len(cost.positions) == len(cost.lives)
+    rows = all(len(row) == len(cost.ks) for row in cost.table_s)
+    weights = len(cost.weights) == len(cost.names) and bool(work.retention)
+    values = bool(np.isfinite(held).all() and (held >= 0).all()) and 0 < work.sharing <= 1
+    if not (shapes and rows and weights and values and min(cost.lives, default=1) >= 1 and max(work.retention) <= 1):
+        raise ValueError("unlikely numbers")

@@ -68,7 +68,7 @@ def gpu(name: str) -> Gpu:
         UserError: it is not known.
     """
     if name.upper() not in gpus():
-        raise UserError(f"--hardware {name}: expected one of {', '.join(gpus())}" + hint(name.upper(), gpus()))
+        raise UserError(f"--hardware {name}: expected one of {', '.join(gpus())}, or this" + hint(name.upper(), gpus()))
     return Gpu(name.upper(), **_file(name)["gpu"])
 
 
@@ -233,6 +233,7 @@ class Drafting:
 
     def __post_init__(self) -> None:
         model = dict(self.target.model)
+        model["head_dim"] = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         if self.method == "draft_model":
             assert self.draft is not None
             self._of_draft = forward(self.target.gpu, self.draft, self.target.precision, 1)

@@ -26,10 +26,11 @@ MEMORY_SHARE = 0.9  # of a GPU that may be filled
 TRAINER_BYTES = 16  # of a parameter: weights, gradients and two moments in float32
 ACTIVATION_BYTES = 8e9  # that a trainer's GPU has left for activations
 MOST_SLOTS = 512
-# Choices that are simulated, with speculation and without; their steps; of these, those that fill the pipeline.
-SIMULATED, PLAIN, STEPS, FILLING = 12, 6, 8, 3
+SIMULATED, PLAIN = 12, 6  # choices that are simulated, of all and of those without speculation
+STEPS = 6  # that are simulated, after those that fill the pipeline
+WAITS = 0.05  # of a step: shorter waits do not count
 REWARD_S = 0.1  # from the end of a group until its rewards are known
-LOGPROB_SHARE = 3  # nodes that train for each one that computes logprobs, which are a third of training's work
+LOGPROB_SHARES = (3.0, 2.0)  # GPUs that train for each one that computes logprobs, which are a third of training's work
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,16 @@ class Job:
     def nodes(self) -> int:
         return max(1, self.gpus // self.gpu.gpus_per_node)
 
+    @property
+    def filling(self) -> int:
+        """The steps that fill the pipeline."""
+        return self.lag + 2
+
     @cached_property
     def drawn(self) -> tuple[np.ndarray, np.ndarray]:
-        """The lengths and acceptance rates of the responses of some steps, float [STEPS, prompts, group_size]."""
-        rng, count = np.random.default_rng(0), STEPS * self.rollouts
-        shape = (STEPS, self.prompts, self.group_size)
+        """The lengths and acceptance rates of the responses of all steps, float [steps, prompts, group_size]."""
+        shape = (self.filling + STEPS, self.prompts, self.group_size)
+        rng, count = np.random.default_rng(0), shape[0] * self.rollouts
         return self.lengths.draw(rng, count).reshape(shape), self.acceptance.draw(rng, count).reshape(shape)
 
 
@@ -82,11 +88,12 @@ class Choice(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a choice gives: seconds of a step, and of these what is exposed; limit: what to have more of."""
+    """What a choice gives: seconds of a step, and of these what is exposed; limit: what holds a step up."""
 
     choice: Choice
     step_s: float
-    exposed_s: float
+    exposed_s: float  # generation
+    exposed_logprob_s: float
     train_s: float
     generation_s: float  # of one batch alone
     oldest: int  # versions that the oldest token was behind
@@ -105,12 +112,16 @@ def target_of(job: Job, degree: int) -> Forward:
     return forward(job.gpu, job.model, job.precision, degree)
 
 
+def arriving(job: Job, degree: int) -> float:
+    """Return the bytes in which weights arrive, in 16 bits. Of several ranks each holds its part of two versions."""
+    return 2 * sizes.parameters(dict(job.model)) / degree * (1 if degree == 1 else 2)
+
+
 def slots_of(job: Job, degree: int, replicas: int) -> int:
     """Return how many sequences of mean length a replica's KV cache holds; 0: the weights do not fit."""
     parameters, held = sizes.parameters(dict(job.model)), min(degree, job.model["num_key_value_heads"])
     weights = parameters * PRECISIONS[job.precision] / degree
-    arriving = 2 * parameters / degree * (1 if degree == 1 else 2)
-    room = MEMORY_SHARE * job.gpu.memory_bytes - weights - arriving
+    room = MEMORY_SHARE * job.gpu.memory_bytes - weights - arriving(job, degree)
     sequence = sizes.kv_bytes_per_token(dict(job.model), 2) / held * (job.prompt + job.lengths.mean)
     needed = math.ceil((job.lag + 1) * job.rollouts / replicas)
     return max(0, min(MOST_SLOTS, int(room / sequence), 8 * math.ceil(needed / 8)))
@@ -132,7 +143,9 @@ def choices(job: Job) -> Iterator[Choice]:
     for degree in (n for n in DEGREES if n <= job.gpu.nvlink_gpus and job.model["num_attention_heads"] % n == 0):
         for trainers, logprobs in _splits(job):
             generating = job.gpus - trainers - logprobs
-            if trainers < least or generating < degree or generating % degree:
+            # A generator stands on one node, unless it is larger.
+            first = (generating % job.gpu.gpus_per_node) % min(degree, job.gpu.gpus_per_node)
+            if trainers < least or generating < degree or generating % degree or first:
                 continue
             replicas = generating // degree
             if slots := slots_of(job, degree, replicas):
@@ -146,10 +159,11 @@ def _splits(job: Job) -> Iterator[tuple[int, int]]:
     units, step = job.gpus // unit, max(unit, logprob_ranks(job))
     found = set()
     for share in (0.06, 0.09, 0.12, 0.16, 0.2, 0.25, 0.31, 0.38, 0.45, 0.55, 0.65):
-        trainers = max(1, round(share * units))
-        logprobs = step * max(1, round(unit * trainers / LOGPROB_SHARE / step))
-        if unit * trainers + logprobs < job.gpus:
-            found.add((unit * trainers, logprobs))
+        trainers = unit * max(1, round(share * units))
+        for of_logprob in LOGPROB_SHARES:
+            logprobs = step * max(1, round(trainers / of_logprob / step))
+            if trainers + logprobs < job.gpus:
+                found.add((trainers, logprobs))
     yield from sorted(found)
 
 
@@ -170,9 +184,19 @@ def generation_s(job: Job, choice: Choice) -> float:
 
 
 def quick_s(job: Job, choice: Choice) -> float:
-    """Return a quick estimate of a step: its stages one after the other at lag 0, else the slower one."""
-    generating, training = generation_s(job, choice), train_s(job, choice.trainers)
-    return generating + training if job.lag == 0 else max(generating, training)
+    """Return a quick estimate of a step. At lag 0 its stages follow one another. Else the slowest one counts: training,
+    logprob, the tokens that engines make with as many sequences as the lag keeps in flight, or the longest response.
+    """
+    alone, training = generation_s(job, choice), train_s(job, choice.trainers)
+    logprob = training * choice.trainers / 3 / choice.logprobs
+    if job.lag == 0:
+        return alone + training
+    live = min(choice.slots, max(1.0, job.lag * job.rollouts / choice.replicas))
+    rounds, k = rounds_of(job, choice), choice.draft_length
+    of_round = rounds.seconds(live, k, job.prompt + job.lengths.mean / 2)
+    gained = live * (job.acceptance.length(k) if k else 1.0)
+    generating = job.rollouts * job.lengths.mean / choice.replicas * of_round / gained
+    return max(training, logprob, generating, alone / job.lag)
 
 
 def outcome(job: Job, choice: Choice) -> Outcome:
@@ -200,45 +224,34 @@ def outcome(job: Job, choice: Choice) -> Outcome:
 
     work = [[group_of(*each) for each in zip(*of_step)] for of_step in zip(*job.drawn)]
     steps = simulate(pipeline, work)
-    step_s = float(seconds(steps, FILLING).mean())
-    exposed = float(np.mean([step.parts["exposed_generation"] for step in steps[FILLING:]]))
-    alone = generation_s(job, choice)
+    step_s, kept = float(seconds(steps, job.filling).mean()), steps[job.filling :]
+    waits = {name: float(np.mean([step.parts[name] for step in kept])) for name in kept[0].parts if name != "train"}
     lags = max(index - min(step.oldest) for index, step in enumerate(steps))
-    target = rounds.target
-    clipped = tuple(sorted(getattr(target, "clipped", ())))
-    return Outcome(
-        choice,
-        step_s,
-        exposed,
-        training,
-        alone,
-        lags,
-        _limit(job, choice, step_s, exposed, alone),
-        target.source,
-        clipped,
-    )
+    clipped = tuple(sorted(getattr(rounds.target, "clipped", ())))
+    alone, limit = generation_s(job, choice), _limit(job, choice, step_s, waits)
+    exposed = waits["exposed_generation"], waits["exposed_logprob"]
+    return Outcome(choice, step_s, *exposed, training, alone, lags, limit, rounds.target.source, clipped)
 
 
-def _limit(job: Job, choice: Choice, step_s: float, exposed_s: float, alone_s: float) -> str:
+def _limit(job: Job, choice: Choice, step_s: float, waits: Mapping[str, float]) -> str:
     """Say what a step mostly waits for."""
-    if exposed_s < 0.05 * step_s:
+    if sum(waits.values()) < WAITS * step_s:
         return "training"
-    longest = replace(job.lengths, sigma=0.0) if job.lengths.sigma else job.lengths
-    even = replace(job, lengths=longest, acceptance=replace(job.acceptance, spread=0.0))
-    return "stragglers" if alone_s > 1.5 * generation_s(even, choice) else "generation"
+    longest = max(waits, key=lambda name: waits[name])
+    if longest != "exposed_generation":
+        return {"exposed_logprob": "logprob", "exposed_reward": "rewards"}.get(longest, "weights")
+    even = replace(job, lengths=replace(job.lengths, sigma=0.0), acceptance=replace(job.acceptance, spread=0.0))
+    return "stragglers" if generation_s(job, choice) > 1.5 * generation_s(even, choice) else "generation"
 
 
 def plan(job: Job) -> list[Outcome]:
-    """Return the best choices, the best first; if all of them speculate, the best one without speculation is the last.
-
-    It is empty if the model fits in no way.
-    """
+    """Return the best choices, with and without speculation, the best first; none if the model fits in no way."""
     ranked = sorted(choices(job), key=lambda choice: quick_s(job, choice))
-    found = sorted((outcome(job, choice) for choice in ranked[:SIMULATED]), key=_step_s)
-    plain = [choice for choice in ranked if choice.draft_length == 0]
+    found = [outcome(job, choice) for choice in ranked[:SIMULATED]]
+    plain = [choice for choice in ranked[SIMULATED:] if choice.draft_length == 0]
     if plain and not any(each.choice.draft_length == 0 for each in found):
         found.append(min((outcome(job, choice) for choice in plain[:PLAIN]), key=_step_s))
-    return found
+    return sorted(found, key=_step_s)
 
 
 def _step_s(outcome: Outcome) -> float:
