@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from asyncspec.bench import published
 from asyncspec.errors import UserError
 from asyncspec.simulate import devices
 from asyncspec.simulate.devices import Drafting, Roofline, Tables, forward, gpu, gpus, known_model
@@ -99,3 +100,29 @@ def test_an_unknown_name_is_refused_with_the_nearest(call, said):
     with pytest.raises(UserError) as error:
         call()
     assert said in str(error.value) and "nearest" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{", "expected JSON such as"),
+        ("[]", "expected JSON such as"),
+        ("7", "expected JSON such as"),
+        ('[{"id": "235b-512/best"}]', "expected JSON such as"),
+        ('{"235b-512/best": 0}', "'235b-512/best': 0: expected each cell once, with a number above 0"),
+        ('{"235b-512/best": NaN}', "expected each cell once"),
+        ('{"235b-512/best": true}', "expected each cell once"),
+        ('[{"id": "235b-512/best", "value": 4}, {"id": "235b-512/best", "value": 4}]', "expected each cell once"),
+    ],
+)
+def test_damaged_cells_are_refused_before_anything_is_predicted(tmp_path, content, said):
+    (tmp_path / "cells.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        published._read(str(tmp_path / "cells.json"))
+    assert f"--cells {tmp_path}/cells.json: " in str(error.value) and said in str(error.value)
+
+
+def test_a_list_of_cells_and_an_object_say_the_same(tmp_path):
+    (tmp_path / "cells.json").write_text('[{"id": "235b-512/best", "value": 4}]')
+    (tmp_path / "other.json").write_text('{"235b-512/best": 4.0}')
+    assert published._read(str(tmp_path / "cells.json")) == published._read(str(tmp_path / "other.json"))

@@ -152,7 +152,8 @@ def _plan(args) -> int:
 
         for flag in ("model", "gpus"):
             _need(getattr(args, flag) is None, flag, getattr(args, flag), "no such flag with --hardware this")
-        return plan_here(args)
+        _need(args.lag is None or 0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
+        return plan_here(args, directory(args.out))
     from rich.table import Table
 
     from asyncspec.console import terminal

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncspec.commands.plan import MOST_LAG, directory
 from asyncspec.commands.simulate import FILE
 from asyncspec.errors import UserError
 
@@ -13,7 +12,7 @@ DRAFT_LENGTHS, SLOTS, GENERATORS = ("auto", 0, 1, 2, 3, 5, 7), (4, 8, 16, 32, 64
 SHOWN = 12
 
 
-def plan_here(args) -> int:
+def plan_here(args, out: Path) -> int:
     """Simulate the calibrated run with other draft lengths, slots and generators, and write the best configuration."""
     from rich.table import Table
 
@@ -22,9 +21,7 @@ def plan_here(args) -> int:
 
     if not args.calibrated:
         raise UserError("--hardware this: expected --run RUN, a run that `asyncspec simulate calibrate RUN` has fitted")
-    if args.lag is not None and not 0 <= args.lag <= MOST_LAG:
-        raise UserError(f"--lag {args.lag}: expected 0 to {MOST_LAG}")
-    run_dir, out = Path(args.calibrated), directory(args.out)
+    run_dir = Path(args.calibrated)
     if not (run_dir / FILE).exists():
         raise UserError(
             f"--run {args.calibrated}: it has no {FILE}; try: asyncspec simulate calibrate {args.calibrated}"
