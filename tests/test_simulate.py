@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncspec.bench.jobs import run_job
+from asyncspec.bench.what_if import MOCKED
 from asyncspec.config import load
 from asyncspec.mock.timings import step_s
 from asyncspec.simulate.pipeline import Group, Pipeline, seconds, simulate
@@ -166,21 +167,7 @@ def test_no_synchronous_step_is_sped_up_beyond_its_bound(length, k, generators, 
     assert without / with_draft <= 1 / (share / length + 1 - share) * (1 + 1e-9)
 
 
-MOCKED = (
-    "steps=20",
-    "eval.every=0",
-    "checkpoint.every=0",
-    "data.eval_prompts=1",
-    "engine.kind=mock",
-    "trainer.kind=mock",
-    "mock.gpus=4",
-    "mock.time_scale=0.02",
-    "rl.groups_per_step=16",
-    "rl.group_size=8",
-    "mock.logprob_s=10",
-    "mock.prepare_s=2",
-    "engine.slots=64",
-)
+SIZES = ("steps=20", "engine.slots=64")
 
 
 @pytest.mark.slow
@@ -194,8 +181,8 @@ MOCKED = (
 )
 def test_the_pipeline_agrees_with_a_run_on_mocked_gpus(tmp_path, fields):
     """Within 5% of the mean step. Each mocked GPU is a replica, and the responses are those of the run."""
-    rows = run_job(tmp_path / "run", *MOCKED, *fields)
-    config = load("tiny", [*MOCKED, *fields])
+    rows = run_job(tmp_path / "run", *MOCKED, *SIZES, *fields)
+    config = load("tiny", [*MOCKED, *SIZES, *fields])
     mock, scale = config.mock, config.mock.time_scale
     slots = config.engine.slots // mock.gpus
     rate = mock.acceptance if config.drafting else 1.0

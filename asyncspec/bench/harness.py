@@ -27,7 +27,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_info
 
 from asyncspec.bench import BENCHMARKS
-from asyncspec.config import resolve_path
+from asyncspec.config import output_directory
 from asyncspec.config.fields import hint
 from asyncspec.console import terminal
 from asyncspec.errors import UserError
@@ -101,13 +101,7 @@ def run(
         raise UserError(f"bench {name}: expected one of {', '.join(BENCHMARKS)}" + hint(name, list(BENCHMARKS)))
     if repeats is not None and repeats < 1:
         raise UserError(f"--repeats {repeats}: expected 1 or more")
-    directory = resolve_path(out)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
-    if not os.access(directory, os.W_OK):
-        raise UserError(f"--out {out}: expected a directory to write to")
+    directory = output_directory(out)
     benchmark: Benchmark = importlib.import_module(BENCHMARKS[name].module).make(overrides, directory)
     console = terminal(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     kept = directory / KEPT

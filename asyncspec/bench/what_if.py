@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 _STEPS = ("steps=26", "eval.every=0", "checkpoint.every=0")
-_MOCKED = (
+MOCKED = (
     *_STEPS,
     "data.eval_prompts=1",
     "engine.kind=mock",
@@ -58,13 +58,13 @@ _DEFAULT = (*_STEPS, "data.eval_prompts=8", "draft.adapt=false")
 _THREADS = ("engine.threads", "logprob.threads", "trainer.threads")
 PAIRS = {
     "another generator": Pair(
-        (*_MOCKED, "policy_lag=1", "engine.slots=32", "mock.train_s=30"),
+        (*MOCKED, "policy_lag=1", "engine.slots=32", "mock.train_s=30"),
         ("deployment.generators=1",),
         ("deployment.generators=2",),
         Change(generators=1),
     ),
     "lag 2": Pair(
-        (*_MOCKED, "engine.slots=128", "mock.train_s=45", "mock.tokens_sigma=1.0"),
+        (*MOCKED, "engine.slots=128", "mock.train_s=45", "mock.tokens_sigma=1.0"),
         ("policy_lag=1",),
         ("policy_lag=2",),
         Change(lag=1),

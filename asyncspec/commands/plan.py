@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncspec.config import output_directory
 from asyncspec.errors import UserError
 
 if TYPE_CHECKING:
@@ -130,22 +130,6 @@ def _job(args) -> Job:
     )
 
 
-def directory(out: str) -> Path:
-    """Make the directory to write to.
-
-    Raises:
-        UserError: it cannot be made or written to.
-    """
-    path = Path(out)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
-    if not os.access(path, os.W_OK):
-        raise UserError(f"--out {out}: expected a directory to write to")
-    return path
-
-
 def _plan(args) -> int:
     if args.hardware.lower() == "this":
         from asyncspec.commands.plan_here import plan_here
@@ -153,14 +137,14 @@ def _plan(args) -> int:
         for flag in ("model", "gpus"):
             _need(getattr(args, flag) is None, flag, getattr(args, flag), "no such flag with --hardware this")
         _need(args.lag is None or 0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
-        return plan_here(args, directory(args.out))
+        return plan_here(args, output_directory(args.out))
     from rich.table import Table
 
     from asyncspec.console import terminal
     from asyncspec.simulate.planner import plan
 
     job, console = _job(args), terminal()
-    out = directory(args.out)
+    out = output_directory(args.out)
     found = plan(job)
     if not found:
         raise UserError(

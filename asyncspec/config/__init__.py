@@ -10,6 +10,7 @@ from asyncspec.config.paths import (
     data_files,
     default_run_dir,
     make_paths_absolute,
+    output_directory,
     resolve_path,
     sources,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "hub_names",
     "load",
     "make_paths_absolute",
+    "output_directory",
     "nearest_field",
     "resolve_path",
     "sources",
