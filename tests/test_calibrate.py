@@ -10,7 +10,8 @@ from asyncspec.bench.jobs import run_job
 from asyncspec.cli import main
 from asyncspec.errors import UserError
 from asyncspec.simulate import calibrate
-from asyncspec.simulate.calibrate import RoundCost, Work, fit_rounds, passes
+from asyncspec.simulate.calibrate import Work, passes
+from asyncspec.simulate.fitted_rounds import FittedRounds, fit_rounds
 from asyncspec.simulate.machine import Measured
 from asyncspec.wire.facts import ENTERING, GroupRecord, Rounds
 from asyncspec.wire.messages import StepDone
@@ -29,7 +30,7 @@ CELLS = [(live, k, live * each) for live in (1, 3, 8, 20, 64) for k in (0, 1, 3,
 
 
 def test_a_straight_line_is_found_again():
-    cost = RoundCost(weights=[1e-3, 2e-5, 4e-5, 5e-5, 1e-3, 0.0, 2e-6])
+    cost = FittedRounds(weights=[1e-3, 2e-5, 4e-5, 5e-5, 1e-3, 0.0, 2e-6])
     found, fit = fit_rounds(rounds_of(cost.seconds, CELLS))
     assert found.weights == pytest.approx(cost.weights, rel=1e-4, abs=1e-9)
     assert fit.middle == pytest.approx(1) and fit.pieces == len(CELLS)
@@ -61,14 +62,14 @@ def test_passes_hold_all_tokens_with_a_signal():
 
 
 def test_acceptance_by_position_gives_tokens_and_what_lies_beyond_an_end():
-    work = Work(RoundCost(), retention=[0.8, 0.5, 0.5])
+    work = Work(FittedRounds(), retention=[0.8, 0.5, 0.5])
     assert [work.emitted(k) for k in (0, 1, 2)] == pytest.approx([1, 1.8, 2.2])
-    assert work.beyond(0) == 0 and Work(RoundCost(), retention=[1.0] * 5).beyond(5) == pytest.approx(2.5)
+    assert work.beyond(0) == 0 and Work(FittedRounds(), retention=[1.0] * 5).beyond(5) == pytest.approx(2.5)
 
 
 def test_what_was_written_is_read_again(tmp_path):
     work = Work(
-        RoundCost([1, 4], [0, 1], [[1e-3, 2e-3], [3e-3, 4e-3]], [30.0, 120.0], [1.0, 0, 0]),
+        FittedRounds([1, 4], [0, 1], [[1e-3, 2e-3], [3e-3, 4e-3]], [30.0, 120.0], [1.0, 0, 0]),
         enter_s=0.5,
         retention=[0.5],
     )

@@ -75,7 +75,7 @@ def test_a_run_can_be_started_with_the_written_configuration(tmp_path):
         (["--most-tokens", "-1"], "--most-tokens -1: expected 2 to"),
         (["--prompts", "1000000"], "--prompts 1000000: expected 1 to 65536"),
         (["--lag", "17"], "--lag 17: expected 0 to 16"),
-        (["--run", "runs/x"], "--run runs/x: expected --hardware this with it"),
+        (["--run", "runs/x"], "--run runs/x: expected it with --hardware this only"),
         (["--hardware", "this"], "--model Qwen/Qwen3-8B: expected no such flag with --hardware this"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from policies import POLICY_8B
 
 from asyncspec.actors.crew import actor_names, computing
 from asyncspec.commands.doctor import judge
@@ -168,16 +169,7 @@ def test_one_gpu_fits_all_actors_of_the_small_example(tmp_path):
     [("mock_rl_think_8b", 16, 0), ("qwen3_8b_12plus4", 16, 8), ("qwen3_8b_32gpu", 4, 8), ("qwen3_8b_8gpu", 1, 8)],
 )
 def test_shipped_topologies_have_the_stated_nodes_and_fit_on_them(name, nodes, gpus, tmp_path):
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "tie_word_embeddings": False,
+    config = POLICY_8B | {
         "max_position_embeddings": 40960,
         "eos_token_id": 151645,
         "rms_norm_eps": 1e-6,

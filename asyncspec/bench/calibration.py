@@ -7,13 +7,12 @@ minus 1. That of exposed generation is a share of the measured step. Runs have n
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncspec.bench.harness import Benchmark, Samples, median
-from asyncspec.bench.jobs import job_dir, run_job
+from asyncspec.bench.jobs import run_again
 from asyncspec.simulate import calibrate
 from asyncspec.simulate.machine import Measured
 
@@ -60,9 +59,7 @@ class CalibrationBenchmark(Benchmark):
         return self._measured[repetition]
 
     def _run(self, name: str, repetition: int, setting: dict) -> tuple[Path, list[dict]]:
-        directory = job_dir(self.out, name, repetition)
-        shutil.rmtree(directory, ignore_errors=True)  # of a sitting that was cut short
-        return directory, run_job(directory, *FIELDS, *fields(setting), f"seed={repetition}", *self.overrides)
+        return run_again(self.out, name, repetition, *FIELDS, *fields(setting), *self.overrides)
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         measured = self._calibrated(repetition)

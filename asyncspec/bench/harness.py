@@ -27,7 +27,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_info
 
 from asyncspec.bench import BENCHMARKS
-from asyncspec.config import output_directory
+from asyncspec.commands.output import output_directory
 from asyncspec.config.fields import hint
 from asyncspec.console import terminal
 from asyncspec.errors import UserError

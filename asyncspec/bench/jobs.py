@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,15 @@ def run_job(
         expected,
     )
     return read_rows(run_dir / "metrics.jsonl")
+
+
+def run_again(out: Path, variant: str, repetition: int, *arguments: str) -> tuple[Path, list[dict]]:
+    """Run a variant's job, with the repetition as its seed; return its directory and the rows of its metrics. What a
+    sitting that was cut short has left there is removed.
+    """
+    directory = job_dir(out, variant, repetition)
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory, run_job(directory, f"seed={repetition}", *arguments)
 
 
 def train_draft(out: Path, *arguments: str) -> None:

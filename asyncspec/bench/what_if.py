@@ -13,7 +13,6 @@ does. The error is the predicted step over the second run's, minus 1. A step is 
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from asyncspec import config as configuration
 from asyncspec.bench.harness import Benchmark, Samples, median
-from asyncspec.bench.jobs import job_dir, run_job
+from asyncspec.bench.jobs import run_again
 from asyncspec.errors import UserError
 from asyncspec.timing import timeline
 from asyncspec.timing.whatif import SKIP, Change, predicted
@@ -110,9 +109,7 @@ class WhatIfBenchmark(Benchmark):
         return result | {"error": result["predicted_s"] / result["after_s"] - 1}
 
     def _run(self, name: str, repetition: int, fields: Sequence[str]) -> tuple[list[StepDone], list[dict]]:
-        directory = job_dir(self.out, name, repetition)
-        shutil.rmtree(directory, ignore_errors=True)  # of a sitting that was cut short
-        rows = run_job(directory, *fields, f"seed={repetition}", *self.overrides)
+        directory, rows = run_again(self.out, name, repetition, *fields, *self.overrides)
         return list(timeline.read(directory)), rows
 
     def headline(self, samples: Samples) -> dict[str, float]:

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncspec.config import output_directory
+from asyncspec.commands.output import output_directory
 from asyncspec.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def add_parser(commands) -> None:
         "--precision",
         default="bfloat16",
         choices=("bfloat16", "fp8"),
-        help="of generators' weights (default: bfloat16)",
+        help="of the generators' weights (default: bfloat16)",
     )
     add("--out", default="plan", metavar="DIR", help="directory for plan.yaml, plan.json and plan.png (default: plan)")
     plan.set_defaults(run=_plan, parser=plan)
@@ -94,7 +94,7 @@ def _job(args) -> Job:
     device, per_node = gpu(args.hardware), gpu(args.hardware).gpus_per_node
     args.lag = 1 if args.lag is None else args.lag
     known = "a directory with config.json, or a name such as Qwen/Qwen3-8B"
-    _need(args.calibrated is None, "run", args.calibrated, "--hardware this with it")
+    _need(args.calibrated is None, "run", args.calibrated, "it with --hardware this only")
     _need(args.model is not None, "model", args.model, known)
     few = f"3 to {MOST_GPUS}: one each to generate, to train and to compute logprobs"
     _need(args.gpus is not None and 3 <= args.gpus <= MOST_GPUS, "gpus", args.gpus, few)
@@ -162,7 +162,7 @@ def _plan(args) -> int:
         table.add_row(*cells, f"{each.step_s:.1f}", waits, each.limit)
     console.print(table)
     plain = next((each for each in found if each.choice.draft_length == 0), None)
-    console.print("GPUs: to train, and for logprobs. Waits of training: for generation, and for logprobs.")
+    console.print("GPUs: those that train + those that compute logprobs. Waits: for generation + for logprobs.")
     if plain is not None and plain is not best:
         console.print(f"With speculation a step is {plain.step_s / best.step_s:.2f} times as fast as without.")
     console.print(_basis(best))
@@ -255,9 +255,9 @@ def _nodes(choice: Choice, per_node: int) -> str:
 
 
 def _wide(job: Job, degree: int) -> str:
-    """Say what a generator of more GPUs than a node has needs."""
-    shown = f"so hosts must show {degree} GPUs, not {job.gpu.gpus_per_node}"
-    return f"A generator of {degree} GPUs starts on one host, {shown}."
+    """Say what is needed for a generator that has more GPUs than a node."""
+    nodes = f"nodes of {job.gpu.name} have {job.gpu.gpus_per_node}"
+    return f"asyncspec starts a generator on one host. One of {degree} GPUs needs a host with {degree}; {nodes}."
 
 
 def _draw(job: Job, best: Outcome, path: Path) -> None:

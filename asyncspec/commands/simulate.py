@@ -63,7 +63,7 @@ def _calibrate(args) -> int:
     for name, what in PIECES.items():
         pieces.add_row(what, f"{1e3 * getattr(work, name):.3f}")
     console.print(pieces)
-    console.print(f"Each busy actor beyond the number of cores leaves {work.sharing:.0%} of the cores' time.")
+    console.print(f"With each busy actor more than there are cores, {work.sharing:.0%} of the cores' time is left.")
     if work.sharing <= 1.01 * machine.LEAST_SHARING:
         console.print("This is the least that is tried: something else ran beside this run, so do not plan with it.")
     table = Table(title="fitted over measured; near 1 is good", title_justify="left")

@@ -10,7 +10,6 @@ from asyncspec.config.paths import (
     data_files,
     default_run_dir,
     make_paths_absolute,
-    output_directory,
     resolve_path,
     sources,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "hub_names",
     "load",
     "make_paths_absolute",
-    "output_directory",
     "nearest_field",
     "resolve_path",
     "sources",

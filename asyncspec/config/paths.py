@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncspec.config import eval_sets, hub
-from asyncspec.errors import UserError
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 CONFIG_DIR = PACKAGE_DIR / "configs"
@@ -71,19 +70,3 @@ def _absolute(path: str) -> str:
 def default_run_dir() -> str:
     """Return a path under runs/ that is named by date and time."""
     return os.path.join("runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
-
-
-def output_directory(out: str) -> Path:
-    """Make the directory of `--out`, if it is not there, and return it.
-
-    Raises:
-        UserError: it cannot be made or written to.
-    """
-    directory = resolve_path(out)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; expected a directory to write to") from None
-    if not os.access(directory, os.W_OK):
-        raise UserError(f"--out {out}: expected a directory to write to")
-    return directory

@@ -12,6 +12,7 @@ says so.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -72,7 +73,7 @@ def gpu(name: str) -> Gpu:
     return Gpu(name.upper(), **_file(name)["gpu"])
 
 
-class Forward:
+class Forward(ABC):
     """The cost of a model's forward pass on the GPUs of a replica. Subclasses have rest, head and attend."""
 
     source: str  # "table" or "roofline"
@@ -89,17 +90,17 @@ class Forward:
         heads, keys = model["num_attention_heads"], model["num_key_value_heads"]
         self._heads = heads / max(degree, keys)  # query heads that share a key-value head on a GPU
 
+    @abstractmethod
     def rest(self, tokens: float) -> float:
         """Return the seconds of a pass over so many tokens without attention and head."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, tokens: float) -> float:
         """Return the seconds of the head."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, batch: float, context: float) -> float:
         """Return the seconds of attention of one token of each sequence."""
-        raise NotImplementedError
 
     def attention(self, batch: float, context: float, queries: int = 1) -> float:
         """Return the seconds of attention. Keys and values are read once for all queries of a sequence. So the time is
@@ -123,11 +124,10 @@ class Roofline(Forward):
 
     def __init__(self, gpu: Gpu, model: Mapping[str, Any], precision: str, degree: int) -> None:
         super().__init__(gpu, model, precision, degree)
-        whole = dict(model)
         self._layers, self._width = model["num_hidden_layers"], model["hidden_size"]
         self._experts = model.get("num_experts") or model.get("num_local_experts") or 0
         self._per_token = model.get("num_experts_per_tok") or 0
-        body = sizes.parameters(whole | {"vocab_size": 0})
+        body = sizes.parameters(dict(model) | {"vocab_size": 0})
         of_experts = 3 * self._width * model["moe_intermediate_size"] * self._layers if self._experts else 0
         self._expert = of_experts  # weights of one expert in each layer
         self._dense = body - of_experts * self._experts
@@ -176,7 +176,6 @@ class Tables(Forward):
         self._rest, self._head, self._attention = (
             1e-6 * np.array(found[name]) for name in ("rest_us", "head_us", "attention_us")
         )
-        self.engine, self.measured = found["engine"], found["measured"]
 
     def _within(self, name: str, value: float, axis: np.ndarray) -> float:
         if value > axis[-1]:
@@ -229,7 +228,6 @@ class Drafting:
     method: str
     draft: Mapping[str, Any] | None = None
     _of_draft: Forward | None = field(init=False, default=None)
-    _of_layer: float = field(init=False, default=0.0)  # a draft's layer over one of the target, in weights
 
     def __post_init__(self) -> None:
         model = dict(self.target.model)

@@ -26,6 +26,7 @@ import numpy as np
 
 from asyncspec.lag import PolicyClock
 from asyncspec.simulate.replica import Replica, RoundCosts
+from asyncspec.simulate.workers import Generator, Queue, Worker
 
 LOW_PRIORITY = 0.1  # of a core's time that a process of priority 10 gets beside a usual one
 PARTS = ("prepare", "exposed_generation", "exposed_reward", "exposed_logprob", "train")
@@ -58,7 +59,7 @@ class Pipeline:
     lag: int
     generators: int
     slots: int
-    costs: Callable[[int], RoundCosts] | RoundCosts  # of the generators' rounds; a callable gets the step
+    costs: RoundCosts  # of the generators' rounds
     logprobs: int = 1
     swap_s: float = 0.0  # a generator's work to swap weights
     enter_s: float = 0.0  # its work to give a sequence a slot
@@ -92,73 +93,6 @@ class _Ticket:
         self.admitted = self.generated = self.rewarded = self.scored = np.inf
 
 
-class _Worker:
-    """Something that works on a core. Its work passes at the rate of its host."""
-
-    def __init__(self) -> None:
-        self.at, self.stamp, self.active, self.rate = 0.0, 0, False, 1.0
-
-    def left(self) -> float:
-        """Return the seconds of work until something happens; infinity if it is idle."""
-        raise NotImplementedError
-
-    def spend(self, work: float) -> None:
-        """Let seconds of work pass, in which nothing happens."""
-        raise NotImplementedError
-
-    def happen(self) -> None:
-        """Do what happens after `left` seconds of work."""
-        raise NotImplementedError
-
-
-class _Queue(_Worker):
-    """A worker that takes one piece of work after the other."""
-
-    def __init__(self, done: Callable) -> None:
-        super().__init__()
-        self.pieces: deque[tuple[float, object]] = deque()
-        self.done, self.remaining = done, 0.0
-
-    def put(self, work: float, what: object) -> None:
-        if not self.pieces:
-            self.remaining = work
-        self.pieces.append((work, what))
-
-    def left(self) -> float:
-        return self.remaining if self.pieces else np.inf
-
-    def spend(self, work: float) -> None:
-        self.remaining = max(0.0, self.remaining - work)
-
-    def happen(self) -> None:
-        _, what = self.pieces.popleft()
-        if self.pieces:
-            self.remaining = self.pieces[0][0]
-        self.done(what)
-
-
-class _Generator(_Worker):
-    def __init__(self, replica: Replica, done: Callable[[int, int], None]) -> None:
-        super().__init__()
-        self.replica, self.done = replica, done
-        self.pause = 0.0  # work on a swap, before generation goes on
-        self.held: deque[tuple[int, _Ticket]] = deque()
-        self.load = 0
-
-    def left(self) -> float:
-        return self.pause + self.replica.next_end() if self.replica.busy else np.inf
-
-    def spend(self, work: float) -> None:
-        swapping = min(self.pause, work)
-        self.pause -= swapping
-        if work > swapping:
-            self.replica.advance(work - swapping)
-
-    def happen(self) -> None:
-        self.pause = 0.0
-        self.done(*self.replica.end())
-
-
 class Simulation:
     """One run of a pipeline."""
 
@@ -174,16 +108,16 @@ class Simulation:
         self._sequence = 0
         self.tickets: dict[int, _Ticket] = {}
         self.pending: deque[int] = deque()
-        costs = pipeline.costs(0) if callable(pipeline.costs) else pipeline.costs
         self.generators = [
-            _Generator(Replica(pipeline.slots, costs), self._generated_by(i)) for i in range(pipeline.generators)
+            Generator(Replica(pipeline.slots, pipeline.costs), self._generated_by(i))
+            for i in range(pipeline.generators)
         ]
         self.loads = [(0, i) for i in range(pipeline.generators)]
-        self.logprobs = [_Queue(self._scored) for _ in range(pipeline.logprobs)]
+        self.logprobs = [Queue(self._scored) for _ in range(pipeline.logprobs)]
         self.trainer, self.adapter, self.controller = (
-            _Queue(done) for done in (self._worked, lambda what: None, lambda what: None)
+            Queue(done) for done in (self._worked, lambda what: None, lambda what: None)
         )
-        self.working: dict[_Worker, None] = {}  # those that share cores and are at work
+        self.working: dict[Worker, None] = {}  # those that share cores and are at work
         self.step, self.place, self.free = 0, 0, 0.0
         self.pool, self.pool_s = 0.0, 0.0  # tokens that wait for a pass, and the work on them
         self._first = 0  # the name of the first ticket of the step that is trained
@@ -204,13 +138,13 @@ class Simulation:
         self._sequence += 1
         heapq.heappush(self.events, (at, self._sequence, call, argument))
 
-    def _settle(self, worker: _Worker) -> None:
+    def _settle(self, worker: Worker) -> None:
         """Let the work pass that a worker did since it was last looked at."""
         if worker.active and self.now > worker.at:
             worker.spend((self.now - worker.at) * worker.rate)
         worker.at = self.now
 
-    def _plan(self, worker: _Worker) -> None:
+    def _plan(self, worker: Worker) -> None:
         """Plan a worker's next event, after something changed for it. It must be settled."""
         left = worker.left()
         active = left < np.inf
@@ -222,7 +156,7 @@ class Simulation:
         if active:
             self._later(self.now + left / worker.rate, self._happen, (worker, worker.stamp))
 
-    def _share(self, worker: _Worker) -> None:
+    def _share(self, worker: Worker) -> None:
         """Share the cores with a worker that began or stopped to work."""
         if worker.active:
             self.working[worker] = None
@@ -242,7 +176,7 @@ class Simulation:
                 other.rate, other.stamp = now, other.stamp + 1
                 self._later(self.now + other.left() / now, self._happen, (other, other.stamp))
 
-    def _happen(self, planned: tuple[_Worker, int]) -> None:
+    def _happen(self, planned: tuple[Worker, int]) -> None:
         worker, stamp = planned
         if stamp == worker.stamp:
             worker.at = self.now
@@ -281,7 +215,7 @@ class Simulation:
 
     # Generators.
 
-    def _admit(self, generator: _Generator, settled: bool = False) -> None:
+    def _admit(self, generator: Generator, settled: bool = False) -> None:
         ready = bool(generator.held) and generator.held[0][1].min_version <= generator.replica.version
         if not ready:
             return
@@ -397,12 +331,9 @@ class Simulation:
 
     def _deliver(self, version: int) -> None:
         """Swap a version in, in every generator."""
-        costs = self.pipeline.costs
         for generator in self.generators:
             self._settle(generator)
             generator.replica.version = version
-            if callable(costs):
-                generator.replica.costs = costs(version)
             if generator.replica.busy:
                 generator.pause += self.pipeline.swap_s
             self._admit(generator, settled=True)
