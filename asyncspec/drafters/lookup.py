@@ -143,8 +143,9 @@ class SuffixDrafter(_Lookup):
         self._salt_N = self._order_N * self._SALT
         self._rank_N = torch.arange(2 * len(self.ORDERS), 0, -1, device=device)
         self._prompt_S = torch.zeros(len(slots.length), dtype=torch.int64, device=device)
-        # rollouts not entered yet: tokens, the prompt's hash, and the prompt's length
-        self._finished: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        # not entered yet: tokens, the prompt's hash, where the new ones begin, and whether they are a response, which
+        # could be proposed
+        self._finished: list[tuple[torch.Tensor, torch.Tensor, int, bool]] = []
 
     def state_dict(self) -> dict[str, torch.Tensor | int]:
         """Return a copy of everything the drafter remembers."""
@@ -175,12 +176,18 @@ class SuffixDrafter(_Lookup):
         for source, copies in runs(sources, rows):
             self._prompt_S[copies] = self._prompt_S[source]
 
+    def extended(self, row: int, start: int) -> None:
+        self._remember(row, max(1, start), False)
+
     def leave(self, row: int) -> None:
+        self._remember(row, int(self.slots.prompt_S[row]), True)
+
+    def _remember(self, row: int, start: int, sampled: bool) -> None:
         slots = self.slots
         length = int(slots.length[row])
         # -1 after the last token marks the end of the rollout.
         self._finished.append(
-            (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), int(slots.prompt_S[row]))
+            (pad(slots.token_SP[row, :length], (0, 1), value=-1), self._prompt_S[row].clone(), start, sampled)
         )
         if len(self._finished) == min(self.UNREMEMBERED, max(1, self.RING // slots.positions)):
             self.catch_up()
@@ -193,11 +200,11 @@ class SuffixDrafter(_Lookup):
         finished, self._finished = self._finished, []
         for start in range(0, len(finished), self.HINDSIGHT):
             part = finished[start : start + self.HINDSIGHT]
-            self._enter_past(part, any([self._due() for _ in part]))
+            self._enter_past(part, any([self._due() for _ in part]) and part[0][3])
 
     def _enter_past(self, rollouts: list, look_back: bool) -> None:
         """Enter rollouts into ring and table. If `look_back`, first look back at the first of them."""
-        tokens, hashes, prompts = zip(*rollouts)
+        tokens, hashes, prompts, _ = zip(*rollouts)
         lengths, token_T = np.array([len(t) for t in tokens]), torch.cat(tokens)
         position_T = np.arange(len(token_T)) - np.repeat(lengths.cumsum() - lengths, lengths)
         response_T = (position_T >= np.repeat(prompts, lengths)) & (position_T < np.repeat(lengths - 1, lengths))

@@ -8,8 +8,9 @@ two polls. Every token is stamped with the version that sampled it, in the step 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +30,14 @@ class Request:
     seeds: Sequence[int]  # one per sample
     max_response_tokens: int
     sampling: Sampling | None = None  # of these samples, with the embedded engine; None: the engine's
+    # A conversation has a request of one sample for each turn, whose prompt is all that came before it.
+    keeps: bool = False  # whether a request may follow, so that the KV cache is worth keeping
+    follows: int | None = None  # the request whose prompt and response this prompt begins with
+
+    @cached_property
+    def read_as(self) -> Hashable:
+        """What requests have in common whose prompts are read once for all of them."""
+        return (tuple(self.prompt), self.sampling) if self.follows is None else self.request_id
 
 
 class Partial(NamedTuple):
@@ -73,6 +82,10 @@ class Engine(Protocol):
     def submit(self, request: Request) -> None: ...
 
     def poll(self) -> list[Completion]: ...
+
+    def forget(self, request_id: int) -> None:
+        """Free what is kept of a request that no request will follow. Not knowing it is no error."""
+        ...
 
     def rounds(self) -> list[Rounds]:
         """Return the rounds since the last call; none if the engine does not measure them."""
@@ -136,6 +149,9 @@ class QueueingEngine:
     def plan(self) -> int:
         return -1
 
+    def forget(self, request_id: int) -> None:
+        pass
+
     def submit(self, request: Request) -> None:
         """Queue all samples of a prompt.
 
@@ -166,13 +182,16 @@ def check_request(request: Request, vocab_size: int, max_prompt_tokens: int, max
 
     Raises:
         ValueError: the prompt is empty, longer than max_prompt_tokens, or holds a number that is not a token; the
-            request's limit of response tokens is below 1 or above the engine's; a seed takes more than 64 bits.
+            request's limit of response tokens is below 1 or above the engine's; a seed takes more than 64 bits. The
+            prompt of a request that follows another may be longer, if prompt and response together are not.
     """
 
     def need(held: bool, what: str) -> None:
         if not held:
             raise ValueError(f"request {request.request_id}: {what}")
 
+    if request.follows is not None:
+        max_prompt_tokens += max_response_tokens - request.max_response_tokens
     need(
         0 < len(request.prompt) <= max_prompt_tokens,
         f"prompt of {len(request.prompt)} tokens: expected 1 to {max_prompt_tokens}",

@@ -22,7 +22,7 @@ from asyncspec.engine.calibrate import Calibrator
 from asyncspec.engine.decode import DecodeModel
 from asyncspec.engine.graphs import Graphs
 from asyncspec.engine.numpy_cache import packing
-from asyncspec.engine.prompts import PromptReader
+from asyncspec.engine.prompts import Kept, PromptReader
 from asyncspec.engine.protocol import Completion, Partial, QueueingEngine, Sample
 from asyncspec.engine.round_log import RoundLog
 from asyncspec.engine.rows import Rows
@@ -50,6 +50,7 @@ class TorchEngine(QueueingEngine):
         draft_length: int | str = "auto",
         sampling: Sampling = AS_IS,
         kv_at_swap: str = "keep",
+        kept: int = 0,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -60,6 +61,8 @@ class TorchEngine(QueueingEngine):
                 speculation/draft_length.py.
             kv_at_swap: what happens to the KV cache of live sequences at a weight swap: "keep" continues with it,
                 "recompute" fills it again under the new weights.
+            kept: of how many conversations the KV cache is kept between two turns. A turn of another one begins with
+                prefilling all of it.
             dtype: dtype of the policy and the draft, float32 or bfloat16. Distributions and logprobs are always
                 computed in float32.
         """
@@ -70,8 +73,8 @@ class TorchEngine(QueueingEngine):
         self._longest = longest = LONGEST if auto else 0 if make_drafter is None else int(draft_length)
         positions = max_prompt_tokens + max_response_tokens + longest + 1
         self.model = cast(build(shape, positions).to(device), dtype).requires_grad_(False)
-        # One row more than slots, for exchanging two rows; after it the rows for prompts.
-        rows = slots + 1 + PROMPT_ROWS
+        # One row more than slots, for exchanging two rows; after it the rows for prompts, and those that are kept.
+        rows = slots + 1 + PROMPT_ROWS + kept
         self.backend, self.tokens = backend_for(device, dtype), Slots(rows, positions, device)
         self.decode = DecodeModel(self.model, shape, rows, positions, self.backend)
         target = Target(self.model, self.tokens, sampling, self.backend)
@@ -79,7 +82,8 @@ class TorchEngine(QueueingEngine):
         self.aux_layers = self.drafter.aux_layers
         # Chooses the draft length of each step. None: a calibration makes it before the first step.
         self.chooser = None if auto else FixedLength(longest)
-        self._prompts = PromptReader(self.decode, target, self.drafter, slots + 1)
+        self.kept = Kept(slots + 1 + PROMPT_ROWS, kept)
+        self._prompts = PromptReader(self.decode, target, self.drafter, slots + 1, self.kept)
         self._drafting = longest > 0
         self._keeping = True  # whether features are kept for the draft
         self.rows = Rows(shape, slots, self.tokens, longest, self._copy)
@@ -119,10 +123,14 @@ class TorchEngine(QueueingEngine):
         return self.rows.partials(rows) if rows else []
 
     def abandon(self) -> None:
-        """Drop all sequences, waiting and live; they have no completions."""
+        """Drop all sequences, waiting, live and kept; they have no completions."""
         self._queue.clear()
         self.rows.forget()
         self._prompts.forget()
+        self.kept.clear()
+
+    def forget(self, request_id: int) -> None:
+        self.kept.drop(request_id)
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
@@ -148,6 +156,8 @@ class TorchEngine(QueueingEngine):
         self.drafter.reload()
         self.version = version
         self._prompts.forget()
+        if self.kv_at_swap == "recompute":
+            self.kept.clear()
         if self.kv_at_swap == "recompute" and self.live:
             self.rows.close()
             longest = int(self.tokens.length[: self.live].max())
@@ -202,12 +212,16 @@ class TorchEngine(QueueingEngine):
         uniform_BPR = torch.from_numpy(counter_rng.uniforms(seeds, needed)).to(tokens.device)
         state.uniform_SPR[row_B, :needed] = uniform_BPR
         state.counter_S3[rows] = state.reached_SJ[rows] = state.accepted_SJ[rows] = 0
-        state.missed_S[rows] = not self._keeping
+        state.missed_S[rows] = [not self._keeping or s.request.follows in self.kept.missed for s in new]
         token_B = sample(p_BV, uniform_BPR[..., counter_rng.TARGET].gather(1, length_B.unsqueeze(1)).squeeze(1))
         tokens.token_SP[row_B, length_B] = token_B
         state.logprob_SP[row_B, length_B] = p_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
         state.version_SP[row_B, length_B] = self.version
         tokens.refresh(len(state.samples))
+        for row, s in zip(rows, new):
+            if s.request.follows is not None:
+                self.drafter.extended(row, self._prompts.held(s.request))
+                self.kept.drop(s.request.follows)
         finished_B = state.stops_V[token_B] | (length_B + 1 >= limit_B)
         return self._retired([row for row, finished in zip(rows, finished_B.cpu().tolist()) if finished])
 
@@ -353,10 +367,22 @@ class TorchEngine(QueueingEngine):
 
     def _retired(self, rows: list[int]) -> list[Completion]:
         """Return the completions of these rows and free the rows."""
+        for row in rows:
+            if (sample := self.rows.samples[row]) is not None and sample.request.keeps:
+                self._keep(row, sample.request.request_id)
         done = self.rows.retire(rows)
         for row in rows:
             self.drafter.leave(row)
         return done
+
+    def _keep(self, row: int, request_id: int) -> None:
+        """Copy a row that has finished to a row that is kept."""
+        tokens = self.tokens
+        if (place := self.kept.add(request_id, bool(self.rows.missed_S[row]))) is None:
+            return
+        for tensor in (tokens.token_SP, tokens.length_S, tokens.prompt_S, tokens.length):
+            tensor[place] = tensor[row]
+        self._copy([row], [place], int(tokens.length[row]) - 1)
 
     def arrange(self, live: int, width: int) -> None:
         """Group the live rows for a pass over `width` tokens of each row, see `Rows.part`."""

@@ -5,7 +5,8 @@ schedules asynchronously: a call returns the tokens of the step that the call be
 when no step is in flight, so all tokens of a step have the same version: that of the time at which it was scheduled.
 A sample is one vLLM request with a seed of its own.
 Its prefix cache is salted with the version it begins under, so its KV cache never comes from older weights. A sample
-that has no token yet at a swap begins again, with the new salt.
+that has no token yet at a swap begins again, with the new salt. A turn of a conversation has the salt of its first
+turn, so the prefix cache holds what came before it; with kv_at_swap=recompute, only if no swap came between.
 
 Several ranks, each with an engine on its own device, divide the policy's matrices and the draft's. If all of them get
 the same calls in the same order, they sample the same tokens. Each loads its part of the weights (shares.py).
@@ -133,6 +134,7 @@ class VllmEngine(QueueingEngine):
         self.version = self.draft_version = 0
         self.device, self.kv_at_swap, self._sampling = device, config.engine.kv_at_swap, config.sampling
         self._entered, self._remembers = 0, config.speculation.method == "suffix"
+        self._salts: dict[int, str] = {}  # of the requests that others may follow
         self.policy, self.draft = policy.skeleton(self.shape), None  # names and shapes; vLLM has the weights
         if config.draft_directory:
             self.draft = drafts.skeleton(config.speculation.method, resolve_path(config.draft_directory), self.shape)
@@ -187,6 +189,9 @@ class VllmEngine(QueueingEngine):
     def keep(self, kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return what `load_policy` or `load_draft` needs of an arriving tensor in this rank: of a draft all of it."""
         return self._shares.keep(name, tensor) if kind == "policy" else tensor
+
+    def forget(self, request_id: int) -> None:
+        self._salts.pop(request_id, None)
 
     def plan(self) -> int:
         if self.lengths is None:
@@ -295,6 +300,7 @@ class VllmEngine(QueueingEngine):
         self.version = version
         if self.kv_at_swap == "recompute":
             self._vllm.reset_prefix_cache(reset_running_requests=True)
+            self._salts.clear()
         for name in [name for name, sample in self._live.items() if not sample.tokens]:
             self._vllm.abort_request([name])
             self._enter(self._live.pop(name))
@@ -331,8 +337,10 @@ class VllmEngine(QueueingEngine):
             output_kind=RequestOutputKind.DELTA,
         )
         self._entered += 1
-        name = str(self._entered)
-        self._vllm.add_request(name, tokens_input(list(request.prompt), cache_salt=str(self.version)), params)
+        name, salt = str(self._entered), self._salts.get(request.follows, str(self.version))
+        if request.keeps:
+            self._salts[request.request_id] = salt
+        self._vllm.add_request(name, tokens_input(list(request.prompt), cache_salt=salt), params)
         self._live[name] = sample
 
     def _enter_dummies(self, count: int) -> None:

@@ -75,6 +75,9 @@ class MockEngine:
     def plan(self) -> int:
         return -1
 
+    def forget(self, request_id: int) -> None:
+        pass
+
     def load_policy(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         with torch.no_grad():
             self.model.weight.copy_(tensors["weight"])

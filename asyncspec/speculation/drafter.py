@@ -141,6 +141,11 @@ class Drafter(ABC):
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Make each of these rows a copy of its source: a new sample of a prompt, or a row that moves."""
 
+    def extended(self, row: int, start: int) -> None:
+        """Note that tokens from position `start` on were appended to a sequence that goes on: it is in this row now,
+        with one token more, the first of its new response.
+        """
+
     def leave(self, row: int) -> None:
         """Note that the sequence of this row has finished. Its tokens are still in the row."""
 
