@@ -175,6 +175,7 @@ _OURS = (
     Metric("time/prepare", "seconds", "part: weights were published, or the group waited for them"),
     Metric("time/admission", "seconds", "part: the policy lag did not yet admit the group"),
     Metric("time/exposed_generation", "seconds", "part: the group was being generated, or waited for a slot"),
+    Metric("time/exposed_environment", "seconds", "part: the group was held up by environments, its tools included"),
     Metric("time/exposed_reward", "seconds", "part: the group was held up by rewards"),
     Metric("time/exposed_logprob", "seconds", "part: the group was in logprob, or in its queue"),
     Metric("time/recovery", "seconds", "part: the group was lost with an actor and had to be made again"),

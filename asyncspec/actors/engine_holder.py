@@ -103,6 +103,12 @@ class EngineHolder(Actor):
         length = self.config.sampling.max_response_tokens
         self.engine.submit(Request(ticket.ticket_id, ticket.prompt_tokens, ticket.seeds, length))
 
+    def submit_turn(self, turn: m.Turn) -> None:
+        """Have the engine generate a turn of an episode."""
+        follows = None if turn.follows < 0 else turn.follows
+        most = turn.max_response_tokens
+        self.engine.submit(Request(turn.request_id, turn.prompt_tokens, turn.seeds, most, keeps=True, follows=follows))
+
     def poll(self) -> list[Completion]:
         """Have the engine do one step. Collective with several ranks."""
         done = self.engine.poll()

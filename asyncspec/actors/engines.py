@@ -54,6 +54,7 @@ def make_engine(config: Config, device: str, index: int = 0, ranks: Ranks | None
         draft_length=config.speculation.draft_length,
         sampling=Sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
         kv_at_swap=config.engine.kv_at_swap,
+        kept=config.kept,
         device=device,
         dtype=getattr(torch, config.model.dtype),
     )

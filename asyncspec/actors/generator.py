@@ -8,6 +8,7 @@
 - A group leaves when all its samples are generated and rewarded. Rewards are computed in other processes, while the
   engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor, except those
   without signal with rl.dynamic_sampling.
+- With an environment, each sample is an episode of several turns (episodes.py).
 - The generator takes tickets from its inbox only while the engine has room. Credits hold the others at the controller.
 
 With engine.tensor_parallel above 1 it leads the ranks that hold the policy together, see generator_rank.py.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,15 +27,19 @@ import numpy as np
 from asyncspec.actors.base import replacement_number
 from asyncspec.actors.crew import actor_names
 from asyncspec.actors.engine_holder import EngineHolder
-from asyncspec.actors.generator_rank import HOLD, LENGTH, STEP, SWAP
+from asyncspec.actors.episodes import Ended, Episodes
+from asyncspec.actors.generator_rank import FORGET, HOLD, LENGTH, STEP, SWAP
 from asyncspec.actors.team import Team
 from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion
+from asyncspec.environments.pool import Environments
+from asyncspec.environments.rendering import Renderer
 from asyncspec.tasks.rewarder import Rewarder, filled
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.facts import checksum, sampled
 from asyncspec.wire.transport import Outbox
 from asyncspec.wire.weights import BroadcastError
 
@@ -51,6 +57,7 @@ class _OpenGroup:
     received: float
     admitted: float
     completions: list[Completion] = field(default_factory=list)
+    ended: Ended | None = None  # with an environment: what its episodes have come to
     done: float = 0.0  # when its last sample was generated
     phases: list[m.Phase] = field(default_factory=list)  # until then, since it was admitted
     rewards: list[float | None] = field(default_factory=list)  # None only in an evaluation
@@ -70,7 +77,8 @@ class Generator(EngineHolder):
         self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
         self.open_groups: dict[int, _OpenGroup] = {}
         self.rewarding: dict[int, _OpenGroup] = {}  # generated, and not yet sent on
-        self.rewarder: Rewarder | None = None  # set by `load`
+        self.rewarder: Rewarder | None = None  # set by `load`; None also if the environment rewards
+        self.episodes: Episodes | None = None  # set by `load`; None without an environment
         self.tokenizer: Tokenizer | None = None
         self.to_logprob: list[Outbox] = []  # set by `connect`
         # kind -> newer version -> the other ranks that have received it
@@ -81,16 +89,28 @@ class Generator(EngineHolder):
         self._interruptions: deque[m.Phase] = deque()  # swaps that interrupted generation, in order
 
     def inbox_credits(self) -> int:
-        return max(2, 2 * self.config.engine.slots // self.config.rl.group_size)
+        c = self.config
+        waiting = c.episodes if c.environment.name else 0  # for their environments
+        return max(2, (2 * c.engine.slots + waiting) // c.rl.group_size)
 
     def load(self) -> None:
         from asyncspec.models import tokenizer
 
         # The functions load in processes of their own, while the engine does here.
-        self.rewarder = Rewarder.of(self.config)
-        self.tokenizer = tokenizer.load(resolve_path(self.config.model.path))
+        environments = Environments.of(self.config) if self.config.environment.name else None
+        if environments is None or self.config.environment.reward_from == "data.reward":
+            self.rewarder = Rewarder.of(self.config)
+        path = resolve_path(self.config.model.path)
+        self.tokenizer = tokenizer.load(path)
         super().load()
-        self.rewarder.load()
+        if self.rewarder is not None:
+            self.rewarder.load()
+        if environments is not None:
+            environments.load()
+            renderer = Renderer.of(self.config, self.tokenizer)
+            self.episodes = Episodes(
+                self.config, renderer, environments, self._submit_turn, self._forget, self.recorder
+            )
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [
@@ -113,14 +133,33 @@ class Generator(EngineHolder):
                 self.team.order(LENGTH, length)
             self.team.order(STEP, self.sampled)
             for completion in self.team.together(self.poll):
-                group = self.open_groups[completion.request_id]
-                group.completions.append(completion)
-                if len(group.completions) == len(group.ticket.seeds):
-                    self._reward(self.open_groups.pop(completion.request_id))
+                self._sampled(completion)
         else:
             self._end_busy_span()
             self.wait(IDLE_WAIT_S)
+        if self.episodes is not None:
+            for ended in self.episodes.tend():
+                self._ended(ended)
         self._send_rewarded()
+
+    def _sampled(self, completion: Completion) -> None:
+        """Take what the engine has sampled: a sample of a group, or a turn of an episode."""
+        if self.episodes is not None:
+            self.episodes.sampled(completion)
+            return
+        group = self.open_groups[completion.request_id]
+        group.completions.append(completion)
+        if len(group.completions) == len(group.ticket.seeds):
+            self._reward(self.open_groups.pop(completion.request_id))
+
+    def _submit_turn(self, turn: m.Turn) -> None:
+        self.team.tell(turn)
+        self.submit_turn(turn)
+
+    def _forget(self, request_id: int) -> None:
+        if request_id >= 0:
+            self.team.order(FORGET, request_id)
+            self.engine.forget(request_id)
 
     def _swap_weights(self) -> None:
         self.tell_received()
@@ -167,15 +206,33 @@ class Generator(EngineHolder):
 
     def _admit(self) -> None:
         """Submit tickets in order while the engine has room. One that waits for weights holds back all behind it."""
-        while self.engine.waiting < self.engine.slots:
+        while self.engine.waiting < self.engine.slots and (self.episodes is None or self.episodes.has_room):
             if self.held_back is None and (item := self.inbox.take(m.Ticket)) is not None:
                 self.held_back = (item[0], item[3])
             if self.held_back is None or self.held_back[0].min_version > self.engine.version:
                 return
             (ticket, arrived), self.held_back = self.held_back, None
             self.open_groups[ticket.ticket_id] = _OpenGroup(ticket, arrived, now())
+            if self.episodes is not None:
+                self.episodes.begin(ticket, self.open_groups[ticket.ticket_id].admitted)
+                continue
             self.team.tell(ticket)
             self.submit(ticket)
+
+    def _ended(self, ended: Ended) -> None:
+        """Take a group whose episodes are over, and have its rewards computed unless its environment gave them."""
+        ticket = ended.ticket
+        group = self.open_groups.pop(ticket.ticket_id)
+        group.ticket, group.ended, group.completions = ticket, ended, ended.completions
+        group.done = ended.history[-1].end
+        for phase in ended.history:
+            whole = phase.name == "environment"  # which no swap of weights holds up
+            group.phases += [phase] if whole else self._cut(phase.name, phase.start, phase.end)
+        self.rewarding[ticket.ticket_id] = group
+        if self.rewarder is None:
+            self._rewarded(ticket.ticket_id, ended.rewards)
+        else:
+            self.rewarder.submit(ticket.ticket_id, ticket.prompt, ended.texts, ticket.answer, ticket.row)
 
     def _reward(self, group: _OpenGroup) -> None:
         """Have the rewards of a generated group computed."""
@@ -195,16 +252,30 @@ class Generator(EngineHolder):
 
     def _send_rewarded(self) -> None:
         """Send on the groups whose rewards are known."""
-        for ticket_id, rewards in self.rewarder.found():
-            group = self.rewarding[ticket_id]
-            group.rewards, group.rewarded = rewards if group.ticket.evaluation else filled(rewards), now()
-            group.due = group.rewarded + len(rewards) * self.delay.seconds.get("reward", 0.0)
-        if self.rewarder.failed:
-            if f"reward/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
-                self.control.send(m.Notice(self.name, f"data.reward failed: {self.rewarder.first_failure}"))
-            self.counters[f"reward/{self.name}_failed"] = self.rewarder.failed
+        for ticket_id, rewards in self.rewarder.found() if self.rewarder is not None else ():
+            if (ended := self.rewarding[ticket_id].ended) is not None:
+                rewards = [None if failed else reward for failed, reward in zip(ended.failed, rewards)]
+            self._rewarded(ticket_id, rewards)
+        if self.rewarder is not None:
+            self._count_failures("reward", "data.reward", self.rewarder.failed, self.rewarder.first_failure)
+        if self.episodes is not None:
+            found = self.episodes.environments
+            self._count_failures("environment", "the environment", found.failed, found.first_failure)
+            self.counters[f"environment/{self.name}_open"] = self.episodes.open
+            self.counters[f"environment/{self.name}_begun_again"] = found.begun_again
         for ticket_id in [ticket for ticket, group in self.rewarding.items() if group.rewards and group.due <= now()]:
             self._send(self.rewarding.pop(ticket_id))
+
+    def _rewarded(self, ticket_id: int, rewards: Sequence[float | None]) -> None:
+        group = self.rewarding[ticket_id]
+        group.rewards, group.rewarded = list(rewards) if group.ticket.evaluation else filled(rewards), now()
+        group.due = group.rewarded + len(rewards) * self.delay.seconds.get("reward", 0.0)
+
+    def _count_failures(self, kind: str, what: str, failed: int, first: str) -> None:
+        if failed and f"{kind}/{self.name}_failed" not in self.counters:  # say the first one; the others are counted
+            self.control.send(m.Notice(self.name, f"{what} failed: {first}"))
+        if failed:
+            self.counters[f"{kind}/{self.name}_failed"] = failed
 
     def _send(self, group: _OpenGroup) -> None:
         ticket, completions, rewards, rewarded = group.ticket, group.completions, group.rewards, now()
@@ -217,10 +288,13 @@ class Generator(EngineHolder):
             "versions": versions,
             "lengths": np.array([len(c.tokens) for c in completions], dtype=np.int32),
         }
+        if group.ended is not None:
+            arrays["loss_mask"] = np.concatenate([c.loss_mask.numpy() for c in completions])
         truncated = [bool(c.truncated) for c in completions]
         if ticket.evaluation:
             read = shown(ticket, arrays, rewards, truncated) if ticket.shown else None
-            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(versions.min()), int(versions.max()), read))
+            own = versions[sampled(arrays)]
+            self.control.send(m.EvalDone(ticket.ticket_id, rewards, int(own.min()), int(own.max()), read))
             return
         made = m.Group(
             ticket=ticket,
@@ -241,9 +315,11 @@ class Generator(EngineHolder):
             ],
             reached_at=summed(c.reached_at for c in completions),
             accepted_at=summed(c.accepted_at for c in completions),
+            turns=group.ended.turns if group.ended is not None else 0,
+            tools=group.ended.tools if group.ended is not None else {},
         )
         if self._keeps(made):
-            self.control.send(m.Generated(ticket.ticket_id))
+            self.control.send(m.Generated(ticket.ticket_id, checksum(arrays)))
             self.to_logprob[ticket.ticket_id % len(self.to_logprob)].put(made, arrays)
         else:
             self.control.send(m.Unused(m.GroupRecord.of(made, arrays)))
@@ -280,6 +356,8 @@ class Generator(EngineHolder):
     def _leave(self) -> None:
         if self.rewarder is not None:
             self.rewarder.close()
+        if self.episodes is not None:
+            self.episodes.environments.close()
         super()._leave()
 
     def _end_busy_span(self) -> None:

@@ -1,7 +1,7 @@
 """The ranks of a generator beyond the first; see team.py.
 
 Each rank has an engine of its own, which schedules and samples as the others do, as long as it is given the same calls
-in the same order. So the first rank sends each ticket that it submits, and an order before each swap and each step.
+in the same order. So the first rank sends each ticket, or turn of an episode, that it submits, and an order before each swap and each step.
 Every rank is a member of the broadcast groups. The others report to the first which versions have arrived whole; it
 swaps in a version once all ranks have it:
 
@@ -20,8 +20,8 @@ from asyncspec.wire import messages as m
 from asyncspec.wire.transport import Outbox
 
 # The first rank's orders: do a step; propose so many tokens in all further steps; keep the policy, though there is a
-# newer one; swap in a version.
-STEP, LENGTH, HOLD = "step", "draft length", "hold"
+# newer one; forget a conversation; swap in a version.
+STEP, LENGTH, HOLD, FORGET = "step", "draft length", "hold", "forget"
 SWAP = {"policy": "swap policy", "draft": "swap draft"}
 _KINDS = {order: kind for kind, order in SWAP.items()}
 
@@ -34,7 +34,7 @@ class GeneratorRank(EngineHolder, Follower):
     """A rank of a generator that follows the first."""
 
     role = GENERATOR_RANK
-    takes = (m.Ticket, m.Order)
+    takes = (m.Ticket, m.Turn, m.Order)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
@@ -59,6 +59,8 @@ class GeneratorRank(EngineHolder, Follower):
     def follow(self, message: m.Message, arrays: m.Arrays) -> None:
         if isinstance(message, m.Ticket):
             self.submit(message)
+        elif isinstance(message, m.Turn):
+            self.submit_turn(message)
         elif message.what == STEP:
             if message.number != self.sampled:
                 raise RanksDiffer(f"{self.name} has sampled other tokens than {self.leader}")
@@ -66,6 +68,8 @@ class GeneratorRank(EngineHolder, Follower):
             self.poll()
         elif message.what == LENGTH:
             self.engine.follow(message.number)
+        elif message.what == FORGET:
+            self.engine.forget(message.number)
         elif message.what == HOLD:
             self.receivers["policy"].drop_before(message.number)
             self.using.pop("policy", None)

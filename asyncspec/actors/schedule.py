@@ -170,6 +170,9 @@ class Schedule:
                 version_min=record.version_min,
                 version_max=record.version_max,
                 trained_in=message.step,
+                tokens=sum(record.response_tokens),
+                environment_tokens=record.environment_tokens,
+                checksum=record.checksum,
             )
 
     def _evaluate(self, version: int) -> None:

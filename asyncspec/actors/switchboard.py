@@ -10,7 +10,7 @@ from asyncspec.actors.delivery import Acceptance
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run
 from asyncspec.actors.schedule import Schedule
-from asyncspec.actors.tickets import ARRIVED, GENERATED
+from asyncspec.actors.tickets import ARRIVED
 from asyncspec.wire import messages as m
 
 _RECEIVERS = {"generator", "generator_rank", "logprob", "logprob_rank"}
@@ -127,7 +127,7 @@ class Switchboard:
     # Tickets.
     @_handle.register
     def _(self, message: m.Generated, sender: str) -> None:
-        self.run.book.moved(message.ticket_id, GENERATED, sender)
+        self.run.book.generated(message.ticket_id, sender, message.checksum)
         self.run.progress()
 
     @_handle.register

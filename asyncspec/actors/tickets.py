@@ -2,7 +2,7 @@
 
 A ticket goes: pending -> generating -> generated -> arrived -> trained. What `TicketMaker` makes depends on the seed
 alone. `TicketBook` is the one place that knows where every ticket is. It writes to the ledger when a ticket is issued,
-issued again, or ends.
+issued again, or ends, and when its group was generated.
 """
 
 from __future__ import annotations
@@ -149,6 +149,13 @@ class TicketBook:
         entry = self.open.get(ticket_id)
         if entry is not None and entry.stage != ARRIVED and generator in ("", entry.generator):
             entry.stage, entry.since = stage, time.monotonic()
+
+    def generated(self, ticket_id: int, generator: str, checksum: int) -> None:
+        """Note that a ticket's group has left its generator, with this checksum of what was sampled."""
+        entry = self.open.get(ticket_id)
+        if entry is not None and entry.generator == generator:
+            self.ledger.write("generated", entry.ticket, generator=generator, checksum=checksum)
+        self.moved(ticket_id, GENERATED, generator)
 
     def end(self, event: str, ticket_id: int, **details) -> m.Ticket | None:
         """Take a ticket off the book and return it; None if it is no longer there."""

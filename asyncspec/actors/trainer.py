@@ -37,6 +37,7 @@ from asyncspec.rl.observed import WRONG_GAP, observed, same_version_gaps
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
+from asyncspec.wire.facts import sampled
 from asyncspec.wire.shown import Shown
 from asyncspec.wire.weights import Publisher
 
@@ -347,7 +348,7 @@ class Trainer(Actor):
 
     def _take(self, step: int, group: m.Group, arrays: m.Arrays) -> m.GroupRecord:
         """Take a group for training. Its gradient is added now if it belongs to the first optimizer step."""
-        versions, rl = arrays["versions"], self.config.rl
+        versions, rl = arrays["versions"][sampled(arrays)], self.config.rl
         check_lag(step, self.config.policy_lag, group.ticket.ticket_id, (int(versions.min()), int(versions.max())))
         self.step.groups.append((group, arrays))
         self.delay("train", ticket=group.ticket.ticket_id)

@@ -18,6 +18,7 @@ from asyncspec.config.sections import (
     DataConfig,
     DraftConfig,
     EngineConfig,
+    EnvironmentConfig,
     EvalConfig,
     LogprobConfig,
     ModelConfig,
@@ -48,6 +49,7 @@ class Config:
     run_dir: str = knob("", "directory for the results; empty: runs/<date>-<time>")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -76,6 +78,16 @@ class Config:
     def longest_draft(self) -> int:
         """The largest number of tokens that a verification may propose."""
         return LONGEST_DRAFT if self.fixed_draft_length is None else self.fixed_draft_length
+
+    @property
+    def episodes(self) -> int:
+        """The most episodes that a generator has open."""
+        return self.environment.episodes or 4 * self.engine.slots
+
+    @property
+    def kept(self) -> int:
+        """The conversations whose KV cache the embedded engine keeps between two turns."""
+        return (self.environment.kept or self.engine.slots) if self.environment.name else 0
 
     @property
     def positions(self) -> int:

@@ -92,6 +92,56 @@ class DataConfig:
         return [float(weight) for weight in self.train_weights.split(",")] if self.train_weights else []
 
 
+ENVIRONMENTS = "module:factory, reasoning_gym, skyrl_gym:NAME or openenv:http://HOST:PORT"
+
+
+@dataclass
+class EnvironmentConfig:
+    name: str = knob(
+        "",
+        f"what the policy acts in over several turns: {ENVIRONMENTS}; a factory makes an object with reset, step and "
+        "close, or with tools by method, as TRL's have; empty: a prompt has one response",
+    )
+    reward_from: str = knob(
+        "environment",
+        "who rewards an episode: the environment, by the sum of its rewards, or data.reward, from the last response",
+        choices=("environment", "data.reward"),
+    )
+    max_turns: int = knob(16, "most turns of the policy in an episode; a longer one is truncated", least=1)
+    turn_timeout_s: float = knob(
+        60.0,
+        "seconds that an environment may take for a turn; the episode then ends, and gets the mean of its group",
+        above=0,
+    )
+    episode_timeout_s: float = knob(1800.0, "seconds that an episode may take with all its turns", above=0)
+    failures: float = knob(
+        0.05,
+        "share of a generator's episodes whose environment may fail or be late before the run stops; 7 are always "
+        "allowed",
+        least=0,
+        most=1,
+    )
+    workers: int = knob(4, "most processes of a generator that run environments; each holds many episodes", least=1)
+    episodes: int = knob(
+        0,
+        "most episodes that a generator has open, those included whose environments work; 0: 4 for each of "
+        "engine.slots",
+        least=0,
+    )
+    kept: int = knob(
+        0,
+        "conversations whose KV cache the embedded engine keeps while their environments work; others are read again; "
+        "0: as many as engine.slots",
+        least=0,
+    )
+    rewritten_turns: str = knob(
+        "refuse",
+        "if the chat template would render earlier turns otherwise once a conversation goes on: refuse the run, or "
+        "allow it, with earlier turns as they were sampled",
+        choices=("refuse", "allow"),
+    )
+
+
 @dataclass
 class SamplingConfig:
     temperature: float = knob(

@@ -31,7 +31,7 @@ ATTENDED_TOKEN = 512  # attending to this many positions costs as much as comput
 
 
 class Kept:
-    """The rows of sequences that have ended and may go on: those of the last conversations, as many as there are rows."""
+    """The rows of conversations between two turns: of the last ones that ended a turn, as many as there are rows."""
 
     def __init__(self, first_row: int, count: int) -> None:
         self._free = list(range(first_row, first_row + count))

@@ -73,6 +73,7 @@ class Completion:
     # verifications that reached this proposal: it existed, and all proposals before it were accepted
     reached_at: Sequence[int] = ()
     accepted_at: Sequence[int] = ()  # verifications that accepted this proposal
+    loss_mask: torch.Tensor | None = None  # of an episode: uint8 [T], see wire.messages.Group; None: all were sampled
 
 
 class Engine(Protocol):

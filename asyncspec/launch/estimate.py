@@ -243,7 +243,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     if role == "generator" and config.engine.kind == "torch":
         verified = 1 + config.longest_draft  # tokens per row in one step
         positions = -(-(longest + verified) // LINE) * LINE
-        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS) * positions, {}
+        cached, draft = (config.engine.slots + 1 + PROMPT_ROWS + config.kept) * positions, {}
         method = config.speculation.method
         if method in FEATURES:
             cfg = draft_config(config)

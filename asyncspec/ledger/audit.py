@@ -3,6 +3,7 @@
 - Every ticket was trained once, evaluated once, or dropped with a reason.
 - Each ticket was trained in the step it was issued for, with no token older than the policy lag allows or newer than
   the policy that was trained.
+- What was trained is what its generator sampled: the same tokens, the same of them the policy's own, the same versions.
 - Steps and versions follow each other without a gap.
 """
 
@@ -55,6 +56,7 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
     step_of: dict[int, int] = {}
     steps: Counter = Counter()  # step -> tickets that were trained in it, or left out because it was skipped
     empty: Counter = Counter()  # step -> places that stay empty, known before the step is trained
+    made: dict[tuple[int, str], set[int]] = {}  # (ticket, generator) -> checksums of the groups that it sent on
     events = list(events)
     for event in events:
         kind = event["event"]
@@ -64,6 +66,8 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
                 found.append(f"resumed from version {version}, which was never trained")
             issued = Counter({ticket: n for ticket, n in issued.items() if step_of[ticket] < version})
             steps, empty = (Counter({step: n for step, n in each.items() if step < version}) for each in (steps, empty))
+        if kind == "generated":
+            made.setdefault((event["ticket"], event.get("generator", "")), set()).add(event["checksum"])
         if kind not in ("issued", *FATES):  # an event of the run, or a reissue, which keeps the same ticket
             continue
         ticket, step = event["ticket"], event["step"]
@@ -83,6 +87,10 @@ def violations(events: Iterable[dict], lag: int, groups_per_step: int, steps_tra
         if kind != "trained":
             continue
         steps[event["trained_in"]] += 1
+        # The report of a generator that died may be missing.
+        sent = made.get((ticket, event.get("generator", "")))
+        if sent and event.get("checksum") not in sent:
+            found.append(f"ticket {ticket}: trained other tokens, masks or versions than {event.get('generator')} sent")
         if event["trained_in"] != step:
             found.append(f"ticket {ticket}: trained in step {event['trained_in']}, issued for step {step}")
         if event["version_min"] < step - lag:
@@ -169,6 +177,10 @@ def audit(directory: str) -> int:
             + ("ends in a torn line" if ledger.torn(run) else "has no end")
             + f"; {open_now} tickets are open; to continue: asyncspec train --resume {directory}"
         )
+    trained = {event["ticket"]: event for event in events if event["event"] == "trained"}.values()
+    sampled, others = (sum(event.get(name, 0) for event in trained) for name in ("tokens", "environment_tokens"))
+    if others:
+        print(f"{directory}: trained {sampled} tokens that the policy sampled, and none of {others} of environments")
     print(
         f"{directory}: {counts['issued']} tickets issued, {counts['trained']} trained in {len(rows)} steps, "
         f"{counts['evaluated']} evaluated, "

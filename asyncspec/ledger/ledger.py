@@ -1,8 +1,10 @@
 """The ledger, ledger.jsonl: one line for each event in a ticket's life, and for each fault of the run. Lines are only
 appended, never changed.
 
-A ticket is issued, and then trained, evaluated or dropped with a reason. In between it may be reissued because an actor
-died while it had the ticket. The line `resumed` says that the run resumed from a checkpoint, and names its version: all
+A ticket is issued, and then trained, evaluated or dropped with a reason. In between its group is generated, and it may
+be reissued because an actor died while it had the ticket. The lines `generated` and `trained` have a checksum of the
+group's tokens, of which of them the policy sampled, and of their versions: of what left the generator, and of what the
+trainer took. The line `resumed` says that the run resumed from a checkpoint, and names its version: all
 earlier events of tickets for that step and later ones are void, and these tickets are issued again. Some lines are
 about the run, not about a ticket: lost, joined, resumed, ended.
 """
@@ -24,6 +26,7 @@ FILE = "ledger.jsonl"
 _OF_TICKET = ("ticket", "step")
 _FIELDS = {
     "issued": _OF_TICKET,
+    "generated": (*_OF_TICKET, "checksum"),
     "trained": (*_OF_TICKET, "trained_in", "version_min", "version_max"),
     "evaluated": _OF_TICKET,
     "dropped": _OF_TICKET,

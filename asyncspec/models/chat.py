@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -56,15 +56,22 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(text)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(text))
         except (TemplateError, RecursionError) as error:
             raise CheckpointError(f"{directory}: chat template: {first_line(error)}; expected Jinja") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Return the text of messages, up to where the model's answer begins.
 
         Args:
             messages: objects with role and content.
             variables: further variables of the template, for example enable_thinking.
+            tools: JSON schemas of the tools that the model may call.
 
         Raises:
             ValueError: the template refuses the messages. The message is one line.
@@ -74,7 +81,7 @@ class ChatTemplate:
                 **self._special,
                 **variables,
                 messages=list(messages),
-                tools=None,
+                tools=tools and list(tools),
                 documents=None,
                 add_generation_prompt=True,
             )

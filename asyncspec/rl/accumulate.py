@@ -20,6 +20,7 @@ from asyncspec.rl.loss import REPORTED, Tokens, divisor, policy_loss
 from asyncspec.rl.optimizer import learning_rate, make_optimizers
 from asyncspec.rl.own import estimator_of, loss_of
 from asyncspec.wire import messages as m
+from asyncspec.wire.facts import sampled_lengths
 
 
 class GradientAccumulator:
@@ -114,7 +115,7 @@ class GradientAccumulator:
             if not kept:
                 return []
             part = part.of(kept)
-        tokens = int(part.arrays["lengths"].sum())
+        tokens = int(sampled_lengths(part.arrays).sum())
         self.tokens += tokens
         self.responses += len(part.arrays["lengths"])
         if not self._has_gradient(part):
@@ -141,7 +142,7 @@ class GradientAccumulator:
         ]
         sizes = [len(each) for each in shaped]
         group_R = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
-        length_R = torch.from_numpy(np.concatenate([arrays["lengths"] for _, arrays in groups])).long()
+        length_R = torch.from_numpy(np.concatenate([sampled_lengths(arrays) for _, arrays in groups]))
         advantage_R = self.estimator(torch.cat(shaped), group_R, length_R)
         return [each.numpy() for each in advantage_R.float().split(sizes)]
 
@@ -174,15 +175,8 @@ class GradientAccumulator:
             name: torch.from_numpy(np.concatenate([part.arrays[name] for part in parts])).to(self.device)
             for name in parts[0].arrays
         }
-        length_R = arrays["lengths"].long()
-        tokens = Tokens(
-            arrays["proximal"],
-            arrays["behavior"],
-            arrays["advantages"].repeat_interleave(length_R),
-            length_R,
-            arrays.get("reference"),
-        )
-        loss, stats = policy_loss(scores.chosen.logprob_T, tokens, self.rl, self.loss, scores.chosen.entropy_T)
+        tokens, logprob_T, entropy_T = sampled_of(arrays, scores.chosen.logprob_T, scores.chosen.entropy_T)
+        loss, stats = policy_loss(logprob_T, tokens, self.rl, self.loss, entropy_T)
         loss.backward()
         for name, value in stats.items():
             self.sums[name] += float(value)
@@ -225,3 +219,24 @@ class GradientAccumulator:
         self.updates += 1
         self.clear()
         return stats
+
+
+def sampled_of(
+    arrays: dict[str, torch.Tensor], logprob_T: torch.Tensor, entropy_T: torch.Tensor | None
+) -> tuple[Tokens, torch.Tensor, torch.Tensor | None]:
+    """Return what a loss is about: the tokens of a pass that the policy sampled, their logprobs and their entropies.
+
+    Args:
+        arrays: of all responses of the pass.
+        logprob_T, entropy_T: of all their tokens.
+    """
+    length_R, values = arrays["lengths"].long(), [arrays["proximal"], arrays["behavior"], arrays.get("reference")]
+    if "loss_mask" in arrays:
+        mask_T = arrays["loss_mask"].bool()
+        length_R = torch.segment_reduce(mask_T.float(), "sum", lengths=length_R).long()
+        logprob_T, entropy_T, *values = (
+            None if each is None else each[mask_T] for each in (logprob_T, entropy_T, *values)
+        )
+    proximal_T, behavior_T, reference_T = values
+    advantage_T = arrays["advantages"].repeat_interleave(length_R)
+    return Tokens(proximal_T, behavior_T, advantage_T, length_R, reference_T), logprob_T, entropy_T

@@ -7,7 +7,7 @@ step:
 
     reward_R, advantage_R: float64; the rewards are shaped, see `shaped_rewards`.
     group_R: int64, the number of each response's group.
-    length_R: int64, tokens of each response.
+    length_R: int64, tokens of each response that the policy sampled.
 
 A step's groups can be trained as they arrive only if its estimator looks at one group.
 
@@ -23,6 +23,7 @@ import torch
 
 from asyncspec.config import RLConfig
 from asyncspec.rl.loss import kl_estimate, sums
+from asyncspec.wire.facts import sampled, sampled_lengths
 
 Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -110,11 +111,12 @@ def shaped_rewards(reward_R, arrays, config: RLConfig, longest: int) -> torch.Te
         arrays: of a group: lengths, and with rl.kl_in=reward proximal and reference.
         longest: sampling.max_response_tokens.
     """
-    length_R = torch.tensor(arrays["lengths"]).long()
     if config.overlong_buffer:
+        length_R = torch.tensor(arrays["lengths"]).long()
         reward_R = reward_R - overlong_penalty(length_R, longest, config)
     if config.kl_coef > 0 and config.kl_in == "reward":
-        proximal_T, reference_T = (torch.tensor(arrays[name]).double() for name in ("proximal", "reference"))
+        sampled_T, length_R = torch.from_numpy(sampled(arrays)), torch.from_numpy(sampled_lengths(arrays))
+        proximal_T, reference_T = (torch.tensor(arrays[name])[sampled_T].double() for name in ("proximal", "reference"))
         kl_T = kl_estimate(proximal_T, reference_T, config.kl_estimator)
         reward_R = reward_R - config.kl_coef * sums(kl_T, length_R)
     return reward_R

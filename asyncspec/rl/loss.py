@@ -42,7 +42,8 @@ REPORTED = (
 
 
 class Tokens(NamedTuple):
-    """The response tokens of a pass. Logprobs are at the sampling temperature, without gradient.
+    """The response tokens of a pass that the policy sampled; an environment's are context only. Logprobs are at the
+    sampling temperature, without gradient.
 
     proximal_T, behavior_T: logprobs.
     advantage_T: of each token's response.

@@ -4,7 +4,7 @@ logprobs are from the generator's.
 The trainer's first rank has all groups of a step, so nothing here has to be added up over ranks. Groups without a
 gradient count too.
 
-Shape suffixes: T response tokens, R responses.
+Shape suffixes: T response tokens that the policy sampled, R responses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncspec.config import RLConfig
 from asyncspec.wire import messages as m
+from asyncspec.wire.facts import sampled, sampled_lengths
 
 WRONG_GAP = 0.5  # nats: rounding in 16 bits makes a tenth of this
 FAR = 0.1  # nats: rounding in 32 bits never makes as much, and in 16 bits rarely
@@ -25,7 +26,7 @@ def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLCo
     """Return the metrics of a step's groups; none if all of them were left out."""
     if not groups:
         return {}
-    lag_T = step - np.concatenate([arrays["versions"] for _, arrays in groups])
+    lag_T = step - np.concatenate([arrays["versions"][sampled(arrays)] for _, arrays in groups])
     gap_T = np.concatenate([logprob_gap(arrays) for _, arrays in groups])
     ratio = np.concatenate([_ratio(arrays, config.correction_level) for _, arrays in groups])
     same = _same_version(groups)
@@ -60,22 +61,23 @@ def _same_version(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, np.nd
     """Return for each generator the distances of its tokens that were scored by their own version, float64 [T]."""
     found: dict[str, list[np.ndarray]] = {}
     for group, arrays in groups:
-        same_T = arrays["versions"] == group.proximal_version
+        same_T = arrays["versions"][sampled(arrays)] == group.proximal_version
         if same_T.any():
             found.setdefault(group.generator, []).append(np.abs(logprob_gap(arrays)[same_T]))
     return {generator: np.concatenate(gaps) for generator, gaps in found.items()}
 
 
 def logprob_gap(arrays: m.Arrays) -> np.ndarray:
-    """Return proximal less behavior logprob of each token of a group, float64 [T]. Its exponential is the token's
-    importance weight, before it is truncated or masked.
+    """Return proximal less behavior logprob of each token of a group that the policy sampled, float64 [T]. Its
+    exponential is the token's importance weight, before it is truncated or masked.
     """
-    return arrays["proximal"].astype(np.float64) - arrays["behavior"]
+    return (arrays["proximal"].astype(np.float64) - arrays["behavior"])[sampled(arrays)]
 
 
 def _ratio(arrays: m.Arrays, level: str) -> np.ndarray:
     """Return the importance weights of a group, of its tokens or of its responses."""
     log = logprob_gap(arrays)
     if level == "sequence":
-        log = np.add.reduceat(log, np.cumsum(arrays["lengths"]) - arrays["lengths"])
+        lengths = sampled_lengths(arrays)
+        log = np.add.reduceat(log, np.cumsum(lengths) - lengths)
     return np.exp(log.clip(-LOG_RATIO_CAP, LOG_RATIO_CAP))

@@ -13,7 +13,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from asyncspec.config import Config
-from asyncspec.tasks.reward_worker import NoAnswer, RewardWorker
+from asyncspec.tasks.json_process import NoAnswer
+from asyncspec.tasks.reward_worker import RewardWorker
 
 LEAST_FAILURES = 7  # this many rewards may fail, whatever their share: fewer than a group of the default job
 _CROWDED_S = 0.1  # a group that has waited this long for a process has another one started

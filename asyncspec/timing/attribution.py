@@ -28,13 +28,23 @@ CAUSES = {
     "weights": "prepare",  # in the generator, for the version that the ticket requires
     "generate": "exposed_generation",
     "swap": "prepare",  # the generator loaded new weights meanwhile
+    "environment": "exposed_environment",  # its tools worked, or it began
     "reward": "exposed_reward",
     "logprob_weights": "prepare",
     "logprob_queue": "exposed_logprob",
     "logprob": "exposed_logprob",
 }
 BETWEEN, BEFORE = "transport", "admission"
-WAITED = ("transport", "prepare", "admission", "exposed_generation", "exposed_reward", "exposed_logprob", "recovery")
+WAITED = (
+    "transport",
+    "prepare",
+    "admission",
+    "exposed_generation",
+    "exposed_environment",
+    "exposed_reward",
+    "exposed_logprob",
+    "recovery",
+)
 PARTS = ("data", *WAITED, "train", "export", "other")
 COLORS = {  # color of each part of a step, the same in every figure
     "data": "#8c8c8c",
@@ -42,6 +52,7 @@ COLORS = {  # color of each part of a step, the same in every figure
     "prepare": "#e6a532",
     "admission": "#f2d37f",
     "exposed_generation": "#c9362b",
+    "exposed_environment": "#b5651d",
     "exposed_reward": "#e88fb0",
     "exposed_logprob": "#7a4fa3",
     "recovery": "#111111",
@@ -136,6 +147,7 @@ _DOING = {
     "weights": "waiting for weights on",
     "generate": "generating on",
     "swap": "held up by a weight swap of",
+    "environment": "waiting for an environment of",
     "reward": "being rewarded on",
 }
 _AT_LOGPROB = {

@@ -28,6 +28,7 @@ def gantt(steps: Sequence[StepDone]) -> Figure:
     colors = {
         "generate": COLORS["exposed_generation"],
         "resampled": "#e08078",
+        "environment": COLORS["exposed_environment"],
         "reward": COLORS["exposed_reward"],
         "logprob": COLORS["exposed_logprob"],
         "weights": COLORS["prepare"],

@@ -21,6 +21,7 @@ TABLE_ROWS = (
     ("prepare (weight sync)", "time/prepare"),
     ("admission (policy lag)", "time/admission"),
     ("exposed generation", "time/exposed_generation"),
+    ("exposed environment", "time/exposed_environment"),
     ("exposed reward", "time/exposed_reward"),
     ("exposed logprob", "time/exposed_logprob"),
     ("recovery", "time/recovery"),
@@ -47,7 +48,7 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict, kl: b
     lengths = np.array([n for g in groups for n in g.response_tokens])
     verifications, proposed = sum(g.verifications for g in groups), sum(g.proposed for g in groups)
     by_position = zip_longest(summed(g.accepted_at for g in groups), summed(g.reached_at for g in groups), fillvalue=0)
-    seconds = done.end - done.start
+    seconds, turns = done.end - done.start, sum(g.turns or len(g.response_tokens) for g in groups)
     row = {
         "step": done.step,
         "policy_version": done.step + 1,
@@ -75,7 +76,8 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict, kl: b
         # For comparison with NeMo-RL: a stopwatch around the trainer's waits, whatever their cause.
         "timing/train/exposed_generation": sum(w.end - w.start for w in done.waits),
         "spec/draft_length": proposed / verifications if verifications else 0.0,
-        "spec/acceptance_length": (lengths.sum() - len(lengths)) / verifications if verifications else 1.0,
+        # the first token of each turn comes from no verification
+        "spec/acceptance_length": (lengths.sum() - turns) / verifications if verifications else 1.0,
         "spec/acceptance_rate": sum(g.accepted for g in groups) / proposed if proposed else 0.0,
         # For each position: of the verifications that reached its proposal, the share that accepted it.
         **{

@@ -7,7 +7,8 @@ object for each rollout:
     step, ticket, sample, evaluation, data_source
     prompt, response, answer, reward, advantage, truncated, tokens
     gap_mean, gap_max            mean and largest distance of a token's logprobs, proximal and behavior
-    version_min, version_max, versions   versions: [[version, tokens], ...], in order
+    environment_tokens           how many of the tokens an environment wrote; their gaps are 0
+    version_min, version_max, versions   versions: [[version, tokens], ...], in order; -1: an environment's
     pieces, gaps                 text and proximal - behavior of each of the first MOST_TOKENS tokens
 
 An evaluation has no advantage and no gaps; its step is the version that was evaluated.
@@ -25,6 +26,7 @@ import numpy as np
 
 from asyncspec.files import LineFile, LineFiles, replace_file
 from asyncspec.wire import messages as m
+from asyncspec.wire.facts import sampled
 from asyncspec.wire.shown import Sample, Shown
 
 FILE = "rollouts.jsonl"
@@ -49,10 +51,13 @@ def shown(
     ends = np.cumsum(arrays["lengths"])
     row = json.loads(ticket.row) if ticket.row else {}
     samples = []
+    sampled_T = sampled(arrays)
     for sample, (begin, end) in enumerate(zip(ends - arrays["lengths"], ends)):
-        gaps = None
+        gaps = own = None
         if "proximal" in arrays:
             gaps = arrays["proximal"][begin:end].astype(np.float64) - arrays["behavior"][begin:end]
+            gaps = np.where(sampled_T[begin:end], gaps, 0.0)
+            own = np.abs(gaps[sampled_T[begin:end]])
         samples.append(
             Sample(
                 tokens=arrays["tokens"][begin:end].tolist(),
@@ -60,8 +65,8 @@ def shown(
                 truncated=bool(truncated[sample]),
                 versions=[(int(v), len(list(same))) for v, same in groupby(arrays["versions"][begin:end].tolist())],
                 advantage=None if advantages is None else float(advantages[sample]),
-                gap_mean=None if gaps is None else float(np.abs(gaps).mean()),
-                gap_max=None if gaps is None else float(np.abs(gaps).max()),
+                gap_mean=None if own is None else float(own.mean()),
+                gap_max=None if own is None else float(own.max()),
                 gaps=[] if gaps is None else [round(gap, 4) for gap in gaps[:MOST_TOKENS].tolist()],
             )
         )
@@ -81,7 +86,7 @@ def rows_of(group: Shown, decode: Decode) -> list[dict]:
     rows = []
     for number, sample in enumerate(group.samples):
         response, pieces = decode(sample.tokens, sample.truncated)
-        versions = [version for version, _ in sample.versions]
+        versions = [version for version, _ in sample.versions if version >= 0]
         rows.append(
             {
                 "step": group.step,
@@ -96,6 +101,7 @@ def rows_of(group: Shown, decode: Decode) -> list[dict]:
                 "advantage": sample.advantage,
                 "truncated": sample.truncated,
                 "tokens": len(sample.tokens),
+                "environment_tokens": sum(count for version, count in sample.versions if version < 0),
                 "gap_mean": sample.gap_mean,
                 "gap_max": sample.gap_max,
                 "version_min": min(versions),

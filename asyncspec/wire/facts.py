@@ -4,12 +4,15 @@ run's clock.
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from asyncspec.wire.messages import Arrays, Group
 
 TRY_IDS = 1 << 32  # the n-th ticket for a place, n from 0, has the id n * TRY_IDS + place
@@ -59,6 +62,44 @@ class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: float
 
 
+class ToolUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The calls of a tool, or of an environment that names no tools."""
+
+    calls: int
+    seconds: float  # of all calls
+    longest: float  # seconds of the longest one
+
+
+def added(uses: Iterable[Mapping[str, ToolUse]]) -> dict[str, ToolUse]:
+    """Add up the uses of tools, by name."""
+    found: dict[str, ToolUse] = {}
+    for name, use in (item for each in uses for item in each.items()):
+        before = found.get(name, ToolUse(0, 0.0, 0.0))
+        found[name] = ToolUse(before.calls + use.calls, before.seconds + use.seconds, max(before.longest, use.longest))
+    return found
+
+
+def sampled(arrays: Arrays) -> np.ndarray:
+    """Return which response tokens of a group the policy sampled, bool [T]; the others are an environment's."""
+    mask = arrays.get("loss_mask")
+    return np.ones(int(arrays["lengths"].sum()), dtype=bool) if mask is None else mask.astype(bool)
+
+
+def sampled_lengths(arrays: Arrays) -> np.ndarray:
+    """Return how many tokens of each response the policy sampled, int64 [G]."""
+    if "loss_mask" not in arrays:
+        return arrays["lengths"].astype(np.int64)
+    return np.add.reduceat(arrays["loss_mask"], np.cumsum(arrays["lengths"]) - arrays["lengths"], dtype=np.int64)
+
+
+def checksum(arrays: Arrays) -> int:
+    """Return a checksum of a group's tokens, of which of them the policy sampled, and of their versions."""
+    found = 0
+    for array in (arrays["tokens"], arrays["versions"], arrays["lengths"], sampled(arrays)):
+        found = zlib.crc32(array.tobytes(), found)
+    return found
+
+
 class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a group that are kept after training on it, without its tensors."""
 
@@ -66,7 +107,7 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generator: str
     reward_mean: float
     rewards_differ: bool
-    response_tokens: list[int]
+    response_tokens: list[int]  # that the policy sampled
     version_min: int
     version_max: int
     proximal_version: int
@@ -79,6 +120,10 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
     prompt_tokens: int = 0
+    environment_tokens: int = 0  # within the responses, which an environment wrote
+    turns: int = 0  # that the policy had, all responses together; 0: one each
+    tools: dict[str, ToolUse] = {}
+    checksum: int = 0
 
     @property
     def place(self) -> int:
@@ -88,13 +133,13 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, group: Group, arrays: Arrays) -> GroupRecord:
         """Return the record of a group."""
-        versions = arrays["versions"]
+        versions, lengths = arrays["versions"][sampled(arrays)], sampled_lengths(arrays)
         return cls(
             ticket_id=group.ticket.ticket_id,
             generator=group.generator,
             reward_mean=float(np.mean(group.rewards)),
             rewards_differ=len(set(group.rewards)) > 1,
-            response_tokens=arrays["lengths"].tolist(),
+            response_tokens=lengths.tolist(),
             version_min=int(versions.min()),
             version_max=int(versions.max()),
             proximal_version=group.proximal_version,
@@ -107,4 +152,8 @@ class GroupRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             reached_at=group.reached_at,
             accepted_at=group.accepted_at,
             prompt_tokens=len(group.ticket.prompt_tokens),
+            environment_tokens=len(arrays["tokens"]) - int(lengths.sum()),
+            turns=group.turns,
+            tools=group.tools,
+            checksum=checksum(arrays),
         )

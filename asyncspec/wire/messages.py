@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from asyncspec.wire.facts import TRY_IDS, GroupRecord, Phase, Span, Wait
+from asyncspec.wire.facts import TRY_IDS, GroupRecord, Phase, Span, ToolUse, Wait
 from asyncspec.wire.shown import Shown
 
 Arrays = dict[str, np.ndarray]
@@ -48,12 +48,25 @@ class Ticket(Message, frozen=True):
         return self.ticket_id % TRY_IDS
 
 
+class Turn(Message, frozen=True):
+    """The leading rank of a generator has submitted a turn of an episode; see engine.protocol.Request."""
+
+    request_id: int
+    prompt_tokens: list[int]
+    seeds: list[int]
+    max_response_tokens: int
+    follows: int = -1  # -1: it is the first turn
+
+
 class Group(Message, frozen=True):
     """All samples of one prompt.
 
     Arrays, concatenated over the G samples, T tokens in all: tokens int32 [T]; behavior float32 [T], the tokens'
     logprobs when they were sampled; versions int32 [T]; lengths int32 [G]. After logprob also proximal float32 [T] and,
     with a KL term, reference float32 [T].
+
+    With an environment also loss_mask uint8 [T]: 1 for a token that the policy sampled, 0 for one that the environment
+    wrote. Such a token has the version -1 and a behavior of 0, and its other logprobs mean nothing.
     """
 
     ticket: Ticket
@@ -68,6 +81,8 @@ class Group(Message, frozen=True):
     proximal_version: int = -1
     reached_at: list[int] = []  # by position, as in engine.protocol.Completion
     accepted_at: list[int] = []
+    turns: int = 0  # that the policy had, all samples together; 0: one each
+    tools: dict[str, ToolUse] = {}
 
 
 class Pass(Message, frozen=True):
@@ -280,6 +295,7 @@ class Generated(Message, frozen=True):
     """A group has left its generator, which has room for another."""
 
     ticket_id: int
+    checksum: int = 0  # see facts.py
 
 
 class EvalDone(Message, frozen=True):
@@ -344,6 +360,7 @@ class Stopped(Message, frozen=True):
 
 AnyMessage = (
     Ticket
+    | Turn
     | Group
     | Pass
     | Supervision

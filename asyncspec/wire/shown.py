@@ -11,7 +11,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: list[int]
     reward: float | None  # None: of an evaluation, where it failed or does not apply
     truncated: bool
-    versions: list[tuple[int, int]]  # (version, number of tokens in a row that it sampled), in order
+    # (version, number of tokens in a row that it sampled), in order; version -1: an environment wrote them
+    versions: list[tuple[int, int]]
     advantage: float | None = None
     gap_mean: float | None = None  # of all tokens' logprobs, proximal and behavior
     gap_max: float | None = None

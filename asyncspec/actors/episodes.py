@@ -1,0 +1,320 @@
+"""The episodes of a generator: conversations whose turns the engine samples, and environments that answer them.
+
+Each sample of a ticket is an episode with an environment of its own. While its environment works, its slot serves
+others. An episode that has ended becomes a `Completion`, as if it had been sampled at once, with a mask of what the
+policy sampled:
+
+    episode 0   reset | sampled | step ..... | sampled | step | ended
+    episode 1   reset | queued | sampled | step | sampled ........... | ended
+    the group                                                         | completions, rewards
+
+An episode whose environment fails ends with what was sampled so far and without a reward, so it teaches nothing. If
+nothing was sampled yet, it gets one token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from asyncspec.config import Config
+from asyncspec.engine.protocol import Completion
+from asyncspec.environments.conversation import Conversation, Turn, common
+from asyncspec.environments.pool import Answer, Environments
+from asyncspec.environments.rendering import Renderer
+from asyncspec.models.tokenizer import response_text
+from asyncspec.timing.metrics import summed
+from asyncspec.timing.spans import Recorder, now
+from asyncspec.wire import messages as m
+from asyncspec.wire.facts import ToolUse, added
+
+Key = tuple[int, int]  # ticket, sample
+
+
+@dataclass
+class Episode:
+    """One sample of a ticket, as it is played."""
+
+    ticket: m.Ticket
+    sample: int
+    admitted: float
+    conversation: Conversation | None = None  # None: its environment has not begun
+    completions: list[Completion] = field(default_factory=list)  # of its turns
+    tools: list[dict] | None = None  # JSON schemas
+    request_id: int = -1  # of its newest turn
+    asked_at: float = 0.0  # when that was submitted; 0: it is the environment's turn
+    history: list[m.Phase] = field(default_factory=list)  # without gaps, since it was admitted
+    reward: float = 0.0
+    used: dict[str, ToolUse] = field(default_factory=dict)
+    cut: bool = False  # a limit ended it
+    failed: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.ticket.ticket_id, self.sample
+
+    def until(self, name: str, end: float) -> None:
+        """Add to the history that it did this until then."""
+        start = self.history[-1].end if self.history else self.admitted
+        if end > start:
+            self.history.append(m.Phase(name, start, end))
+
+
+@dataclass
+class Ended:
+    """All episodes of a ticket, in the order of the samples.
+
+    ticket: with the tokens that all its episodes begin with as its prompt.
+    rewards: None for an episode that failed; all None if data.reward gives them.
+    failed: whether each episode failed.
+    history: of the episode that ended last.
+    """
+
+    ticket: m.Ticket
+    completions: list[Completion]
+    rewards: list[float | None]
+    failed: list[bool]
+    history: list[m.Phase]
+    turns: int
+    tools: dict[str, ToolUse]
+    texts: list[str]
+
+
+class Episodes:
+    def __init__(
+        self,
+        config: Config,
+        renderer: Renderer,
+        environments: Environments,
+        submit: Callable[[m.Turn], None],
+        forget: Callable[[int], None],
+        recorder: Recorder,
+    ) -> None:
+        """
+        Args:
+            submit, forget: submit a turn, and forget one by its request, on all ranks of the engine.
+        """
+        self.config, self.renderer, self.environments = config, renderer, environments
+        self._submit, self._forget, self._recorder = submit, forget, recorder
+        self._rewards = config.environment.reward_from == "environment"
+        self._room = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
+        self._open: dict[Key, Episode] = {}
+        self._left: Counter[int] = Counter()  # ticket -> its episodes that are not over
+        self._over: dict[int, list[Episode]] = {}
+        self._asked: dict[int, Episode] = {}  # by the request of their newest turn
+        self._beginnings: dict[int, Conversation] = {}  # ticket -> that of its first episode that has one
+        self._requests = 0
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the episodes of another ticket may begin."""
+        return self.open < self.config.episodes
+
+    def begin(self, ticket: m.Ticket, admitted: float) -> None:
+        """Begin the episodes of a ticket."""
+        self._left[ticket.ticket_id], self._over[ticket.ticket_id] = len(ticket.seeds), []
+        row = {"prompt": ticket.prompt, "answer": ticket.answer, **(json.loads(ticket.row) if ticket.row else {})}
+        for sample in range(len(ticket.seeds)):
+            episode = Episode(ticket, sample, admitted)
+            self._open[episode.key] = episode
+            self.environments.begin(episode.key, row)
+
+    def sampled(self, completion: Completion) -> None:
+        """Take a turn that the engine has sampled."""
+        episode = self._asked.pop(completion.request_id, None)
+        if episode is None:  # it has begun again meanwhile, or was given up
+            self._forget(completion.request_id)
+            return
+        at = now()
+        episode.until("queued", min(at, completion.started_at))
+        episode.until("generate", at)
+        episode.asked_at = 0.0
+        episode.completions.append(completion)
+        tokens = completion.tokens.numpy()
+        arrays = completion.logprobs.numpy(), completion.versions.numpy()
+        episode.conversation.sampled(Turn(tokens, *arrays, completion.truncated))
+        if episode.failed:
+            self._end(episode)
+        elif completion.truncated:  # what it says may be half a call
+            episode.cut = True
+            self._end(episode)
+        else:
+            self.environments.step(episode.key, {"role": "assistant", "content": self._text(completion)})
+
+    def tend(self) -> Iterator[Ended]:
+        """Take the answers of environments, and submit the turns that they lead to. Yield the tickets whose episodes
+        are all over.
+
+        Raises:
+            EnvironmentFailed: too many failed.
+        """
+        for answer in self.environments.poll():
+            if (episode := self._open.get(answer.key)) is not None:
+                self._answered(episode, answer)
+        for ticket_id in [ticket_id for ticket_id, left in self._left.items() if not left]:
+            del self._left[ticket_id]
+            self._beginnings.pop(ticket_id, None)
+            yield self._ended(sorted(self._over.pop(ticket_id), key=lambda episode: episode.sample))
+
+    def _answered(self, episode: Episode, answer: Answer) -> None:
+        if answer.again:
+            self._give_up_turn(episode)
+            episode.until("environment", now())
+            episode.conversation, episode.completions, episode.reward, episode.used = None, [], 0.0, {}
+            return
+        if not episode.asked_at:
+            episode.until("environment", answer.answered_at)
+        name = f"tool {answer.tool}" if answer.tool else f"environment {answer.what}"
+        ticket = episode.ticket
+        self._recorder.add(name, answer.asked_at, answer.answered_at, ticket.step, ticket.ticket_id)
+        if answer.what == "step":
+            seconds = answer.answered_at - answer.asked_at
+            use = ToolUse(1, seconds, seconds)
+            episode.used = added([episode.used, {answer.tool or "step": use}])
+        if answer.error:
+            self._fail(episode)
+        elif answer.what == "reset":
+            self._begun(episode, answer)
+        else:
+            self._stepped(episode, answer)
+
+    def _begun(self, episode: Episode, answer: Answer) -> None:
+        """Submit the first turn of an episode."""
+        ticket, given = episode.ticket, answer.messages
+        row = json.loads(ticket.row) if ticket.row else {}
+        if given is None and isinstance(asked := row.get(self.config.data.prompt_column), list):
+            given = asked
+        beginning, episode.tools = ticket.prompt if given is None else list(given), answer.tools
+        try:
+            tokens = self.renderer.begin(beginning, episode.tools)
+            if len(tokens) > self.config.engine.max_prompt_tokens:
+                raise ValueError(
+                    f"a beginning of {len(tokens)} tokens; expected at most engine.max_prompt_tokens="
+                    f"{self.config.engine.max_prompt_tokens}"
+                )
+            first = self._beginnings.setdefault(ticket.ticket_id, Conversation(beginning, tokens))
+            if tokens[0] != first.prompt[0]:
+                raise ValueError("a beginning with another first token than others of its group")
+        except ValueError as error:
+            self._fail(episode, str(error))
+            return
+        episode.conversation = Conversation(beginning, tokens)
+        self._ask(episode)
+
+    def _stepped(self, episode: Episode, answer: Answer) -> None:
+        """Go on with an episode, or end it."""
+        if answer.reward is not None:
+            episode.reward += answer.reward
+        if answer.done:
+            self._end(episode)
+            return
+        conversation, last = episode.conversation, episode.completions[-1]
+        try:
+            tokens = self.renderer.follow(conversation.beginning, answer.messages, int(last.tokens[-1]), episode.tools)
+        except ValueError as error:
+            self._fail(episode, str(error))
+            return
+        too_long = len(conversation.tokens) + len(tokens) >= self._room
+        if too_long or len(conversation.turns) == self.config.environment.max_turns:
+            episode.cut = True
+            self._end(episode)
+            return
+        conversation.answered(tokens, self._text(last), answer.messages)
+        self._ask(episode)
+
+    def _ask(self, episode: Episode, most: int = 0) -> None:
+        """Submit the next turn of an episode, of `most` tokens, or of as many as there is room for."""
+        conversation, before = episode.conversation, episode.request_id if episode.completions else None
+        tokens = conversation.tokens
+        most = most or min(self.config.sampling.max_response_tokens, self._room - len(tokens))
+        self._requests += 1
+        episode.request_id, episode.asked_at = self._requests, now()
+        self._asked[self._requests] = episode
+        seeds = [episode.ticket.seeds[episode.sample] + len(conversation.turns)]
+        self._submit(m.Turn(self._requests, tokens, seeds, most, -1 if before is None else before))
+
+    def _fail(self, episode: Episode, why: str = "") -> None:
+        """End an episode whose environment has failed.
+
+        Args:
+            why: if it was refused here; "": the environments know it.
+        """
+        if why:
+            self.environments.refuse(episode.key, why)
+        self._give_up_turn(episode)
+        episode.failed = True
+        if episode.completions:
+            self._end(episode)
+            return
+        own = Conversation(episode.ticket.prompt, episode.ticket.prompt_tokens)
+        first = self._beginnings.setdefault(episode.ticket.ticket_id, own)
+        episode.conversation = Conversation(first.beginning, first.prompt)
+        self._ask(episode, 1)
+
+    def _give_up_turn(self, episode: Episode) -> None:
+        """Forget the turn that the engine is sampling for an episode."""
+        if episode.asked_at:
+            self._asked.pop(episode.request_id, None)
+            episode.until("generate", now())
+            episode.asked_at = 0.0
+        self._forget(episode.request_id)
+
+    def _end(self, episode: Episode) -> None:
+        self._forget(episode.request_id)
+        self.environments.end(episode.key)
+        del self._open[episode.key]
+        self._over[episode.ticket.ticket_id].append(episode)
+        self._left[episode.ticket.ticket_id] -= 1
+
+    def _text(self, completion: Completion) -> str:
+        tokens, special = completion.tokens.tolist(), self.config.data.reward_special_tokens
+        return response_text(self.renderer.tokenizer, tokens, completion.truncated, special)
+
+    def _ended(self, episodes: list[Episode]) -> Ended:
+        prompts = [episode.conversation.prompt for episode in episodes]
+        shared = common(prompts)
+        last = max(episodes, key=lambda episode: episode.history[-1].end)
+        return Ended(
+            ticket=msgspec.structs.replace(episodes[0].ticket, prompt_tokens=prompts[0][:shared]),
+            completions=[_completion(episode, shared) for episode in episodes],
+            rewards=[None if episode.failed or not self._rewards else episode.reward for episode in episodes],
+            failed=[episode.failed for episode in episodes],
+            history=last.history,
+            turns=sum(len(episode.completions) for episode in episodes),
+            tools=added(episode.used for episode in episodes),
+            texts=[self._text(episode.completions[-1]) for episode in episodes],
+        )
+
+
+def _completion(episode: Episode, shared: int) -> Completion:
+    """Return an episode as one completion.
+
+    Args:
+        shared: how many tokens of the prompt belong to the whole group; the others come first in the response.
+    """
+    arrays, turns = episode.conversation.arrays(shared), episode.completions
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Completion(
+        request_id=episode.ticket.ticket_id,
+        sample=episode.sample,
+        tokens=tensors["tokens"],
+        logprobs=tensors["behavior"],
+        versions=tensors["versions"],
+        truncated=episode.cut,
+        verifications=sum(turn.verifications for turn in turns),
+        proposed=sum(turn.proposed for turn in turns),
+        accepted=sum(turn.accepted for turn in turns),
+        started_at=turns[0].started_at,
+        reached_at=summed(turn.reached_at for turn in turns),
+        accepted_at=summed(turn.accepted_at for turn in turns),
+        loss_mask=tensors["loss_mask"],
+    )
