@@ -2,7 +2,7 @@
 
 The reference pages in docs/ are generated from these tables (`scripts/make_reference.py`). A test compares them with
 what a run really writes. In a name, capitals stand for something that varies: ACTOR, POSITION, ROLE, KIND, STEP, SET,
-K.
+TOOL, K.
 """
 
 from __future__ import annotations
@@ -83,6 +83,14 @@ _OURS = (
     Metric("policy_version", "version", "the policy version that the step made"),
     Metric("reward/mean", "reward", "mean reward of the step's rollouts"),
     Metric("reward_std", "reward", "standard deviation of the rewards in a group (over n - 1), mean over groups"),
+    Metric("environment/turns_mean", "turns", "with an environment: turns of the policy in an episode, on average"),
+    Metric("environment/tokens_mean", "tokens", "tokens in a response that the environment wrote; not trained"),
+    Metric("environment/ACTOR_open", "count", "episodes that this generator had open"),
+    Metric("environment/ACTOR_failed", "count", "its episodes whose environment failed or was late so far"),
+    Metric("environment/ACTOR_begun_again", "count", "its episodes that began again so far: their process ended"),
+    Metric("tool/TOOL_calls", "count", "calls of a tool in an episode, on average; step: of one that has no name"),
+    Metric("tool/TOOL_s", "seconds", "a call of it, on average over the step's episodes"),
+    Metric("tool/TOOL_longest_s", "seconds", "the longest of these calls"),
     Metric("reward/ACTOR_failed", "count", "rewards of this generator that failed so far"),
     Metric("eval/score", "reward", "mean reward on the held-out prompts; an accuracy if rewards are 0 or 1"),
     Metric("eval/solved", "share", "held-out rollouts whose reward is at least 1"),
@@ -181,6 +189,7 @@ _OURS = (
     Metric("time/recovery", "seconds", "part: the group was lost with an actor and had to be made again"),
     Metric("time/other", "seconds", "part: none of these"),
     Metric("time/generation", "seconds", "time in which any group of the step was being generated, hidden or not"),
+    Metric("time/environment", "seconds", "an environment held up any group of the step"),
     Metric("time/logprob", "seconds", "time in which any group of the step was in logprob, hidden or not"),
     Metric("timing/train/exposed_generation", "seconds", "a stopwatch around the trainer's waits, whatever the cause"),
     Metric("spec/draft_length", "tokens", "mean number of tokens proposed for one verification"),
@@ -239,6 +248,7 @@ _VARIES = {
     "ACTOR": r"[a-z_]+[0-9]*(?:_rank[0-9]+)?(?:\.[0-9]+)*",
     "POSITION": "[0-9]+",
     "ROLE": "[a-z_]+",
+    "TOOL": "[A-Za-z0-9_.-]+",
     "KIND": "policy|draft",
 }
 _VARIES |= {"STEP": "[0-9]+", "COUNT": "[0-9]+", "SET": "[A-Za-z0-9_-]+", "@K": "@[0-9]+"}

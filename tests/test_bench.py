@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from asyncspec.bench import BENCHMARKS, Listed, end_to_end, environments, harness, learning, peers
+from asyncspec.bench import BENCHMARKS, Listed, end_to_end, harness, interpreters, learning, peers
 from asyncspec.bench.speculation import FIXED, SpeculationBenchmark
 from asyncspec.config import load
 from asyncspec.errors import UserError
@@ -152,13 +152,13 @@ def test_an_environment_that_was_cut_short_is_made_again(tmp_path, monkeypatch):
     monkeypatch.delenv("ASYNCSPEC_TRL_PYTHON", raising=False)
     monkeypatch.setattr(environments.subprocess, "run", make)
     with pytest.raises(UserError, match="no environment with trl; set ASYNCSPEC_TRL_PYTHON to the interpreter of one"):
-        environments.interpreter("trl", tmp_path)
+        interpreters.interpreter("trl", tmp_path)
     for _ in range(2):
-        assert environments.interpreter("trl", tmp_path) == str(tmp_path / "trl" / "bin" / "python")
+        assert interpreters.interpreter("trl", tmp_path) == str(tmp_path / "trl" / "bin" / "python")
     assert made == ["trl", "trl"]
     monkeypatch.setenv("ASYNCSPEC_TRL_PYTHON", str(tmp_path))
     with pytest.raises(UserError, match="ASYNCSPEC_TRL_PYTHON=.*: expected the interpreter of an environment with trl"):
-        environments.interpreter("trl", tmp_path)
+        interpreters.interpreter("trl", tmp_path)
 
 
 def processes_of(directory):

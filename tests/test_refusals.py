@@ -111,6 +111,7 @@ RUNNING_TYPES = {
     "RunFailed": "the controller ends the run, for a reason that is raised elsewhere",
     "NoAnswer": "a call of the user's function hangs or ended its process",
     "RewardError": "too many calls of the user's function failed",
+    "EnvironmentFailed": "too many episodes of the user's environment failed",
     "NotStarted": "a process did not start",
 }
 
@@ -136,6 +137,10 @@ TWINS = {
 # Functions that refuse what only a running system meets -> why the start cannot know it.
 RUNNING = {
     "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
+    "actors.episodes:Episodes._begun": "an environment begins with messages that do not fit; its episode has failed",
+    "environments.conversation:Conversation.sampled": "the generator would break its own rule",
+    "environments.conversation:Conversation.answered": "the same",
+    "environments.rendering:Renderer.follow": "the template refuses messages; their episode has failed",
     "engine.protocol:QueueingEngine.submit": "no generator asks for a sampling of a request's own",
     "engine.vllm_arguments:blamed": "only vLLM knows which values its options take, and importing it takes seconds",
     "engine.vllm_engine:VllmEngine._completion": "vLLM returns something else than it promises",

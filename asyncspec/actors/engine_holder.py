@@ -105,9 +105,7 @@ class EngineHolder(Actor):
 
     def submit_turn(self, turn: m.Turn) -> None:
         """Have the engine generate a turn of an episode."""
-        follows = None if turn.follows < 0 else turn.follows
-        most = turn.max_response_tokens
-        self.engine.submit(Request(turn.request_id, turn.prompt_tokens, turn.seeds, most, keeps=True, follows=follows))
+        self.engine.submit(request_of(turn))
 
     def poll(self) -> list[Completion]:
         """Have the engine do one step. Collective with several ranks."""
@@ -116,3 +114,10 @@ class EngineHolder(Actor):
             for completion in done:
                 self.sampled = zlib.crc32(completion.tokens.numpy().tobytes(), self.sampled)
         return done
+
+
+def request_of(turn: m.Turn) -> Request:
+    """Return a turn of an episode as a request."""
+    follows = None if turn.follows < 0 else turn.follows
+    most = turn.max_response_tokens
+    return Request(turn.request_id, turn.prompt_tokens, turn.seeds, most, keeps=True, follows=follows)

@@ -31,7 +31,7 @@ from asyncspec.models.tokenizer import response_text
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import Recorder, now
 from asyncspec.wire import messages as m
-from asyncspec.wire.facts import ToolUse, added
+from asyncspec.wire.facts import UNNAMED, ToolUse, added
 
 Key = tuple[int, int]  # ticket, sample
 
@@ -179,7 +179,7 @@ class Episodes:
         if answer.what == "step":
             seconds = answer.answered_at - answer.asked_at
             use = ToolUse(1, seconds, seconds)
-            episode.used = added([episode.used, {answer.tool or "step": use}])
+            episode.used = added([episode.used, {answer.tool or UNNAMED: use}])
         if answer.error:
             self._fail(episode)
         elif answer.what == "reset":

@@ -1,7 +1,8 @@
 """The ranks of a generator beyond the first; see team.py.
 
 Each rank has an engine of its own, which schedules and samples as the others do, as long as it is given the same calls
-in the same order. So the first rank sends each ticket, or turn of an episode, that it submits, and an order before each swap and each step.
+in the same order. So the first rank sends each ticket, or turn of an episode, that it submits, and an order before each
+swap and each step.
 Every rank is a member of the broadcast groups. The others report to the first which versions have arrived whole; it
 swaps in a version once all ranks have it:
 

@@ -82,6 +82,11 @@ BENCHMARKS = {
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
     ),
     "rewards": Listed("asyncspec.bench.rewards", "generation beside a slow reward, against one that costs nothing", 3),
+    "environments": Listed(
+        "asyncspec.bench.environments",
+        "generation beside tools that take their time, or never return, against the same episodes without tools",
+        7,
+    ),
     "attribution": Listed(
         "asyncspec.bench.attribution",
         "whether time is charged to its cause: known delays are injected and looked for",

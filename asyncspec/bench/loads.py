@@ -57,17 +57,22 @@ class Loads:
         Args:
             engine: the class of the engines.
         """
-        self._class, self.config = engine, configuration.load("tiny", overrides)
+        self._class, self._overrides = engine, overrides
+        self.config = configuration.load("tiny", overrides)
         c = self.config
         use_threads(c.engine.threads)
         self.device = devices(c.deployment.device, ["generator"])[0]
         path = configuration.resolve_path(c.model.path)
         self.model, self.shape = policy.load(path)
-        encoder = tokenizer.load(path)
-        self.prompts = [tokenizer.encode_prompt(encoder, p.prompt) for p in sums(c.seed + 77, 1024)]
+        self.tokenizer = tokenizer.load(path)
+        self.prompts = [tokenizer.encode_prompt(self.tokenizer, p.prompt) for p in sums(c.seed + 77, 1024)]
         self._engines: dict[tuple[str, int], list[TorchEngine]] = {}
         self._auto = {}
         self._pasts = {}  # suffix decoding's state after the warm-up, by number of slots
+
+    def with_fields(self, overrides: Sequence[str]) -> configuration.Config:
+        """Return the configuration with more fields set."""
+        return configuration.load("tiny", [*self._overrides, *overrides])
 
     def engine(self, method: str, slots: int, draft_length: int | str = 0, instance: int = 0) -> TorchEngine:
         """Return an engine with this drafter ("none": no drafter), set to a draft length (0: none) or to "auto".
@@ -79,14 +84,14 @@ class Loads:
         """
         key = (method, slots)
         if key not in self._engines:
-            self._engines[key] = [engine := self._made(method, slots, "auto")]
+            self._engines[key] = [engine := self.made(method, slots, "auto")]
             engine.poll()
             self._auto[key] = engine.chooser
             self.steady(len(self.prompts) // 2, WARM_UP_ROLLOUTS * (slots + 1), engine)
             if isinstance(engine.drafter, SuffixDrafter):
                 self._pasts[slots] = engine.drafter.state_dict() | {"entered": 0}
         if instance == len(self._engines[key]):
-            self._engines[key].append(engine := self._made(method, slots, LONGEST))
+            self._engines[key].append(engine := self.made(method, slots, LONGEST))
             self.steady(len(self.prompts) // 2, slots, engine)
         engine = self._engines[key][instance]
         self._set(engine, key, draft_length)
@@ -99,7 +104,13 @@ class Loads:
             # All variants of a repetition get the same prompts and random numbers: none may copy another's rollouts.
             engine.drafter.load_state_dict(self._pasts[key[1]])
 
-    def _made(self, method: str, slots: int, draft_length: int | str) -> TorchEngine:
+    def made(self, method: str, slots: int, draft_length: int | str, kept: int = 0) -> TorchEngine:
+        """Return a new engine. Its chooser is not set.
+
+        Args:
+            draft_length: the longest, or "auto".
+            kept: see `TorchEngine`.
+        """
         c = self.config
         engine = self._class(
             self.shape,
@@ -109,6 +120,7 @@ class Loads:
             max_response_tokens=c.sampling.max_response_tokens,
             draft_length=draft_length,
             sampling=Sampling(c.sampling.temperature, c.sampling.top_p, c.sampling.top_k),
+            kept=kept,
             device=self.device,
             dtype=getattr(torch, c.model.dtype),
         )

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from asyncspec import config as configuration
 from asyncspec.bench.end_to_end import EVAL_EVERY, SKIP, STEPS, TARGET, curve, to_target_s, watch
-from asyncspec.bench.environments import SCRIPTS, interpreter
 from asyncspec.bench.harness import Benchmark, Samples, ratio
+from asyncspec.bench.interpreters import SCRIPTS, interpreter
 from asyncspec.bench.jobs import job_dir, run_job
 from asyncspec.errors import UserError
 from asyncspec.tasks.data import load_problems

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from asyncspec.bench.environments import interpreter
 from asyncspec.bench.harness import Benchmark, Samples, median, ratio, spread
+from asyncspec.bench.interpreters import interpreter
 from asyncspec.config import load
 from asyncspec.errors import UserError
 

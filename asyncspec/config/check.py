@@ -16,7 +16,15 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncspec.config import check_evaluation, check_learning, check_logging, check_models, eval_sets, vllm_options
+from asyncspec.config import (
+    check_environment,
+    check_evaluation,
+    check_learning,
+    check_logging,
+    check_models,
+    eval_sets,
+    vllm_options,
+)
 from asyncspec.config.fields import describe, refusal, value_of
 from asyncspec.config.hub import DATA_FORM
 from asyncspec.config.paths import data_files, resolve_path, sources
@@ -42,7 +50,8 @@ def check_values(config: Config) -> None:
             _need(config, False, name, *refused)
     for part in (_check_notations, _check_ranks, _check_engine, _check_rewards):
         part(config)
-    for rule in chain(*(part.rules(config) for part in (check_learning, check_evaluation, check_logging))):
+    parts = check_environment, check_learning, check_evaluation, check_logging
+    for rule in chain(*(part.rules(config) for part in parts)):
         _need(config, *rule)
 
 

@@ -1,1 +1,1 @@
-"""What a policy acts in over several turns: environments, the processes that run them, and the conversation's tokens."""
+"""What a policy acts in over several turns: environments, their processes, and the tokens of the conversation."""

@@ -21,6 +21,7 @@ import faulthandler
 import inspect
 import json
 import math
+import re
 import socket
 import sys
 import threading
@@ -29,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 CLOSE_S = 5.0  # that closing an environment may take
+_NO_NAME, _LONGEST_NAME = re.compile(r"[^A-Za-z0-9_.-]"), 40  # of a tool, for metrics
 
 
 def main() -> None:
@@ -93,7 +95,7 @@ class _Episodes:
         else:
             environment = self._open[episode]
             stepped, error = await self._called(environment.step, (given,), seconds)
-            found["tool"] = str(getattr(environment, "tool", ""))
+            found["tool"] = _NO_NAME.sub("_", str(getattr(environment, "tool", "")))[:_LONGEST_NAME]
             if not error:
                 try:
                     messages, done, reward = stepped

@@ -41,6 +41,7 @@ class ToolsByMethod:
         return [*messages[:-1], {**last, "content": f"{last['content']}{said}"}]
 
     async def step(self, message: Message) -> Stepped:
+        self.tool = ""
         calls = _CALL.findall(message["content"])
         if not calls:
             reward = getattr(self.made, "get_reward", None)
@@ -52,8 +53,8 @@ class ToolsByMethod:
         """Return what a tool returns, or what the policy reads about a call that failed."""
         try:
             call = json.loads(text)
-            self.tool = str(call["name"])
-            return await _result(self._tools[self.tool](**call.get("arguments", {})))
+            tool, self.tool = self._tools[call["name"]], call["name"]
+            return await _result(tool(**call.get("arguments", {})))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             return f"error: {type(error).__name__}: {error}"
 

@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib import metadata
 
 from asyncspec import config as configuration
 from asyncspec.config import vllm_options
 from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
+from asyncspec.environments.pool import EnvironmentFailed, Environments
+from asyncspec.environments.rendering import Renderer
 from asyncspec.errors import ConfigError
 from asyncspec.launch.check_boards import check_boards
 from asyncspec.launch.machine import check_memory
@@ -164,7 +166,7 @@ def check_inputs(config: configuration.Config) -> None:
 
 
 def _check_data(config: configuration.Config) -> None:
-    """Read the data, encode the prompts that the run uses, and load the reward.
+    """Read the data, encode the prompts that the run uses, and load the reward and the environment.
 
     Raises:
         ConfigError: an actor would refuse one of them.
@@ -175,12 +177,35 @@ def _check_data(config: configuration.Config) -> None:
         problems, held_out, left_out = load_problems(config)
         if left_out:
             terminal().print(told_left_out(config, left_out), soft_wrap=True)
-        # The reward loads while the prompts are encoded.
-        with closing(RewardWorker(data.reward, data.weights, data.reward_pattern, columns(problems))) as reward:
+        with ExitStack() as stack:  # they load while the prompts are encoded
+            reward = environments = None
+            if config.environment.name:
+                environments = stack.enter_context(closing(Environments.of(config)))
+            if not config.environment.name or config.environment.reward_from == "data.reward":
+                reward = RewardWorker(data.reward, data.weights, data.reward_pattern, columns(problems))
+                stack.enter_context(closing(reward))
             _check_prompts(config, tokenizer, problems, held_out, PolicyShape.from_hf(path).vocab_size)
-            reward.wait_until_loaded(config.deployment.start_timeout_s)
-    except ValueError as error:
+            if reward is not None:
+                reward.wait_until_loaded(config.deployment.start_timeout_s)
+            if environments is not None:
+                environments.load()
+                _check_template(config, Renderer.of(config, tokenizer))
+    except (ValueError, EnvironmentFailed) as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_template(config: configuration.Config, renderer: Renderer) -> None:
+    """Refuse a chat template that renders earlier turns otherwise once a conversation goes on.
+
+    Raises:
+        ConfigError: it does, and environment.rewritten_turns does not allow it.
+    """
+    if config.environment.rewritten_turns == "allow" or renderer.template is None or not (found := renderer.faults()):
+        return
+    raise ConfigError(
+        f"model.path={config.model.path!r}: its chat template rewrites earlier turns: {'; '.join(found[:2])}; expected "
+        "one that only appends; environment.rewritten_turns=allow keeps them as they were sampled"
+    )
 
 
 def _check_prompts(

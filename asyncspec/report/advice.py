@@ -7,6 +7,7 @@ import numpy as np
 from asyncspec.report.learning import learning
 from asyncspec.report.run import Run
 from asyncspec.timing import whatif
+from asyncspec.wire.facts import UNNAMED, added
 
 CHANGES = {  # label: (change to replay the run with, how to make it)
     "training twice as fast": (whatif.Change(train=2), "more trainer.ranks, or a faster device for the trainer"),
@@ -41,7 +42,21 @@ def advice(run: Run, changes: Replayed) -> list[str]:
     Args:
         changes: what `replayed` returns for the run.
     """
-    return [*_speed(run, changes), *learning(run)]
+    return [*_speed(run, changes), *_tools(run), *learning(run)]
+
+
+def _tools(run: Run) -> list[str]:
+    """Name the slowest tool, if the run has an environment."""
+    used = added(group.tools for step in run.steps for group in (*step.groups, *step.unused))
+    if not used:
+        return []
+    name, use = max(used.items(), key=lambda item: item[1].seconds / item[1].calls)
+    what = "The environment's steps" if name == UNNAMED else f"The slowest tool is {name}: its calls"
+    exposed = run.parts()["exposed_environment"]
+    return [
+        f"{what} take {use.seconds / use.calls:.3f} s on average and {use.longest:.3f} s at most, over {use.calls} "
+        f"calls; {exposed:.2f} s of a step were spent waiting for environments."
+    ]
 
 
 def _speed(run: Run, changes: Replayed) -> list[str]:

@@ -12,7 +12,8 @@ import numpy as np
 
 from asyncspec.catalog import KNOWN_AS
 from asyncspec.timing.attribution import break_down, covered
-from asyncspec.wire.messages import StepDone
+from asyncspec.wire.facts import added
+from asyncspec.wire.messages import GroupRecord, StepDone
 
 # Rows of the table at the end of a run: (label, metric).
 TABLE_ROWS = (
@@ -87,6 +88,7 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict, kl: b
         },
         "spec/draft_version": max(g.draft_version for g in groups),
         "throughput/tokens_per_s": float(lengths.sum()) / seconds,
+        **_episodes(groups),
         **counters,
     }
     if "draft/policy_version" in counters:
@@ -94,6 +96,24 @@ def step_row(done: StepDone, counters: dict[str, float], evaluation: dict, kl: b
         row["draft/lag"] = done.step - counters["draft/policy_version"]
     row |= {known: row[ours] for ours, known in KNOWN_AS if ours in row and (kl or known != "kl")}
     return {key: float(value) if isinstance(value, np.floating) else value for key, value in row.items()}
+
+
+def _episodes(groups: Sequence[GroupRecord]) -> dict[str, float]:
+    """Return the metrics of episodes; none without an environment."""
+    count = sum(len(g.response_tokens) for g in groups if g.turns)
+    if not count:
+        return {}
+    found = {
+        "environment/turns_mean": sum(g.turns for g in groups) / count,
+        "environment/tokens_mean": sum(g.environment_tokens for g in groups) / count,
+        # the time during which an environment held up any group of the step
+        "time/environment": stage_time(groups, "environment"),
+    }
+    for name, use in sorted(added(g.tools for g in groups).items()):
+        found[f"tool/{name}_calls"] = use.calls / count
+        found[f"tool/{name}_s"] = use.seconds / use.calls
+        found[f"tool/{name}_longest_s"] = use.longest
+    return found
 
 
 def summed(lists: Iterable[Sequence[int]]) -> list[int]:

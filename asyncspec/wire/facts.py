@@ -70,6 +70,9 @@ class ToolUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     longest: float  # seconds of the longest one
 
 
+UNNAMED = "step"  # stands for the tools of an environment that does not name them
+
+
 def added(uses: Iterable[Mapping[str, ToolUse]]) -> dict[str, ToolUse]:
     """Add up the uses of tools, by name."""
     found: dict[str, ToolUse] = {}

@@ -23,7 +23,7 @@ class Calculator:
         self.answer, self.calls = row["answer"], 0
 
     async def step(self, message: dict) -> tuple[list[dict], bool, float | None]:
-        text = message["content"]
+        text, self.tool = message["content"], ""
         if (call := _CALL.fullmatch(text)) is None:
             right = text == f"#{self.answer}"
             return [], True, float(right) - COST * self.calls

@@ -89,9 +89,7 @@ def write_problems(file: Path, count: int, rng: np.random.Generator, without: se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("calculator"), help="directory for the policy and the problems"
-    )
+    parser.add_argument("--out", type=Path, default=Path("calculator"), help="directory for policy and problems")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

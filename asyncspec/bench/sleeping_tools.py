@@ -1,0 +1,46 @@
+"""Environments whose tools sleep, for `bench environments`. An episode has several sums, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+TURNS = 3
+HANGS = 0.02  # of the episodes of `hanging`: their second step never returns
+
+
+class Sums:
+    """Gives the row's problems one by one, each after so many seconds."""
+
+    tool = "sums"
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.turn = seconds, 0
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.row = row
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], bool, float]:
+        self.turn += 1
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        if self.row["hangs"] and self.turn == 2:
+            await asyncio.Event().wait()
+        if self.turn == TURNS:
+            return [], True, 1.0
+        return [{"role": "user", "content": self.row["problems"][self.turn - 1]}], False, 0.0
+
+    async def close(self) -> None:
+        pass
+
+
+def at_once() -> Sums:
+    return Sums(0.0)
+
+
+def after_0_1s() -> Sums:
+    return Sums(0.1)
+
+
+def after_2s() -> Sums:
+    return Sums(2.0)

@@ -1,0 +1,28 @@
+"""What must hold of the environment that a configuration names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from asyncspec.config.schema import Config
+from asyncspec.config.sections import ENVIRONMENTS
+
+_FORM = re.compile(
+    r"reasoning_gym|skyrl_gym:\w+|openenv:https?://\S+|(?!openenv:|skyrl_gym:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+)
+_KNOWN = ("reasoning_gym", "skyrl_gym:gsm8k", "openenv:http://127.0.0.1:8000", "my_module:Environment")
+
+
+def rules(config: Config) -> Iterator[tuple[bool, str, str, Any]]:
+    """Yield rules: whether the configuration keeps it, the field, what was expected, and the nearest valid choice."""
+    c, kind = config.environment, config.engine.kind
+    if not c.name:
+        return
+    nearest = difflib.get_close_matches(c.name, _KNOWN, 1, 0.0)[0]
+    yield _FORM.fullmatch(c.name) is not None, "environment.name", f"{ENVIRONMENTS}, or nothing", nearest
+    yield kind != "mock", "environment.name", "empty with engine.kind=mock: what a mock samples means nothing", "''"
+    held, most = c.turn_timeout_s <= c.episode_timeout_s, f"{c.episode_timeout_s:g}"
+    yield held, "environment.turn_timeout_s", f"at most environment.episode_timeout_s={most}", most

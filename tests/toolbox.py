@@ -1,0 +1,113 @@
+"""Environments for tests, which behave as their row says; and chat templates."""
+
+import asyncio
+import os
+import time
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Leaves out the reasoning of answers before the last message of a user, and wraps results in a turn of the user.
+FORGETFUL = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.content %}"
+    "{% if '</think>' in said and loop.index0 < ns.last %}{% set said = said.split('</think>')[-1].lstrip('\n') %}"
+    "{% endif %}<|im_start|>assistant\n{{ said }}<|im_end|>\n{% elif m.role == 'tool' %}<|im_start|>user\n"
+    "<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Counts the messages at the very beginning.
+COUNTING = "{{ messages | length }} messages\n" + CHATML
+
+
+class Scripted:
+    """Answers as the row says: `script` has an item for each turn."""
+
+    tool = ""
+
+    def __init__(self):
+        self.at = 0
+
+    def reset(self, row):
+        self.script = list(row.get("script", []))
+        _do(row.get("at_reset", ""))
+        return row.get("messages")
+
+    async def step(self, message):
+        what = self.script[self.at] if self.at < len(self.script) else "end"
+        self.at, self.tool = self.at + 1, "slow" if what.startswith("sleep") else ""
+        if what.startswith("sleep"):
+            await asyncio.sleep(float(what.removeprefix("sleep ")))
+        else:
+            _do(what)
+        if what == "end":
+            return [], True, 1.0
+        if what == "nonsense":
+            return "what"
+        return [{"role": "user", "content": f"{what} {len(message['content'])}"}], False, 0.25
+
+    async def close(self):
+        pass
+
+
+class Plain:
+    """The same with plain functions, which run in threads."""
+
+    def __init__(self):
+        self.made = Scripted()
+
+    def reset(self, row):
+        return self.made.reset(row)
+
+    def step(self, message):
+        return asyncio.run(self.made.step(message))
+
+    def close(self):
+        pass
+
+
+class Adder:
+    """An environment with tools by method."""
+
+    def reset(self, answer="", **columns):
+        self.answer, self.said, self.calls = answer, None, 0
+        return " Use the tools."
+
+    def add(self, left: int, right: int = 1) -> int:
+        """Add two numbers.
+
+        Args:
+            left: the first one.
+            right (int): the second one.
+
+        Returns:
+            their sum
+        """
+        self.calls += 1
+        return left + right
+
+    async def remember(self, what: str) -> str:
+        """Keep a text."""
+        self.said = what
+        return "ok"
+
+    def get_reward(self):
+        return float(self.said == self.answer)
+
+    def _hidden(self):
+        raise AssertionError
+
+
+def _do(what):
+    if what == "raise":
+        raise RuntimeError("no tool here")
+    if what == "die":
+        os._exit(7)
+    if what == "hang":
+        time.sleep(3600)
+    if what == "spin":
+        while True:
+            pass
