@@ -150,7 +150,7 @@ def test_an_environment_that_was_cut_short_is_made_again(tmp_path, monkeypatch):
         return SimpleNamespace(returncode=len(made) == 1)
 
     monkeypatch.delenv("ASYNCSPEC_TRL_PYTHON", raising=False)
-    monkeypatch.setattr(environments.subprocess, "run", make)
+    monkeypatch.setattr(interpreters.subprocess, "run", make)
     with pytest.raises(UserError, match="no environment with trl; set ASYNCSPEC_TRL_PYTHON to the interpreter of one"):
         interpreters.interpreter("trl", tmp_path)
     for _ in range(2):

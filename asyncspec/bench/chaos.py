@@ -1,8 +1,9 @@
 """bench chaos: faults at random moments of a default run. An actor is killed, frozen, or raises an exception, a hundred
 times. Does the run end, learn as well as without faults, and train every ticket once, within the lag?
 
-Variants: the same job without faults; with faults; and with its launcher killed and the run resumed, ten times. A
-fault hits the process that plays a role at that moment, even a replacement that is still starting.
+Variants: the same job without faults; with faults; with its launcher killed and the run resumed, ten times; and with
+faults where each prompt is an episode of two turns. There the processes that run the environments are hit, too. A fault
+hits the process that plays a role at that moment, even a replacement that is still starting.
 
 Detection is the time from the fault to the ledger's `lost`. Recovery is the time from the fault to the ledger's
 `joined`, or to `ready` if the whole run restarts.
@@ -15,7 +16,7 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,14 @@ BETWEEN_S = (0.5, 6.5)  # seconds from one fault to the next, uniformly distribu
 KINDS = {"killed": 0.5, "frozen": 0.25, "raised": 0.25}  # share of the faults
 RAISED_S = 20.0  # for an actor to come to a place where it raises what it was asked to; a draft adapter may be slow
 ROLES = {"generator0": 0.4, "logprob": 0.2, "draft_adapter": 0.15, "trainer": 0.125, "controller": 0.125}
+ENVIRONMENT = "environment"  # not an actor: a process of a generator
+WITH_ENVIRONMENTS = {role: 0.7 * share for role, share in ROLES.items()} | {ENVIRONMENT: 0.3}
+EPISODES = (
+    "environment.name=asyncspec.bench.sleeping_tools:AskedTwice",
+    "environment.turn_timeout_s=2",
+    "environment.failures=1",
+    "sampling.max_response_tokens=400",
+)
 CUTS = 10
 SETTINGS = (
     "deployment.replacements=100000",
@@ -47,7 +56,7 @@ SETTINGS = (
 class ChaosBenchmark(Benchmark):
     name = "chaos"
     repeats = 1
-    variants = ("undisturbed", "faults", "resumed")
+    variants = ("undisturbed", "faults", "resumed", "environments")
     columns = ("faults", "raised", "tickets_lost", "tickets_doubled", "lag_violations", "accuracy_gain", "seconds")
 
     def __init__(self, overrides: Sequence[str], out: Path) -> None:
@@ -56,8 +65,10 @@ class ChaosBenchmark(Benchmark):
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
         run_dir, started = self.out / f"{variant}-{repetition}", time.monotonic()
-        storm = Storm(run_dir, np.random.default_rng([repetition, 0xFA])) if variant == "faults" else None
-        arguments = (f"seed={repetition}", *SETTINGS, *self.overrides)
+        roles = {"faults": ROLES, "environments": WITH_ENVIRONMENTS}.get(variant)
+        storm = Storm(run_dir, np.random.default_rng([repetition, 0xFA]), roles=roles) if roles else None
+        episodes = EPISODES if variant == "environments" else ()
+        arguments = (f"seed={repetition}", *SETTINGS, *episodes, *self.overrides)
         rows = (
             cut_and_resume(run_dir, arguments) if variant == "resumed" else run_job(run_dir, *arguments, beside=storm)
         )
@@ -87,7 +98,7 @@ class ChaosBenchmark(Benchmark):
         }
 
     def headline(self, samples: Samples) -> dict[str, float]:
-        disturbed = samples["faults"] + samples["resumed"]
+        disturbed = samples["faults"] + samples["resumed"] + samples["environments"]
         total = {
             key: sum(sample[key] for sample in disturbed)
             for key in ("faults", "raised", "tickets_lost", "tickets_doubled", "lag_violations", "violations")
@@ -106,7 +117,7 @@ class ChaosBenchmark(Benchmark):
         table = Table(title="seconds from the fault: median (largest)", title_justify="left")
         for heading in ("actor", "fault", "count", "detected", "recovered"):
             table.add_column(heading, justify="left" if heading in ("actor", "fault") else "right")
-        for role in ROLES:
+        for role in WITH_ENVIRONMENTS:
             for kind in KINDS:
                 of = [fault for fault in self.faults if (fault["role"], fault["kind"]) == (role, kind)]
                 cells = [[fault[what] for fault in of if what in fault] for what in ("detected", "recovered")]
@@ -140,8 +151,14 @@ class ChaosBenchmark(Benchmark):
 class Storm:
     """Causes the faults while a run is under way."""
 
-    def __init__(self, run_dir: Path, rng: np.random.Generator, count: int = FAULTS) -> None:
-        self.run_dir, self.rng, self.count = run_dir, rng, count
+    def __init__(
+        self, run_dir: Path, rng: np.random.Generator, count: int = FAULTS, roles: Mapping[str, float] | None = None
+    ) -> None:
+        """
+        Args:
+            roles: the share of the faults that hits each role; None: ROLES.
+        """
+        self.run_dir, self.rng, self.count, self.roles = run_dir, rng, count, dict(roles or ROLES)
         self.faults: list[dict] = []
 
     def __call__(self, process) -> None:
@@ -149,9 +166,11 @@ class Storm:
             time.sleep(0.1)
         while process.poll() is None and len(self.faults) < self.count:
             time.sleep(self.rng.uniform(*BETWEEN_S))
-            role = str(self.rng.choice(list(ROLES), p=list(ROLES.values())))
+            role = str(self.rng.choice(list(self.roles), p=list(self.roles.values())))
             kind = str(self.rng.choice(list(KINDS), p=list(KINDS.values())))
             actor, pid = self._newest(role)
+            if role == ENVIRONMENT and kind == "raised":
+                kind = "killed"  # bench environments and the tests have environments that raise
             try:
                 if not pid or _stopped(pid):
                     continue
@@ -175,11 +194,24 @@ class Storm:
         return not withdraw(self.run_dir, actor)
 
     def _newest(self, role: str) -> tuple[str, int]:
+        """Return the name and the process of who plays a role now; ("", 0): nobody does."""
+        if role == ENVIRONMENT:
+            return ENVIRONMENT, _environment_of(self._newest("generator0")[1])
         logs = sorted((self.run_dir / "logs").glob(f"{role}*.log"), key=lambda path: path.stat().st_mtime_ns)
         found = [
             (log.stem, pid) for log in logs for pid in re.findall(r"starts, pid (\d+)", log.read_text(errors="replace"))
         ]
         return (found[-1][0], int(found[-1][1])) if found else ("", 0)
+
+
+def _environment_of(generator: int) -> int:
+    """Return a process that runs environments for a generator; 0: there is none."""
+    try:
+        children = Path(f"/proc/{generator}/task/{generator}/children").read_text().split()
+        running = [pid for pid in children if b"environment_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    except OSError:  # one of them has just ended
+        return 0
+    return int(running[0]) if running else 0
 
 
 def cut_and_resume(run_dir: Path, arguments: Sequence[str], cuts: int = CUTS) -> list[dict]:

@@ -1,16 +1,18 @@
-"""Environments whose tools sleep, for `bench environments`. An episode has several sums, one after the other."""
+"""Environments whose tools sleep, for `bench environments` and `bench chaos`."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+from asyncspec.tasks.sums import exact_match
+
 TURNS = 3
 HANGS = 0.02  # of the episodes of `hanging`: their second step never returns
 
 
 class Sums:
-    """Gives the row's problems one by one, each after so many seconds."""
+    """Gives the row's sums one by one, each after so many seconds."""
 
     tool = "sums"
 
@@ -29,6 +31,27 @@ class Sums:
         if self.turn == TURNS:
             return [], True, 1.0
         return [{"role": "user", "content": self.row["problems"][self.turn - 1]}], False, 0.0
+
+    async def close(self) -> None:
+        pass
+
+
+class AskedTwice:
+    """Asks for the answer of the default job's prompt twice. Each right one gives half of the reward."""
+
+    tool = "again"
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.row = row
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], bool, float]:
+        self.turn += 1
+        await asyncio.sleep(0.05)
+        reward = 0.5 * exact_match("", message["content"], self.row["answer"])
+        return [{"role": "user", "content": self.row["prompt"]}], self.turn == 2, reward
 
     async def close(self) -> None:
         pass
