@@ -159,7 +159,7 @@ def test_an_environment_that_cannot_be_imported(name, said):
 
 
 def test_an_object_that_is_no_environment():
-    with pytest.raises(ValueError, match="environment.name='x:y': int has no method reset"):
+    with pytest.raises(ValueError, match="environment.name='x:y': int has neither reset nor run"):
         adapted(3, "x:y")
 
 

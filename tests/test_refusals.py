@@ -111,6 +111,7 @@ RUNNING_TYPES = {
     "RunFailed": "the controller ends the run, for a reason that is raised elsewhere",
     "NoAnswer": "a call of the user's function hangs or ended its process",
     "RewardError": "too many calls of the user's function failed",
+    "Refused": "a service asks for what it may not have, and is told so",
     "EnvironmentFailed": "too many episodes of the user's environment failed",
     "NotStarted": "a process did not start",
 }
@@ -137,6 +138,10 @@ TWINS = {
 # Functions that refuse what only a running system meets -> why the start cannot know it.
 RUNNING = {
     "actors.broadcasts:Broadcasts.broken": "members of a group fail again and again",
+    "actors.driven:next_turn": "a service rewrites a conversation, and is told so",
+    "actors.driven:_messages": "the same",
+    "actors.episodes:Episodes.asked": "a service asks again before it was answered, and is told so",
+    "actors.episodes:Episodes._ask_next": "a service asks for more than there is room for, and is told so",
     "actors.episodes:Episodes._begun": "an environment begins with messages that do not fit; its episode has failed",
     "environments.conversation:Conversation.sampled": "the generator would break its own rule",
     "environments.conversation:Conversation.answered": "the same",

@@ -111,3 +111,57 @@ def _do(what):
     if what == "spin":
         while True:
             pass
+
+
+class Talker:
+    """Asks the policy by itself, in the way that the row says."""
+
+    async def run(self, row, endpoint):
+        import httpx
+        import openai
+
+        client = openai.AsyncOpenAI(**{name: endpoint[name] for name in ("base_url", "api_key")}, max_retries=0)
+        how, said = row["how"], []
+        if how == "nothing":
+            return 1.0
+        if how == "chat":
+            messages = [{"role": "user", "content": "go"}]
+            for turn in range(row["turns"]):
+                found = await client.chat.completions.create(
+                    model=endpoint["model"], messages=messages, max_tokens=12, stop=row.get("stop"), logprobs=True
+                )
+                text = found.choices[0].message.content
+                said.append(text)
+                messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": f"turn {turn}"}]
+        elif how == "text":
+            prompt = "go"
+            for turn in range(row["turns"]):
+                found = await client.completions.create(model=endpoint["model"], prompt=prompt, max_tokens=12)
+                said.append(found.choices[0].text)
+                prompt += said[-1] + f" turn {turn}:"
+        elif how == "stream":
+            stream = await client.chat.completions.create(
+                model=endpoint["model"], messages=[{"role": "user", "content": "go"}], max_tokens=12, stream=True
+            )
+            said.append("".join([part.choices[0].delta.content or "" async for part in stream if part.choices]))
+        else:
+            tokens = list(row["tokens"])
+            root = endpoint["base_url"].removesuffix("/v1")
+            headers = {"Authorization": f"Bearer {endpoint['api_key']}"}
+            async with httpx.AsyncClient(headers=headers, timeout=60) as http:
+                for turn in range(row["turns"]):
+                    body = {"model": endpoint["model"], "token_ids": tokens}
+                    params = {"max_tokens": 12, "logprobs": 1, "temperature": 1.0, "skip_special_tokens": False}
+                    answer = await http.post(f"{root}/inference/v1/generate", json={**body, "sampling_params": params})
+                    if how == "again" and turn == 0:  # as if the answer had been lost
+                        answer = await http.post(
+                            f"{root}/inference/v1/generate", json={**body, "sampling_params": params}
+                        )
+                    choice = answer.json()["choices"][0]
+                    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+                    tokens += choice["token_ids"] + [3, 1, 4]
+                if how == "rewrites":
+                    tokens[len(row["tokens"])] ^= 1
+                    answer = await http.post(f"{root}/inference/v1/generate", json={**body, "token_ids": tokens})
+                    raise RuntimeError(answer.json()["error"]["message"])
+        return len(said) / 10

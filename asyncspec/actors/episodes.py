@@ -16,22 +16,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from asyncspec.actors.driven import Next, cut, next_turn
 from asyncspec.config import Config
 from asyncspec.engine.protocol import Completion
 from asyncspec.environments.conversation import Conversation, Turn, common
 from asyncspec.environments.pool import Answer, Environments
 from asyncspec.environments.rendering import Renderer
 from asyncspec.models.tokenizer import response_text
+from asyncspec.serve.calls import Choice
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import Recorder, now
 from asyncspec.wire import messages as m
 from asyncspec.wire.facts import UNNAMED, ToolUse, added
+
+if TYPE_CHECKING:
+    from asyncspec.serve.endpoint import Asked, Endpoint
 
 Key = tuple[int, int]  # ticket, sample
 
@@ -53,6 +59,8 @@ class Episode:
     used: dict[str, ToolUse] = field(default_factory=dict)
     cut: bool = False  # a limit ended it
     failed: bool = False
+    next: Next | None = None  # of a service: the turn that it has asked for last
+    answer: str = ""  # of a service: what it was told for that turn
 
     @property
     def key(self) -> Key:
@@ -102,6 +110,7 @@ class Episodes:
         self.config, self.renderer, self.environments = config, renderer, environments
         self._submit, self._forget, self._recorder = submit, forget, recorder
         self._rewards = config.environment.reward_from == "environment"
+        self.endpoint: Endpoint | None = None  # where services ask for turns
         self._room = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
         self._open: dict[Key, Episode] = {}
         self._left: Counter[int] = Counter()  # ticket -> its episodes that are not over
@@ -109,6 +118,12 @@ class Episodes:
         self._asked: dict[int, Episode] = {}  # by the request of their newest turn
         self._beginnings: dict[int, Conversation] = {}  # ticket -> that of its first episode that has one
         self._requests = 0
+
+    def close(self) -> None:
+        """End the processes of the environments, and the endpoint."""
+        self.environments.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
 
     @property
     def open(self) -> int:
@@ -138,10 +153,11 @@ class Episodes:
         episode.until("queued", min(at, completion.started_at))
         episode.until("generate", at)
         episode.asked_at = 0.0
+        if episode.next is not None and not episode.failed:
+            self._answer(episode, completion)
+            return
         episode.completions.append(completion)
-        tokens = completion.tokens.numpy()
-        arrays = completion.logprobs.numpy(), completion.versions.numpy()
-        episode.conversation.sampled(Turn(tokens, *arrays, completion.truncated))
+        episode.conversation.sampled(_turn(completion))
         if episode.failed:
             self._end(episode)
         elif completion.truncated:  # what it says may be half a call
@@ -150,6 +166,58 @@ class Episodes:
         else:
             self.environments.step(episode.key, {"role": "assistant", "content": self._text(completion)})
 
+    def asked(self, asked: Asked) -> None:
+        """Take what a service asks for."""
+        episode = self._open.get(asked.episode)
+        if asked.tell is None:  # its client has gone
+            if episode is not None and episode.asked_at and episode.next.asked.request_id == asked.request_id:
+                self._give_up_turn(episode)
+                episode.next = None if not episode.completions else episode.next
+            return
+        try:
+            if episode is None or episode.failed:
+                raise ValueError("the episode is over")
+            if episode.asked_at:
+                raise ValueError("the turn before is being sampled; expected one request at a time")
+            self._ask_next(episode, asked)
+        except ValueError as error:
+            asked.tell(error)
+
+    def _ask_next(self, episode: Episode, asked: Asked) -> None:
+        """Submit the turn that a service asks for.
+
+        Raises:
+            ValueError: it cannot be sampled.
+        """
+        before = episode.next if episode.completions else None
+        following = next_turn(before, episode.answer, self.renderer, asked)
+        conversation = following.conversation
+        del episode.completions[len(conversation.turns) :]  # of a turn that is sampled again
+        room = self._room - len(following.tokens)
+        if room < 1 or len(conversation.turns) >= self.config.environment.max_turns:
+            episode.cut = True
+            raise ValueError(
+                f"{len(conversation.turns)} turns and {len(following.tokens)} tokens: expected at most "
+                f"environment.max_turns={self.config.environment.max_turns} and {self._room} tokens"
+            )
+        first = self._beginnings.setdefault(episode.ticket.ticket_id, conversation)
+        if conversation.prompt[0] != first.prompt[0]:
+            raise ValueError("a beginning with another first token than others of its group")
+        episode.next, episode.conversation = following, conversation
+        episode.until("environment", now())
+        self._ask(episode, following.tokens, min(asked.most_tokens, room))
+
+    def _answer(self, episode: Episode, completion: Completion) -> None:
+        """Tell a service what was sampled for it, up to a stop string."""
+        asked = episode.next.asked
+        choice = Choice(self.renderer.tokenizer, asked.stops)
+        choice.grow(completion)
+        asked.tell(replace(completion, request_id=asked.request_id, sample=0))
+        completion = cut(completion, choice.used)
+        episode.completions.append(completion)
+        episode.next.sampled(_turn(completion))
+        episode.answer = choice.text
+
     def tend(self) -> Iterator[Ended]:
         """Take the answers of environments, and submit the turns that they lead to. Yield the tickets whose episodes
         are all over.
@@ -157,6 +225,8 @@ class Episodes:
         Raises:
             EnvironmentFailed: too many failed.
         """
+        for each in self.endpoint.take() if self.endpoint is not None else ():
+            self.asked(each)
         for answer in self.environments.poll():
             if (episode := self._open.get(answer.key)) is not None:
                 self._answered(episode, answer)
@@ -170,6 +240,7 @@ class Episodes:
             self._give_up_turn(episode)
             episode.until("environment", now())
             episode.conversation, episode.completions, episode.reward, episode.used = None, [], 0.0, {}
+            episode.next, episode.cut = None, False
             return
         if not episode.asked_at:
             episode.until("environment", answer.answered_at)
@@ -182,6 +253,8 @@ class Episodes:
             episode.used = added([episode.used, {answer.tool or UNNAMED: use}])
         if answer.error:
             self._fail(episode)
+        elif not episode.completions and answer.what == "run":
+            self._fail(episode, "run has asked the policy for nothing")
         elif answer.what == "reset":
             self._begun(episode, answer)
         else:
@@ -231,11 +304,16 @@ class Episodes:
         conversation.answered(tokens, self._text(last), answer.messages)
         self._ask(episode)
 
-    def _ask(self, episode: Episode, most: int = 0) -> None:
-        """Submit the next turn of an episode, of `most` tokens, or of as many as there is room for."""
+    def _ask(self, episode: Episode, tokens: Sequence[int] = (), most: int = 0) -> None:
+        """Submit the next turn of an episode.
+
+        Args:
+            tokens: all that come before it; empty: those of the conversation.
+            most: tokens of the turn; 0: as many as there is room for.
+        """
         conversation, before = episode.conversation, episode.request_id if episode.completions else None
-        tokens = conversation.tokens
-        most = most or min(self.config.sampling.max_response_tokens, self._room - len(tokens))
+        tokens = list(tokens) or conversation.tokens
+        most = min(most or self._room, self.config.sampling.max_response_tokens, self._room - len(tokens))
         self._requests += 1
         episode.request_id, episode.asked_at = self._requests, now()
         self._asked[self._requests] = episode
@@ -258,18 +336,22 @@ class Episodes:
         own = Conversation(episode.ticket.prompt, episode.ticket.prompt_tokens)
         first = self._beginnings.setdefault(episode.ticket.ticket_id, own)
         episode.conversation = Conversation(first.beginning, first.prompt)
-        self._ask(episode, 1)
+        self._ask(episode, most=1)
 
     def _give_up_turn(self, episode: Episode) -> None:
         """Forget the turn that the engine is sampling for an episode."""
         if episode.asked_at:
             self._asked.pop(episode.request_id, None)
+            if episode.next is not None:
+                episode.next.asked.tell(ValueError("the episode is over, or begins again"))
             episode.until("generate", now())
             episode.asked_at = 0.0
         self._forget(episode.request_id)
 
     def _end(self, episode: Episode) -> None:
-        self._forget(episode.request_id)
+        if self.endpoint is not None:
+            self.endpoint.shut(episode.key)
+        self._give_up_turn(episode)
         self.environments.end(episode.key)
         del self._open[episode.key]
         self._over[episode.ticket.ticket_id].append(episode)
@@ -293,6 +375,11 @@ class Episodes:
             tools=added(episode.used for episode in episodes),
             texts=[self._text(episode.completions[-1]) for episode in episodes],
         )
+
+
+def _turn(completion: Completion) -> Turn:
+    arrays = completion.tokens.numpy(), completion.logprobs.numpy(), completion.versions.numpy()
+    return Turn(*arrays, completion.truncated)
 
 
 def _completion(episode: Episode, shared: int) -> Completion:

@@ -111,6 +111,12 @@ class Generator(EngineHolder):
             self.episodes = Episodes(
                 self.config, renderer, environments, self._submit_turn, self._forget, self.recorder
             )
+            if environments.driven:
+                from asyncspec.serve.endpoint import Endpoint  # the server's libraries are an extra
+
+                self.episodes.endpoint = endpoint = Endpoint.of(self.config, renderer)
+                environments.endpoint = endpoint.open
+                endpoint.start()
 
     def connect(self, welcome: m.Welcome) -> set[str]:
         self.to_logprob = [
@@ -357,7 +363,7 @@ class Generator(EngineHolder):
         if self.rewarder is not None:
             self.rewarder.close()
         if self.episodes is not None:
-            self.episodes.environments.close()
+            self.episodes.close()
         super()._leave()
 
     def _end_busy_span(self) -> None:

@@ -195,14 +195,16 @@ def _serve(
     limits = Limits(
         config.engine.max_prompt_tokens, settings.max_response_tokens, min(slots + waiting, 128), waiting, timeout_s
     )
+    shape = PolicyShape.from_hf(path)
     model = Model(
         name,
         tokenizer,
         template,
         parse_variables(config.data.template_variables),
-        PolicyShape.from_hf(path).vocab_size,
+        shape.vocab_size,
         Sampling(settings.temperature, settings.top_p, settings.top_k),
         limits,
+        tuple(shape.eos_token_ids),
     )
     server = uvicorn.Server(
         uvicorn.Config(

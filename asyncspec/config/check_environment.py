@@ -24,5 +24,8 @@ def rules(config: Config) -> Iterator[tuple[bool, str, str, Any]]:
     nearest = difflib.get_close_matches(c.name, _KNOWN, 1, 0.0)[0]
     yield _FORM.fullmatch(c.name) is not None, "environment.name", f"{ENVIRONMENTS}, or nothing", nearest
     yield kind != "mock", "environment.name", "empty with engine.kind=mock: what a mock samples means nothing", "''"
+    several = config.deployment.generators > 1
+    why = f"0 with deployment.generators={config.deployment.generators}: each generator has a port of its own"
+    yield c.port == 0 or not several, "environment.port", why, 0
     held, most = c.turn_timeout_s <= c.episode_timeout_s, f"{c.episode_timeout_s:g}"
     yield held, "environment.turn_timeout_s", f"at most environment.episode_timeout_s={most}", most

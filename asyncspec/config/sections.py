@@ -100,7 +100,8 @@ class EnvironmentConfig:
     name: str = knob(
         "",
         f"what the policy acts in over several turns: {ENVIRONMENTS}; a factory makes an object with reset, step and "
-        "close, or with tools by method, as TRL's have; empty: a prompt has one response",
+        "close, with tools by method, as TRL's have, or with run, which asks the policy over HTTP; empty: a prompt has "
+        "one response",
     )
     reward_from: str = knob(
         "environment",
@@ -134,6 +135,12 @@ class EnvironmentConfig:
         "0: as many as engine.slots",
         least=0,
     )
+    host: str = knob(
+        "127.0.0.1",
+        "address of the generator's host on which services reach the policy, each episode with a key of its own; "
+        "services on other hosts need another than loopback",
+    )
+    port: int = knob(0, "port for services; 0: a free one", least=0, most=65535)
     rewritten_turns: str = knob(
         "refuse",
         "if the chat template would render earlier turns otherwise once a conversation goes on: refuse the run, or "

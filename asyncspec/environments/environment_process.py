@@ -5,9 +5,10 @@
 Episodes run concurrently: asynchronous methods in one event loop, plain ones in a thread each. The connection is a
 socket of its own, and both sides send JSON, an object or a list on each line:
 
-    {"path": sys.path, "environment": name}  ->  {"error": what is wrong, or ""}
+    {"path": sys.path, "environment": name}  ->  {"error": what is wrong, or "", "driven": whether it has `run`}
     ["reset", episode, row, seconds]         ->  {"episode", "messages" or null, "tools", "error", "seconds", "stuck"}
     ["step", episode, message, seconds]      ->  {"episode", "messages", "done", "reward", "tool", "error", ...}
+    ["run", episode, {"row", "endpoint"}, seconds]
     ["close", episode]
 
 A call that takes longer than its seconds is given up, with an error. A plain method goes on in its thread all the same,
@@ -60,16 +61,34 @@ async def _serve(connection: socket.socket, parent: int) -> None:
 
     try:
         make = maker(asked["environment"])
+        driven = callable(getattr(_first(make, asked["environment"]), "run", None))
     except ValueError as error:
         answer({"error": str(error)})
         await writer.drain()
         return
-    answer({"error": ""})
+    answer({"error": "", "driven": driven})
     episodes, tasks = _Episodes(make, answer), set()
     while line := await reader.readline():
         task = asyncio.ensure_future(episodes.handle(json.loads(line)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+
+def _first(make: Callable[[], Any], name: str) -> Any:
+    """Make an environment, to see that it can be made.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        return make()
+    except ValueError:
+        raise
+    except BaseException as error:  # anything that the user's code raises
+        said = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"environment.name={name!r}: {type(error).__name__}: {said}; expected a factory that needs nothing"
+        ) from None
 
 
 class _Episodes:
@@ -82,11 +101,14 @@ class _Episodes:
         what, episode, *rest = request
         if what == "close":
             if (environment := self._open.pop(episode, None)) is not None:
-                await self._called(environment.close, (), CLOSE_S)
+                await self._called(getattr(environment, "close", _nothing), (), CLOSE_S)
             return
         given, seconds = rest
         start, found = time.monotonic(), {}
-        if what == "reset":
+        if what == "run":
+            reward, error = await self._run(given["row"], given["endpoint"], seconds)
+            found |= {"messages": [], "done": True, "reward": reward}
+        elif what == "reset":
             environment, error = await self._called(self._make, (), seconds)
             if not error:
                 self._open[episode] = environment
@@ -109,6 +131,16 @@ class _Episodes:
             self._answer(found)
         except (TypeError, ValueError) as wrong:  # something is no JSON
             self._answer({"episode": episode, "error": f"{what}: {wrong}", "seconds": 0.0, "stuck": self._stuck > 0})
+
+    async def _run(self, row: Any, endpoint: Any, seconds: float) -> tuple[float | None, str]:
+        environment, error = await self._called(self._make, (), seconds)
+        if error:
+            return None, error
+        reward, error = await self._called(environment.run, (row, endpoint), seconds)
+        try:
+            return _number(reward), error
+        except (TypeError, ValueError):
+            return None, f"run returned {reward!r:.60}: expected a finite number, or None"
 
     async def _called(self, function: Callable[..., Any], arguments: tuple, seconds: float) -> tuple[Any, str]:
         """Return what a function of the user's returns, and what went wrong in one line, or ""."""
@@ -147,6 +179,10 @@ class _Episodes:
         except asyncio.CancelledError:
             self._stuck += 1
             raise
+
+
+def _nothing() -> None:
+    pass
 
 
 def _ends(error: BaseException) -> bool:

@@ -49,8 +49,12 @@ def adapted(made: Any, name: str) -> Environment:
     Raises:
         ValueError: it is neither.
     """
+    if callable(getattr(made, "run", None)):  # it asks the policy itself, see protocol.Service
+        return made
     if not callable(getattr(made, "reset", None)):
-        raise ValueError(f"environment.name={name!r}: {type(made).__name__} has no method reset; expected {EXAMPLE}")
+        raise ValueError(
+            f"environment.name={name!r}: {type(made).__name__} has neither reset nor run; expected {EXAMPLE}"
+        )
     if callable(getattr(made, "step", None)):
         return made
     from asyncspec.environments.trl import ToolsByMethod

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Answer:
     key: Hashable
     asked_at: float
     answered_at: float
-    what: str  # "reset" or "step"
+    what: str  # "reset", "step" or "run"
     messages: list[Message] | None = None
     done: bool = False
     reward: float | None = None
@@ -97,6 +97,8 @@ class Environments:
         self.most_failures, self.start_s, self.workers = most_failures, start_s, workers
         self.begun = self.failed = self.begun_again = 0
         self.first_failure = ""
+        self.driven = False  # whether the episodes ask the policy themselves; known when the environment is loaded
+        self.endpoint: Callable[[Hashable], dict[str, str]] | None = None  # how an episode that begins reaches it
         self._numbers = 0
         self._waiting: deque[_Episode] = deque()  # for a process
         self._open: dict[Hashable, _Episode] = {}
@@ -198,7 +200,8 @@ class Environments:
             ) from None
         if said is not None and said["error"]:
             raise EnvironmentFailed(said["error"])
-        place.loaded = said is not None
+        if said is not None:
+            place.loaded, self.driven = True, said["driven"]
         return place.loaded
 
     def _assign(self) -> None:
@@ -213,13 +216,17 @@ class Environments:
             self._numbers += 1
             episode.number, episode.place, episode.tries = self._numbers, place, episode.tries + 1
             place.held[episode.number] = episode
-            self._ask(episode, "reset", episode.row)
+            if self.driven and self.endpoint is not None:
+                self._ask(episode, "run", {"row": episode.row, "endpoint": self.endpoint(episode.key)})
+            else:
+                self._ask(episode, "reset", episode.row)
 
     def _ask(self, episode: _Episode, what: str, given: Mapping[str, Any]) -> None:
         episode.asked, episode.asked_at = what, now()
         if episode.place is None:  # its process has ended meanwhile: it begins again, which its answer says
             return
-        seconds = max(0.01, min(self.turn_s, episode.deadline - time.monotonic()))
+        most = self.episode_s if what == "run" else self.turn_s
+        seconds = max(0.01, min(most, episode.deadline - time.monotonic()))
         episode.due = time.monotonic() + seconds + _LATE_S
         episode.place.process.send([what, episode.number, given, seconds])
 
@@ -235,7 +242,7 @@ class Environments:
             return
         late = {number: e for number, e in place.held.items() if e.asked and time.monotonic() > e.due}
         if late:
-            self._lost(place, late, f"took more than {self.turn_s:g} s, and its process did not answer")
+            self._lost(place, late, "was late, and its process did not answer")
         elif place.stuck and not place.held:
             self._drop(place)
 

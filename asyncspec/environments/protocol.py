@@ -22,6 +22,23 @@ Message = dict[str, Any]  # with role and content, as chat templates take them
 Stepped = tuple[Sequence[Message], bool, float | None]
 
 
+class Service(Protocol):
+    """What plays an episode by itself, and asks the policy over HTTP. It has `run` in the place of the three."""
+
+    async def run(self, row: Mapping[str, Any], endpoint: Mapping[str, str]) -> float | None:
+        """Play an episode.
+
+        Args:
+            row: the row of the data.
+            endpoint: base_url, api_key and model, for OpenAI's clients. All requests with this key are turns of one
+                conversation.
+
+        Returns:
+            The episode's reward; None: 0, or that of data.reward.
+        """
+        ...
+
+
 class Environment(Protocol):
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None | Awaitable[Sequence[Message] | None]:
         """Begin an episode.

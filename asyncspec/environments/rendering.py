@@ -97,12 +97,12 @@ class Renderer:
             ValueError: the messages cannot be rendered. The message is one line.
         """
         if isinstance(beginning, str):
-            return self._encoded("".join(message["content"] for message in said))
+            return self.encoded("".join(message["content"] for message in said))
         messages = [*self.with_tools(beginning, tools), {"role": "assistant", "content": _PLACE}, *said]
         _, found, behind = self._render(messages, tools).rpartition(_PLACE)
         if not found:
             raise ValueError("the chat template does not write what the policy said; expected one that does")
-        tokens = self._encoded(behind)
+        tokens = self.encoded(behind)
         return tokens[1:] if ended_by is not None and tokens[:1] == [ended_by] else tokens
 
     def faults(self) -> list[str]:
@@ -137,5 +137,5 @@ class Renderer:
             )
         return self.template.render(messages, self.variables, tools if self.template.knows_tools else None)
 
-    def _encoded(self, text: str) -> list[int]:
+    def encoded(self, text: str) -> list[int]:
         return encode_responses(self.tokenizer, [text])[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.environments.pool import EnvironmentFailed, Environments
 from asyncspec.environments.rendering import Renderer
-from asyncspec.errors import ConfigError
+from asyncspec.errors import ConfigError, first_line
 from asyncspec.launch.check_boards import check_boards
 from asyncspec.launch.machine import check_memory
 from asyncspec.launch.push import check_repository
@@ -189,9 +190,37 @@ def _check_data(config: configuration.Config) -> None:
                 reward.wait_until_loaded(config.deployment.start_timeout_s)
             if environments is not None:
                 environments.load()
+                if environments.driven:
+                    _check_endpoint(config)
                 _check_template(config, Renderer.of(config, tokenizer))
     except (ValueError, EnvironmentFailed) as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_endpoint(config: configuration.Config) -> None:
+    """Refuse an environment that asks the policy over HTTP where generators cannot serve it.
+
+    Raises:
+        ConfigError: what the server needs is not installed, or this host has no such address. On other nodes only their
+            generators can tell.
+    """
+    name, host, port = config.environment.name, config.environment.host, config.environment.port
+    if missing := [library for library in ("starlette", "uvicorn") if importlib.util.find_spec(library) is None]:
+        raise ConfigError(
+            f"environment.name={name!r}: asks the policy over HTTP, but {missing[0]} is not installed; expected pip "
+            "install 'asyncspec[serve]'"
+        )
+    if config.deployment.nodes:
+        return
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(
+            f"environment.host={host!r}, environment.port={port}: {why}; expected an address of this host and a free "
+            "port; nearest valid choice: environment.host=127.0.0.1 environment.port=0"
+        ) from None
 
 
 def _check_template(config: configuration.Config, renderer: Renderer) -> None:

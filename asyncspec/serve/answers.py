@@ -78,6 +78,24 @@ class Writer:
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": choice.finish})
         return {**self._head(False), "choices": choices, "usage": self.usage()}
 
+    def tokens(self) -> dict[str, Any]:
+        """Return the answer to a request of tokens: what was sampled, with the token that ended it, in vLLM's form."""
+        choices = []
+        for index, choice in enumerate(self._call.choices):
+            content = [
+                {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(choice.sampled, choice.sampled_logprobs)
+            ]
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": choice.sampled,
+                    "logprobs": {"content": content},
+                    "finish_reason": choice.finish,
+                }
+            )
+        return {"request_id": self._id, "choices": choices, "prompt_logprobs": None}
+
     def began(self) -> list[dict[str, Any]]:
         """Return the chunks with which a stream of a chat begins."""
         if not self._call.ask.chat:

@@ -1,6 +1,7 @@
 """The server's addresses, and who may use them.
 
     POST /v1/chat/completions  POST /v1/completions   GET /v1/models   GET /health
+    POST /inference/v1/generate      tokens in, tokens out, in vLLM's form
 
 A server with a key answers whoever shows the key. A server without one answers only requests whose Host header names
 this host. A web page that somebody reads on this host sends its own name there, so it cannot use the server, even if
@@ -24,7 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from asyncspec.serve import answers
-from asyncspec.serve.asks import Ask, Model, Refused, understand
+from asyncspec.serve.asks import Ask, Model, Refused, understand, understand_tokens
 from asyncspec.serve.calls import Call
 from asyncspec.serve.worker import Worker
 
@@ -52,6 +53,7 @@ class Server:
             Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
             Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
+            Route("/inference/v1/generate", self._guarded(self._tokens), methods=["POST"]),
         ]
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _other})
 
@@ -90,14 +92,29 @@ class Server:
         return answers.answer(answers.models(self.model, self._began)["data"][0])
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, True)
+        return await self._generate(request, lambda body: understand(body, self.model, True))
 
     async def _completion(self, request: Request) -> Response:
-        return await self._generate(request, False)
+        return await self._generate(request, lambda body: understand(body, self.model, False))
 
-    async def _generate(self, request: Request, chat: bool) -> Response:
+    async def _tokens(self, request: Request) -> Response:
+        return await self._generate(
+            request, lambda body: understand_tokens(body, self.model), lambda writer: writer.tokens()
+        )
+
+    def _worker_of(self, request: Request, body: object) -> Worker:
+        """Return who samples for a request."""
+        return self._worker
+
+    async def _generate(
+        self,
+        request: Request,
+        understood: Callable[[object], Ask],
+        written: Callable[[answers.Writer], dict] = answers.Writer.whole,
+    ) -> Response:
         body = await _body(request, self.model.limits.body_bytes)
-        ask = await run_in_threadpool(understand, body, self.model, chat)
+        ask = await run_in_threadpool(understood, body)
+        worker = self._worker_of(request, body)
         if self._open + ask.choices > self._room:
             raise Refused(
                 f"{self._open} samples are generated or wait; expected at most {self._room}; try again later",
@@ -106,9 +123,9 @@ class Server:
             )
         self._open += ask.choices  # of a stream, too, which begins only when the response does
         if ask.stream:
-            return _Stream(self._streamed(ask), lambda: self._leave(ask))
+            return _Stream(self._streamed(ask, worker), lambda: self._leave(ask))
         try:
-            return await self._unless_gone(request, self._whole(ask))
+            return await self._unless_gone(request, self._whole(ask, worker, written))
         finally:
             self._leave(ask)
 
@@ -133,23 +150,23 @@ class Server:
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
-    async def _whole(self, ask: Ask) -> Response:
-        with Call(ask, self.model, self._worker) as call:
+    async def _whole(self, ask: Ask, worker: Worker, written: Callable[[answers.Writer], dict]) -> Response:
+        with Call(ask, self.model, worker) as call:
             try:
                 async with asyncio.timeout(self.model.limits.timeout_s):
                     async for _ in call.run():
                         pass
             except TimeoutError:
                 raise self._late() from None
-            return answers.answer(answers.Writer(call, self.model).whole())
+            return answers.answer(written(answers.Writer(call, self.model)))
 
-    async def _streamed(self, ask: Ask) -> AsyncIterator[str]:
+    async def _streamed(self, ask: Ask, worker: Worker) -> AsyncIterator[str]:
         """Yield server-sent events."""
 
         def event(content) -> str:
             return f"data: {answers.dump(content)}\n\n"
 
-        with Call(ask, self.model, self._worker) as call:
+        with Call(ask, self.model, worker) as call:
             writer, limit = answers.Writer(call, self.model), self.model.limits.timeout_s
             for chunk in writer.began():
                 yield event(chunk)

@@ -40,6 +40,19 @@ _BOTH = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "stream", "stream_options"),
     "logprobs",
 )
+TOKENS = ("model", "token_ids", "sampling_params", "stream", "cache_salt", "priority", "request_id")
+_PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "n", "stop_token_ids", "stop")
+_UNUSED_PARAMS = {  # with the values that change nothing
+    "skip_special_tokens": (False, True),
+    "spaces_between_special_tokens": (False, True),
+    "detokenize": (False, True),
+    "min_tokens": (0,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "prompt_logprobs": (),
+}
 CHAT = (*_BOTH, "messages", "max_completion_tokens", "chat_template_kwargs")
 COMPLETION = (*_BOTH, "prompt")
 
@@ -75,6 +88,7 @@ class Model:
     vocabulary: int
     sampling: Sampling  # of requests that do not say
     limits: Limits
+    stop_tokens: tuple[int, ...] = ()  # that end a response
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,48 @@ def understand(body: Any, model: Model, chat: bool) -> Ask:
         usage=_flag(options, "include_usage"),
         logprobs=_logprobs(body, chat),
     )
+
+
+def understand_tokens(body: Any, model: Model) -> Ask:
+    """Turn the body of a request of tokens, in vLLM's form, into what to do.
+
+    Raises:
+        Refused: as `understand`.
+    """
+    if not isinstance(body, dict):
+        raise Refused("the body: expected a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name in body:
+        if name not in TOKENS:
+            near = difflib.get_close_matches(name, TOKENS, 1)
+            raise Refused(f"{_short(name)[1:-1]}: no such field" + (f"; nearest: {near[0]}" if near else ""), name)
+    params = body.get("sampling_params", {})
+    if not isinstance(params, dict):
+        raise Refused(f"sampling_params={_short(params)}: expected an object", "sampling_params")
+    params = {name: value for name, value in params.items() if value is not None}
+    for name, value in params.items():
+        if name in _UNUSED_PARAMS and value in _UNUSED_PARAMS[name]:
+            continue
+        if name not in _PARAMS:
+            raise Refused(f"sampling_params.{_short(name)[1:-1]}={_short(value)}: not supported", "sampling_params")
+    stops = params.get("stop_token_ids", [])
+    if not isinstance(stops, list) or not {*stops} <= {*model.stop_tokens}:
+        expected = f"some of the model's own, {', '.join(map(str, model.stop_tokens))}"
+        raise Refused(f"sampling_params.stop_token_ids={_short(stops)}: expected {expected}", "sampling_params")
+    if params.get("logprobs", 1) not in (0, 1):
+        raise Refused(f"sampling_params.logprobs={_short(params['logprobs'])}: expected 1", "sampling_params")
+    if not isinstance(body.get("token_ids"), list):
+        raise Refused(f"token_ids={_short(body.get('token_ids'))}: expected a list of tokens", "token_ids")
+    asked = {
+        name: params[name]
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed", "n", "stop")
+        if name in params
+    }
+    plain = {"model": body.get("model"), "prompt": body["token_ids"], "logprobs": 0, **asked}
+    found = understand(plain | {"stream": body.get("stream", False)}, model, False)
+    if found.stream:
+        raise Refused("stream=True: not supported with tokens; expected false, or nothing", "stream")
+    return found
 
 
 def _check_name(name: str, value: Any, known: Sequence[str]) -> None:

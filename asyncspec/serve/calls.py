@@ -24,9 +24,15 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self.text, self.tokens, self.logprobs = "", [], []  # what the client gets
+        self.sampled: list[int] = []  # all tokens that were sampled for it, with the one that ends the response
+        self.sampled_logprobs: list[float] = []
         self.finish: str | None = None  # why it ended, as OpenAI says it
-        self.used = 0  # tokens that were sampled for the client, with the one that ends the response
         self.accepted = self.rejected = 0  # proposed tokens
+
+    @property
+    def used(self) -> int:
+        """The number of tokens that were sampled for the client."""
+        return len(self.sampled)
 
     def grow(self, found: Partial | Completion) -> str:
         """Take what the engine has; return the text that is new.
@@ -34,19 +40,21 @@ class Choice:
         Text that may yet become a stop string, or part of a character, is held back until it is known.
         """
         tokens, ended = found.tokens.tolist(), isinstance(found, Completion)
-        used = len(tokens)
+        sampled = tokens
         if ended and not found.truncated:
             tokens = tokens[:-1]  # the token that ended it has no text
         known, text = len(self.tokens), None
-        self.tokens, self.used = tokens, used
+        self.tokens, self.sampled = tokens, sampled
         if self._stops:
             for count in range(known + 1, len(tokens) + 1):
                 text = self._decode(tokens[:count])
                 if (end := min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)) >= 0:
-                    self.tokens, self.used, self.finish, text = tokens[:count], count, "stop", text[:end]
+                    self.tokens = self.sampled = tokens[:count]
+                    self.finish, text = "stop", text[:end]
                     break
         text = self._decode(tokens) if text is None else text
-        self.logprobs = found.logprobs[: len(self.tokens)].tolist()
+        self.sampled_logprobs = found.logprobs[: len(self.sampled)].tolist()
+        self.logprobs = self.sampled_logprobs[: len(self.tokens)]
         if ended:
             self.finish = self.finish or ("length" if found.truncated else "stop")
             self.accepted, self.rejected = found.accepted, found.proposed - found.accepted
