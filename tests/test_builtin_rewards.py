@@ -169,7 +169,7 @@ def test_a_program_ends_with_its_reward_process():
 
 
 def test_a_sleeping_program_ends_with_a_parent_that_is_killed():
-    script = "from asyncspec.tasks.builtin import _run; _run('import time; time.sleep(600)', '')"
+    script = "from asyncspec.tasks.builtin import run_program; run_program('import time; time.sleep(600)', '')"
     before = _sandboxes()
     parent = subprocess.Popen([sys.executable, "-c", script])
     deadline = time.monotonic() + 30

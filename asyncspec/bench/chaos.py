@@ -196,7 +196,8 @@ class Storm:
     def _newest(self, role: str) -> tuple[str, int]:
         """Return the name and the process of who plays a role now; ("", 0): nobody does."""
         if role == ENVIRONMENT:
-            return ENVIRONMENT, _environment_of(self._newest("generator0")[1])
+            running = environments_of(self._newest("generator0")[1])
+            return ENVIRONMENT, int(self.rng.choice(running)) if running else 0
         logs = sorted((self.run_dir / "logs").glob(f"{role}*.log"), key=lambda path: path.stat().st_mtime_ns)
         found = [
             (log.stem, pid) for log in logs for pid in re.findall(r"starts, pid (\d+)", log.read_text(errors="replace"))
@@ -204,14 +205,14 @@ class Storm:
         return (found[-1][0], int(found[-1][1])) if found else ("", 0)
 
 
-def _environment_of(generator: int) -> int:
-    """Return a process that runs environments for a generator; 0: there is none."""
+def environments_of(generator: int) -> list[int]:
+    """Return the processes that run environments for a generator."""
     try:
-        children = Path(f"/proc/{generator}/task/{generator}/children").read_text().split()
-        running = [pid for pid in children if b"environment_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        tasks = Path(f"/proc/{generator}/task").iterdir()  # an actor's main loop may be in any thread
+        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        return [int(pid) for pid in children if b"environment_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     except OSError:  # one of them has just ended
-        return 0
-    return int(running[0]) if running else 0
+        return []
 
 
 def cut_and_resume(run_dir: Path, arguments: Sequence[str], cuts: int = CUTS) -> list[dict]:

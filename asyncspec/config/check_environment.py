@@ -11,9 +11,9 @@ from asyncspec.config.schema import Config
 from asyncspec.config.sections import ENVIRONMENTS
 
 _FORM = re.compile(
-    r"reasoning_gym|skyrl_gym:\w+|openenv:https?://\S+|(?!openenv:|skyrl_gym:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+    r"python|reasoning_gym|skyrl_gym:\w+|openenv:https?://\S+|(?!openenv:|skyrl_gym:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 )
-_KNOWN = ("reasoning_gym", "skyrl_gym:gsm8k", "openenv:http://127.0.0.1:8000", "my_module:Environment")
+_KNOWN = ("python", "reasoning_gym", "skyrl_gym:gsm8k", "openenv:http://127.0.0.1:8000", "my_module:Environment")
 
 
 def rules(config: Config) -> Iterator[tuple[bool, str, str, Any]]:

@@ -92,7 +92,7 @@ class DataConfig:
         return [float(weight) for weight in self.train_weights.split(",")] if self.train_weights else []
 
 
-ENVIRONMENTS = "module:factory, reasoning_gym, skyrl_gym:NAME or openenv:http://HOST:PORT"
+ENVIRONMENTS = "module:factory, python, reasoning_gym, skyrl_gym:NAME or openenv:http://HOST:PORT"
 
 
 @dataclass

@@ -9,7 +9,6 @@ from asyncspec.environments.protocol import Environment
 from asyncspec.tasks.importing import import_function
 
 EXAMPLE = "my_module:Environment"
-LIBRARIES = ("reasoning_gym", "skyrl_gym:NAME", "openenv:URL")  # besides module:factory
 
 
 def maker(name: str) -> Callable[[], Environment]:
@@ -23,6 +22,10 @@ def maker(name: str) -> Callable[[], Environment]:
     """
     library, _, rest = name.partition(":")
     try:
+        if name == "python":
+            from asyncspec.environments.python_tool import PythonTool
+
+            return PythonTool
         if name == "reasoning_gym":
             from asyncspec.environments.reasoning_gym import OneTurn
 

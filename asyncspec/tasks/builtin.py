@@ -27,7 +27,7 @@ _MARKED = (  # where a response says that its answer stands, the most certain fi
     re.compile(r"\b[Aa]nswer(?: is)?:?\s+(.+?)\s*\.?\s*$", re.MULTILINE),
 )
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+)?|-?\.\d+")
-_CODE = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
+CODE_BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 
 
 def final_answer(response: str) -> str:
@@ -89,14 +89,14 @@ def code(prompt: str, response: str, answer: str) -> float:
     The program is the last block between lines of ```, else the whole response. The answer holds the tests: Python that
     runs behind the program, or JSON {"inputs": [...], "outputs": [...]} of what it reads and must print.
     """
-    program = blocks[-1] if (blocks := _CODE.findall(response)) else response
+    program = blocks[-1] if (blocks := CODE_BLOCK.findall(response)) else response
     try:
         tests = json.loads(answer)
         cases = list(zip(tests["inputs"], tests["outputs"], strict=True))
     except (ValueError, TypeError, KeyError):
-        return float(_run(f"{program}\n{answer}\n", "").whole)
+        return float(run_program(f"{program}\n{answer}\n", "").whole)
     for given, expected in cases:
-        run = _run(program, str(given))
+        run = run_program(program, str(given))
         if run.code or _lines(run.printed) != _lines(str(expected)):
             return 0.0
     return 1.0
@@ -106,15 +106,16 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-class _Run(NamedTuple):
-    """A program that has run: its exit code, whether it ran to its last line, and what it printed."""
+class Run(NamedTuple):
+    """A program that has run: its exit code, whether it ran to its last line, what it printed, and its last error."""
 
     code: int
     whole: bool
     printed: str
+    error: str = ""
 
 
-def _run(program: str, given: str) -> _Run:
+def run_program(program: str, given: str) -> Run:
     """Run a program in the sandbox.
 
     Raises:
@@ -145,7 +146,7 @@ def _run(program: str, given: str) -> _Run:
         if said and said[-1].startswith("OSError") and ("seccomp" in said[-1] or "does not hold" in said[-1]):
             raise RuntimeError(f"the sandbox cannot be used here: {said[-1]}")
         code, text = process.returncode, printed.read().decode(errors="replace")
-        return _Run(code, code == 0 and said[-1:] == [word], text)
+        return Run(code, code == 0 and said[-1:] == [word], text, "" if said[-1:] == [word] else "".join(said[-1:]))
 
 
 def _formatted(pattern: str) -> Callable[..., float]:

