@@ -21,7 +21,7 @@ from asyncspec.models.chat import ChatTemplate
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire.facts import GroupRecord, checksum, sampled, sampled_lengths
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/_ \n?.:{}[]\",'"
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/_ \n?.:{}[]\",'+=#;"
 END, OTHER_END = "<|im_end|>", "<|endoftext|>"
 
 

@@ -37,7 +37,7 @@ def play(chat_policy, chatml, monkeypatch):  # noqa: F811
     engine.load_policy(dict(model.named_parameters()), 0)
     environments = Environments("toolbox:Talker", turn_s=5, episode_s=60, most_failures=1.0, start_s=30, workers=1)
     environments.load()
-    limits = Limits(160, 120, 1, 16, 30.0)
+    limits = Limits(159, 120, 1, 16, 30.0, whole_tokens=160)
     tokenizer, size = chatml.tokenizer, shape.vocab_size
     known = Model("policy", tokenizer, chatml.template, {}, size, AS_IS, limits, tuple(shape.eos_token_ids))
     with closing(environments), closing(Endpoint(known, "127.0.0.1")) as endpoint:
@@ -126,7 +126,7 @@ def test_only_the_key_of_an_open_episode_is_answered(play):
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
     client = openai.OpenAI(base_url=about["base_url"], api_key=about["api_key"], max_retries=0)
-    assert client.models.list().data[0].model_dump()["max_model_len"] == 280
+    assert client.models.list().data[0].model_dump()["max_model_len"] == 160
     endpoint.open("episode")  # which began again
     with pytest.raises(openai.AuthenticationError):
         client.models.list()

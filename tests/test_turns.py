@@ -119,3 +119,20 @@ def test_a_turn_may_be_as_long_as_prompt_and_response_together(small_shape, smal
             engine.submit(Request(1, [1] * prompt, [0], most, follows=5))
     with pytest.raises(ValueError, match="prompt of"):
         engine.submit(Request(2, [1] * 9, [0], 1))
+
+
+def test_a_kept_row_is_used_only_as_far_as_its_tokens_are_the_prompt_s(small_shape, small_policy, maker):
+    """A turn may go on from a part of what was sampled, for example up to a stop string."""
+    for method in (None, "eagle3"):
+        engine = engine_of(small_shape, small_policy, maker[method] if method else None, slots=2, k=3, kept=4)
+        for number, (kept_tokens, said) in enumerate([(2, [3, 4]), (1, []), (0, [5]), (4, [2, 2, 2])]):
+            engine.submit(Request(10 * number, [2, 3, 5], [number], 8, keeps=True))
+            done = []
+            while engine.live or engine.waiting:
+                done += engine.poll()
+            prompt = [2, 3, 5, *done[0].tokens.tolist()[:kept_tokens], *said]
+            engine.submit(Request(10 * number + 1, prompt, [number], 6, follows=10 * number))
+            while engine.live or engine.waiting:
+                done += engine.poll()
+            fresh = fresh_logprobs(small_policy, prompt, done[1].tokens.tolist())
+            torch.testing.assert_close(done[1].logprobs, fresh, rtol=0, atol=2e-5)

@@ -59,6 +59,13 @@ def test_logprobs_under_speculation_match_transformers_for_each_version(paths):
 
 @pytest.mark.vllm
 @needs_vllm
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_turn_goes_on_with_the_cache_of_the_turn_before(kv):
+    check("turns", f"engine.kv_at_swap={kv}")
+
+
+@pytest.mark.vllm
+@needs_vllm
 def test_a_sample_that_ends_in_the_step_that_an_update_waits_for_is_returned():
     check("drained", paths=["async"])
 

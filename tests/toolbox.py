@@ -1,6 +1,7 @@
 """Environments for tests, which behave as their row says; and chat templates."""
 
 import asyncio
+import json
 import os
 import time
 
@@ -124,6 +125,15 @@ class Talker:
         how, said = row["how"], []
         if how == "nothing":
             return 1.0
+        if how == "process":  # in an environment of its own
+            told = [endpoint["base_url"], endpoint["api_key"], endpoint["model"], *row["after"]]
+            process = await asyncio.create_subprocess_exec(
+                *row["command"], *told, stdout=-1, env={**os.environ, "HOME": row["home"], "PYTHONPATH": ""}
+            )
+            printed, _ = await process.communicate()
+            with open(row["out"], "wb") as out:
+                out.write(printed)
+            return json.loads(printed)["reward"]
         if how == "chat":
             messages = [{"role": "user", "content": "go"}]
             for turn in range(row["turns"]):

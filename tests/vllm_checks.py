@@ -231,6 +231,43 @@ def swap(*overrides):
         assert kept > 1e-3  # the cache of older weights was still used
 
 
+def turns(*overrides):
+    """A turn of a conversation goes on with the KV cache of the turn before, also over a swap that keeps it."""
+    config = load("tiny", [*VLLM, "speculation.method=ngram", *overrides])
+    model, shape = policy.load(POLICY)
+    models = [model, fill(policy.build(shape), moved(model, 0.06))]
+    references = [by_transformers(each, shape) for each in models]
+    engine = make_engine(config, DEVICE)
+    before, apart = {}, {0: [], 1: []}
+    for turn, version in enumerate((0, 0, 1)):
+        if version > engine.version:
+            engine.load_policy(dict(models[version].named_parameters()), version)
+        asked = {}
+        for number, prompt in enumerate(prompts(4)):
+            said = [9, 12, 4, 16] * 8  # by the environment
+            tokens = [*before[number][0], *before[number][1].tokens.tolist(), *said] if turn else [*prompt, *said]
+            request_id, follows = 10 * turn + number, 10 * (turn - 1) + number if turn else None
+            left = config.engine.max_prompt_tokens + config.sampling.max_response_tokens - len(tokens)
+            engine.submit(Request(request_id, tokens, [turn], min(12, left), keeps=True, follows=follows))
+            asked[number] = tokens
+        found = ended(engine)
+        for number, tokens in asked.items():
+            completion = found[10 * turn + number, 0]
+            before[number] = tokens, completion
+            apart[version].append(difference(references[version], tokens, completion))
+    for request_id in range(30):
+        engine.forget(request_id)
+    print(
+        f"turns, {config.engine.kv_at_swap}: logprobs off transformers' by at most {max(apart[0]):.1e} before a swap, "
+        f"and by {min(apart[1]):.1e} to {max(apart[1]):.1e} after it"
+    )
+    assert max(apart[0]) < 1e-4 and not engine._salts
+    if config.engine.kv_at_swap == "keep":
+        assert min(apart[1]) > 1e-3  # earlier turns are as the old weights read them
+    else:
+        assert max(apart[1]) < 1e-4
+
+
 def drained(*overrides):
     """A sample that ends in the step that an update waits for still counts as work, and is returned."""
     engine = make_engine(load("tiny", [*VLLM, "speculation.method=none", *overrides]), DEVICE)
@@ -443,6 +480,7 @@ def in_flight(engine, config):
 CHECKS = {
     "greedy": greedy,
     "swap": swap,
+    "turns": turns,
     "drained": drained,
     "seeds": seeds,
     "suffix": suffix,

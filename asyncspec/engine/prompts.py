@@ -77,6 +77,7 @@ class PromptReader:
     def forget(self) -> None:
         """Discard all prefilled prompts."""
         self._index: dict[Hashable, int] = {}  # `Request.read_as` -> index of its prompt
+        self._known: dict[int, int] = {}  # request -> what `held` has found
         self._p_UV = None  # distribution of each prompt's first response token
 
     def has(self, request: Request) -> bool:
@@ -91,9 +92,18 @@ class PromptReader:
         return self._p_UV[row_B - self.first_row]
 
     def held(self, request: Request) -> int:
-        """Return how many of a prompt's positions are in the cache, in the row of the request before it."""
+        """Return how many of a prompt's positions are in the cache, in the row of the request before it: as far as that
+        has the same tokens, but for the last, whose keys nobody has needed yet.
+        """
         row = self.kept.row(request.follows)
-        return 0 if row is None else int(self.tokens.length[row]) - 1
+        return 0 if row is None else self._held(request, row)
+
+    def _held(self, request: Request, row: int) -> int:
+        if (known := self._known.get(request.request_id)) is None:
+            size = min(int(self.tokens.length[row]), len(request.prompt)) - 1
+            same_P = self.tokens.token_SP[row, :size].cpu().numpy() == np.asarray(request.prompt[:size])
+            known = self._known[request.request_id] = size if same_P.all() else int(same_P.argmin())
+        return known
 
     def read(self, waiting: Iterable[Request], drafting: bool) -> int:
         """Prefill the next prompts, those with similarly many new tokens together.
@@ -122,6 +132,7 @@ class PromptReader:
             read += count
         self._p_UV = sampling_distributions(torch.cat(logits), [r.sampling or self.sampling for r in requests])
         self._index = {request.read_as: i for i, request in enumerate(requests)}
+        self._known = {r.request_id: self._known[r.request_id] for r in requests if r.request_id in self._known}
         return total
 
     def _read_alike(self, first_row: int, requests: Sequence[Request], drafting: bool) -> torch.Tensor:

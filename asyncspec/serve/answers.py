@@ -42,7 +42,7 @@ def models(model: Model, created: int) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "asyncspec",
-        "max_model_len": limits.prompt_tokens + limits.response_tokens,
+        "max_model_len": limits.whole_tokens or limits.prompt_tokens + limits.response_tokens,
     }
     return {"object": "list", "data": [card]}
 

@@ -42,7 +42,8 @@ _BOTH = (
 )
 TOKENS = ("model", "token_ids", "sampling_params", "stream", "cache_salt", "priority", "request_id")
 _PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "n", "stop_token_ids", "stop")
-_UNUSED_PARAMS = {  # with the values that change nothing
+_UNUSED_PARAMS: dict[str, tuple[Any, ...] | None] = {  # with the values that change nothing; None: any whole number
+    "routed_experts_prompt_start": None,  # of what is never returned
     "skip_special_tokens": (False, True),
     "spaces_between_special_tokens": (False, True),
     "detokenize": (False, True),
@@ -75,6 +76,7 @@ class Limits:
     waiting: int  # samples that wait for a slot
     timeout_s: float  # of a request
     body_bytes: int = 4 << 20
+    whole_tokens: int = 0  # of a prompt and its response together; 0: as many as both may have
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,10 @@ def understand_tokens(body: Any, model: Model) -> Ask:
         raise Refused(f"sampling_params={_short(params)}: expected an object", "sampling_params")
     params = {name: value for name, value in params.items() if value is not None}
     for name, value in params.items():
-        if name in _UNUSED_PARAMS and value in _UNUSED_PARAMS[name]:
-            continue
+        if name in _UNUSED_PARAMS:
+            neutral = _UNUSED_PARAMS[name]
+            if (type(value) is int and value >= 0) if neutral is None else value in neutral:
+                continue
         if name not in _PARAMS:
             raise Refused(f"sampling_params.{_short(name)[1:-1]}={_short(value)}: not supported", "sampling_params")
     stops = params.get("stop_token_ids", [])
@@ -187,6 +191,8 @@ def understand_tokens(body: Any, model: Model) -> Ask:
         raise Refused(f"sampling_params.logprobs={_short(params['logprobs'])}: expected 1", "sampling_params")
     if not isinstance(body.get("token_ids"), list):
         raise Refused(f"token_ids={_short(body.get('token_ids'))}: expected a list of tokens", "token_ids")
+    if params.get("top_k") == -1:  # in vLLM's form it means all tokens
+        params["top_k"] = 0
     asked = {
         name: params[name]
         for name in ("temperature", "top_p", "top_k", "max_tokens", "seed", "n", "stop")

@@ -100,7 +100,14 @@ class Endpoint:
         """
         c, shape = config.sampling, PolicyShape.from_hf(resolve_path(config.model.path))
         room = config.engine.max_prompt_tokens + c.max_response_tokens
-        limits = Limits(room, c.max_response_tokens, 1, config.episodes, config.environment.episode_timeout_s)
+        limits = Limits(
+            room - 1,
+            c.max_response_tokens,
+            1,
+            config.episodes,
+            config.environment.episode_timeout_s,
+            whole_tokens=room,
+        )
         model = Model(
             NAME,
             renderer.tokenizer,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make the environments that `asyncspec bench engine`, `asyncspec bench peers` and the vLLM tests use, under a directory,
-# and print the variables to set. This takes about 4 minutes for each.
+# Make the environments that `asyncspec bench engine`, `asyncspec bench peers` and some tests use, under a directory, and
+# print the variables to set. This takes about 4 minutes for each, and one for verifiers and openenv.
 set -euo pipefail
-directory=${1:?usage: make_environments.sh DIRECTORY [vllm|transformers|trl]}
+directory=${1:?usage: make_environments.sh DIRECTORY [vllm|transformers|trl|verifiers|openenv]}
 which=${2:-all}
 
 make_vllm() { # in the environment $1: vLLM on CPUs, and what further arguments name
@@ -35,3 +35,11 @@ if [ "$which" = trl ] || [ "$which" = all ]; then
     make_vllm "$directory/trl" trl==1.16.0
     echo "export ASYNCSPEC_TRL_PYTHON=$directory/trl/bin/python"
 fi
+for package in verifiers==0.4.0 openenv==0.10.0; do # services that play episodes, and environments behind a server
+    name=${package%%==*}
+    if [ "$which" = "$name" ] || [ "$which" = all ]; then
+        python3 -m venv "$directory/$name"
+        "$directory/$name/bin/pip" install --quiet --no-compile "$package"
+        echo "export ASYNCSPEC_${name^^}_PYTHON=$directory/$name/bin/python"
+    fi
+done
