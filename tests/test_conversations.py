@@ -101,8 +101,7 @@ def test_a_conversation_reads_as_its_template_writes_it_and_keeps_what_was_sampl
         conversation.sampled(
             Turn(tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), 3, np.int32), not end)
         )
-        ended_by = int(tokens[-1]) if end else None
-        added = renderer.follow(conversation.beginning, said, ended_by)
+        added = renderer.follow(conversation, said)
         conversation.answered(added, text, said)
         expected += text + (end if end != END else "") + END + "\n"
         for message in said:
@@ -123,6 +122,67 @@ def test_a_conversation_reads_as_its_template_writes_it_and_keeps_what_was_sampl
     if which == "chatml" and all(end == END for _, end, _ in turns):
         whole = renderer.template.render(conversation.beginning, {})
         assert tokenizer.encode(whole, add_special_tokens=False).ids == conversation.tokens[:-1]
+
+
+QWEN3 = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.text("abcxyz 0", min_size=1, max_size=8), st.sampled_from([END, OTHER_END, ""]), messages),
+        min_size=1,
+        max_size=4,
+    ),
+    thinks=st.booleans(),
+)
+def test_a_conversation_of_qwen3_goes_on_as_the_package_renderers_renders_it(turns, thinks):
+    from asyncspec.environments.library import LibraryRenderer
+
+    tokenizer = tokenizer_of()
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in QWEN3])
+    renderer = LibraryRenderer("qwen3", tokenizer, None, {}, keeps=True)
+    beginning = [{"role": "user", "content": "go"}]
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+    conversation = Conversation(beginning, renderer.begin(beginning, tools))
+    expected = tokenizer.decode(conversation.prompt, skip_special_tokens=False)
+    assert '"add"' in expected and expected.endswith("<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n")
+    for text, end, said in turns:
+        text = f"<think>\nhm\n</think>\n\n{text}" if thinks else text
+        tokens = np.array(tokenizer.encode(text + end, add_special_tokens=False).ids, np.int32)
+        conversation.sampled(Turn(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), not end))
+        kept = conversation.tokens
+        conversation.answered(renderer.follow(conversation, said, tools), text, said)
+        assert conversation.tokens[: len(kept)] == kept
+        expected += text + (end or END) + "\n"
+        roles = [message["role"] for message in said]
+        for number, message in enumerate(said):
+            tool = message["role"] == "tool"
+            if not tool or roles[number - 1 : number] != ["tool"]:
+                expected += "<|im_start|>user"
+            content = f"<tool_response>\n{message['content']}\n</tool_response>" if tool else message["content"]
+            expected += f"\n{content}"
+            if not tool or roles[number + 1 : number + 2] != ["tool"]:
+                expected += f"{END}\n"
+        expected += "<|im_start|>assistant\n"
+    assert tokenizer.decode(conversation.tokens, skip_special_tokens=False) == expected
+
+
+def test_the_package_renderers_says_what_qwen3_leaves_out():
+    from asyncspec.environments.library import LibraryRenderer, name_of
+
+    tokenizer = tokenizer_of()
+    with pytest.raises(ValueError, match="environment.renderer='qwen3': Special token .* not found"):
+        LibraryRenderer("qwen3", tokenizer, None, {}, keeps=False)
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in QWEN3])
+    assert LibraryRenderer("qwen3", tokenizer, None, {}, keeps=False).faults()
+    assert not LibraryRenderer("qwen3", tokenizer, None, {}, keeps=True).faults()
+    assert not LibraryRenderer("qwen3", tokenizer, None, {"enable_thinking": False}, keeps=False).faults()
+    with pytest.raises(
+        ValueError, match="environment.renderer='qwen9': .*nearest valid choice: environment.renderer=te"
+    ):
+        LibraryRenderer("qwen9", tokenizer, None, {}, keeps=False)
+    assert name_of("Qwen/Qwen3-0.6B") == "qwen3" and name_of("nobody/nothing") is None
 
 
 @pytest.mark.parametrize(

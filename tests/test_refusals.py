@@ -145,6 +145,7 @@ RUNNING = {
     "actors.episodes:Episodes._begun": "an environment begins with messages that do not fit; its episode has failed",
     "environments.conversation:Conversation.sampled": "the generator would break its own rule",
     "environments.conversation:Conversation.answered": "the same",
+    "environments.library:LibraryRenderer.follow": "the same",
     "environments.rendering:Renderer.follow": "the template refuses messages; their episode has failed",
     "engine.protocol:QueueingEngine.submit": "no generator asks for a sampling of a request's own",
     "engine.vllm_arguments:blamed": "only vLLM knows which values its options take, and importing it takes seconds",

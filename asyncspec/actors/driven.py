@@ -110,9 +110,8 @@ def _messages(conversation: Conversation, answer: str, renderer: Renderer, asked
         or given[count]["content"].strip() != answer.strip()
     ):
         raise ValueError(f"messages[{count}]: expected the last answer as it was given, and messages behind it")
-    said, ended = given[count + 1 :], conversation.turns[-1]
-    ended_by = None if ended.truncated else int(ended.tokens[-1])
-    return Next(asked, conversation, renderer.follow(known, said, ended_by), said, answer)
+    said = given[count + 1 :]
+    return Next(asked, conversation, renderer.follow(conversation, said), said, answer)
 
 
 def _plain(message: dict[str, Any]) -> Message:

@@ -292,7 +292,7 @@ class Episodes:
             return
         conversation, last = episode.conversation, episode.completions[-1]
         try:
-            tokens = self.renderer.follow(conversation.beginning, answer.messages, int(last.tokens[-1]), episode.tools)
+            tokens = self.renderer.follow(conversation, answer.messages, episode.tools)
         except ValueError as error:
             self._fail(episode, str(error))
             return
@@ -364,9 +364,13 @@ class Episodes:
     def _ended(self, episodes: list[Episode]) -> Ended:
         prompts = [episode.conversation.prompt for episode in episodes]
         shared = common(prompts)
+        ticket = episodes[0].ticket
+        if prompts[0] != ticket.prompt_tokens:  # the environment has begun otherwise
+            text = self.renderer.tokenizer.decode(prompts[0][:shared], skip_special_tokens=False)
+            ticket = msgspec.structs.replace(ticket, prompt=text, prompt_tokens=prompts[0][:shared])
         last = max(episodes, key=lambda episode: episode.history[-1].end)
         return Ended(
-            ticket=msgspec.structs.replace(episodes[0].ticket, prompt_tokens=prompts[0][:shared]),
+            ticket=msgspec.structs.replace(ticket, prompt_tokens=prompts[0][:shared]),
             completions=[_completion(episode, shared) for episode in episodes],
             rewards=[None if episode.failed or not self._rewards else episode.reward for episode in episodes],
             failed=[episode.failed for episode in episodes],

@@ -32,8 +32,8 @@ from asyncspec.actors.generator_rank import FORGET, HOLD, LENGTH, STEP, SWAP
 from asyncspec.actors.team import Team
 from asyncspec.config import resolve_path
 from asyncspec.engine.protocol import Completion
+from asyncspec.environments.choose import renderer_of
 from asyncspec.environments.pool import Environments
-from asyncspec.environments.rendering import Renderer
 from asyncspec.tasks.rewarder import Rewarder, filled
 from asyncspec.timing.metrics import summed
 from asyncspec.timing.rollouts import shown
@@ -107,7 +107,7 @@ class Generator(EngineHolder):
             self.rewarder.load()
         if environments is not None:
             environments.load()
-            renderer = Renderer.of(self.config, self.tokenizer)
+            renderer = renderer_of(self.config, self.tokenizer)
             self.episodes = Episodes(
                 self.config, renderer, environments, self._submit_turn, self._forget, self.recorder
             )

@@ -141,6 +141,11 @@ class EnvironmentConfig:
         "services on other hosts need another than loopback",
     )
     port: int = knob(0, "port for services; 0: a free one", least=0, most=65535)
+    renderer: str = knob(
+        "auto",
+        "what turns messages into tokens: template, the policy's chat template; a name that the package renderers "
+        "knows, such as qwen3; or auto: that package if it is installed and knows the model's name on the hub",
+    )
     rewritten_turns: str = knob(
         "refuse",
         "if the chat template would render earlier turns otherwise once a conversation goes on: refuse the run, or "

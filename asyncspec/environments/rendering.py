@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from asyncspec.config import Config, resolve_path
+from asyncspec.environments.conversation import Conversation
 from asyncspec.environments.protocol import Message
-from asyncspec.models import CheckpointError
-from asyncspec.models.chat import ChatTemplate, parse_variables
+from asyncspec.models.chat import ChatTemplate
 from asyncspec.models.tokenizer import encode_prompt, encode_responses
 
 _PLACE = "Here-stands-what-was-sampled"
@@ -43,14 +41,6 @@ class Renderer:
             variables: further variables of the template.
         """
         self.tokenizer, self.template, self.variables = tokenizer, template, variables or {}
-
-    @classmethod
-    def of(cls, config: Config, tokenizer: Tokenizer) -> Renderer:
-        """Return the renderer of a run's policy."""
-        template = None
-        with suppress(CheckpointError):  # without one, prompts that are text still do
-            template = ChatTemplate(resolve_path(config.model.path))
-        return cls(tokenizer, template, parse_variables(config.data.template_variables))
 
     def begin(self, beginning: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Return the tokens of a beginning, up to where the policy's answer begins.
@@ -79,23 +69,18 @@ class Renderer:
         return [{"role": "system", "content": told}, *messages]
 
     def follow(
-        self,
-        beginning: str | Sequence[Message],
-        said: Sequence[Message],
-        ended_by: int | None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, conversation: Conversation, said: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Return the tokens behind a turn of the policy, up to where its next one begins.
+        """Return the tokens behind the last turn of a conversation, up to where the policy's next one begins.
 
         Args:
-            beginning: as for `begin`; of messages, all before that turn.
             said: the environment's messages.
-            ended_by: the stop token that ended the turn, which stands among what was sampled; None: none did.
             tools: as for `begin`.
 
         Raises:
             ValueError: the messages cannot be rendered. The message is one line.
         """
+        beginning = conversation.beginning
         if isinstance(beginning, str):
             return self.encoded("".join(message["content"] for message in said))
         messages = [*self.with_tools(beginning, tools), {"role": "assistant", "content": _PLACE}, *said]
@@ -103,7 +88,8 @@ class Renderer:
         if not found:
             raise ValueError("the chat template does not write what the policy said; expected one that does")
         tokens = self.encoded(behind)
-        return tokens[1:] if ended_by is not None and tokens[:1] == [ended_by] else tokens
+        # The stop token that ended the turn stands among what was sampled.
+        return tokens[1:] if tokens[:1] == [int(conversation.turns[-1].tokens[-1])] else tokens
 
     def faults(self) -> list[str]:
         """Return in which conversations the template writes a beginning otherwise once the conversation goes on, each

@@ -16,6 +16,7 @@ from asyncspec import config as configuration
 from asyncspec.config import vllm_options
 from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
+from asyncspec.environments.choose import renderer_of
 from asyncspec.environments.pool import EnvironmentFailed, Environments
 from asyncspec.environments.rendering import Renderer
 from asyncspec.errors import ConfigError, first_line
@@ -192,7 +193,7 @@ def _check_data(config: configuration.Config) -> None:
                 environments.load()
                 if environments.driven:
                     _check_endpoint(config)
-                _check_template(config, Renderer.of(config, tokenizer))
+                _check_template(config, renderer_of(config, tokenizer))
     except (ValueError, EnvironmentFailed) as error:
         raise ConfigError(str(error)) from None
 
@@ -229,7 +230,7 @@ def _check_template(config: configuration.Config, renderer: Renderer) -> None:
     Raises:
         ConfigError: it does, and environment.rewritten_turns does not allow it.
     """
-    if config.environment.rewritten_turns == "allow" or renderer.template is None or not (found := renderer.faults()):
+    if config.environment.rewritten_turns == "allow" or not (found := renderer.faults()):
         return
     raise ConfigError(
         f"model.path={config.model.path!r}: its chat template rewrites earlier turns: {'; '.join(found[:2])}; expected "
