@@ -39,7 +39,7 @@ SLOTS, LENGTH = 16, 3
 SLEEPS = {"0s": 0.0, "0_1s": 0.1, "2s": 2.0, "hang": 0.0}
 IN_FLIGHT = {"0s": 64, "0_1s": 96, "2s": 768, "hang": 64}
 FACTORIES = {"0s": "at_once", "0_1s": "after_0_1s", "2s": "after_2s", "hang": "at_once"}
-WINDOW_S, WARM_S, HANG_S = 10.0, 2.0, 3.0
+WINDOW_S, WARM_S, HANG_S = 12.0, 2.0, 3.0
 
 
 class EnvironmentsBenchmark(Benchmark):
@@ -102,8 +102,9 @@ class _Forced:
     def step(self, key, message) -> None:
         self._rows[key][0] += 1
         turn, row = self._rows[key]
-        said = [] if turn == TURNS else [{"role": "user", "content": row["problems"][turn - 1]}]
-        self._answers.append(Answer(key, now(), now(), "step", said, turn == TURNS, 0.0, tool="sums"))
+        over = turn > len(row["problems"])
+        said = [] if over else [{"role": "user", "content": row["problems"][turn - 1]}]
+        self._answers.append(Answer(key, now(), now(), "step", said, over, 0.0, tool="sums"))
 
     def end(self, key) -> None:
         self._rows.pop(key, None)
@@ -141,6 +142,7 @@ class _Player:
             Recorder(False),
         )
         self.tokenizer, self.hangs = loads.tokenizer, HANGS if variant == "hang" else 0.0
+        self.first = in_flight
         self._rng = np.random.default_rng([repetition, 1])
         self._problems = [problem.prompt for problem in sums(1000 + repetition, 4096)]
         self._next = 0
@@ -173,6 +175,8 @@ class _Player:
         number, self._next = self._next, self._next + 1
         at = number * TURNS
         prompt, *later = (self._problems[(at + turn) % len(self._problems)] for turn in range(TURNS))
+        # Of the first ones some are shorter. Otherwise all would be at their first turn together, then at their second.
+        later = later[: int(self._rng.integers(TURNS))] if number < self.first else later
         row = json.dumps({"problems": later, "hangs": bool(self._rng.random() < self.hangs)})
         tokens = tokenizer.encode_prompt(self.tokenizer, prompt)
         ticket = m.Ticket(number, 0, 0, prompt, "", tokens, [number], 0.0, row)

@@ -7,12 +7,12 @@ from typing import Any
 
 from asyncspec.tasks.sums import exact_match
 
-TURNS = 3
-HANGS = 0.02  # of the episodes of `hanging`: their second step never returns
+TURNS = 3  # of an episode of `bench environments`
+HANGS = 0.02  # of the episodes of its variant `hang`: their second step never returns
 
 
 class Sums:
-    """Gives the row's sums one by one, each after so many seconds."""
+    """Gives the row's sums, `problems`, one by one, each after so many seconds."""
 
     tool = "sums"
 
@@ -28,7 +28,7 @@ class Sums:
             await asyncio.sleep(self.seconds)
         if self.row["hangs"] and self.turn == 2:
             await asyncio.Event().wait()
-        if self.turn == TURNS:
+        if self.turn > len(self.row["problems"]):
             return [], True, 1.0
         return [{"role": "user", "content": self.row["problems"][self.turn - 1]}], False, 0.0
 

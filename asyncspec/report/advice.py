@@ -27,8 +27,10 @@ Replayed = dict[str, tuple[float, float]]  # change: (seconds that a step would 
 
 
 def replayed(run: Run) -> Replayed:
-    """Replay a run under each change; return nothing if the run is too short."""
-    if len(run.steps) <= whatif.SKIP + 1:
+    """Replay a run under each change; return nothing if the run is too short, or waited for environments, which the
+    replay does not know.
+    """
+    if len(run.steps) <= whatif.SKIP + 1 or run.config.environment.name:
         return {}
     now = float(np.mean([step.end - step.start for step in run.steps[whatif.SKIP :]]))
     c, changes = run.config, [change for change, _ in CHANGES.values()]

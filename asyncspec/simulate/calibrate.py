@@ -117,6 +117,8 @@ def calibrate(run_dir: Path) -> Work:
         UserError: the run lacks what is needed, and the message says what.
     """
     config, steps = read_config(run_dir), read_steps(run_dir)
+    if config.environment.name:
+        raise UserError(f"{run_dir}: environment.name={config.environment.name!r}; expected a run without environments")
     try:
         return _fitted(run_dir, config, steps)
     except FileNotFoundError as error:
