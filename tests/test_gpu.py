@@ -5,11 +5,13 @@ import json
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from engines import GREEDY, METHODS, check_distribution, engine_of, run
 from runs import Running, rows
+from test_turns import converse, fresh_logprobs
 from versions import SHAPES, tensors, wait_until_idle
 
 from asyncspec.drafters.make import drafter_for
@@ -102,6 +104,18 @@ def test_sequences_fit_the_exact_distribution(small_shape, small_policy, maker, 
     if launched == "kernels":
         engine.launch_by(None)
     check_distribution(engine, small_policy, small_shape)
+
+
+@pytest.mark.parametrize("kept", [0, 8])
+@pytest.mark.parametrize("method", [None, "eagle3", "suffix"])
+def test_a_turn_has_the_logprobs_of_the_whole_conversation(small_shape, small_policy, maker, method, kept):
+    make = None if method is None else maker[method]
+    engine = engine_of(small_shape, small_policy, make, slots=3, k="random" if make else 3, kept=kept, device="cuda:0")
+    rng = np.random.default_rng(kept)
+    conversations = [rng.integers(1, small_shape.vocab_size, size).tolist() for size in (3, 8, 5, 2, 5)]
+    for prompt, completion in converse(engine, conversations, 3, rng, small_shape.vocab_size):
+        fresh = fresh_logprobs(small_policy, prompt, completion.tokens.tolist())
+        torch.testing.assert_close(completion.logprobs, fresh, rtol=0, atol=1e-4)
 
 
 def test_no_token_of_probability_zero_is_ever_drawn():
