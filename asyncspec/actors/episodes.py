@@ -17,80 +17,26 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
-from asyncspec.actors.driven import Next, cut, next_turn
+from asyncspec.actors.driven import cut, next_turn
+from asyncspec.actors.episode import Ended, Episode, Key, completion_of, turn_of
 from asyncspec.config import Config
 from asyncspec.engine.protocol import Completion
-from asyncspec.environments.conversation import Conversation, Turn, common
+from asyncspec.environments.conversation import Conversation, common
 from asyncspec.environments.pool import Answer, Environments
 from asyncspec.environments.rendering import Renderer
 from asyncspec.models.tokenizer import response_text
 from asyncspec.serve.calls import Choice
-from asyncspec.timing.metrics import summed
 from asyncspec.timing.spans import Recorder, now
 from asyncspec.wire import messages as m
 from asyncspec.wire.facts import UNNAMED, ToolUse, added
 
 if TYPE_CHECKING:
     from asyncspec.serve.endpoint import Asked, Endpoint
-
-Key = tuple[int, int]  # ticket, sample
-
-
-@dataclass
-class Episode:
-    """One sample of a ticket, as it is played."""
-
-    ticket: m.Ticket
-    sample: int
-    admitted: float
-    conversation: Conversation | None = None  # None: its environment has not begun
-    completions: list[Completion] = field(default_factory=list)  # of its turns
-    tools: list[dict] | None = None  # JSON schemas
-    request_id: int = -1  # of its newest turn
-    asked_at: float = 0.0  # when that was submitted; 0: it is the environment's turn
-    history: list[m.Phase] = field(default_factory=list)  # without gaps, since it was admitted
-    reward: float = 0.0
-    used: dict[str, ToolUse] = field(default_factory=dict)
-    cut: bool = False  # a limit ended it
-    failed: bool = False
-    next: Next | None = None  # of a service: the turn that it has asked for last
-    answer: str = ""  # of a service: what it was told for that turn
-
-    @property
-    def key(self) -> Key:
-        return self.ticket.ticket_id, self.sample
-
-    def until(self, name: str, end: float) -> None:
-        """Add to the history that it did this until then."""
-        start = self.history[-1].end if self.history else self.admitted
-        if end > start:
-            self.history.append(m.Phase(name, start, end))
-
-
-@dataclass
-class Ended:
-    """All episodes of a ticket, in the order of the samples.
-
-    ticket: with the tokens that all its episodes begin with as its prompt.
-    rewards: None for an episode that failed; all None if data.reward gives them.
-    failed: whether each episode failed.
-    history: of the episode that ended last.
-    """
-
-    ticket: m.Ticket
-    completions: list[Completion]
-    rewards: list[float | None]
-    failed: list[bool]
-    history: list[m.Phase]
-    turns: int
-    tools: dict[str, ToolUse]
-    texts: list[str]
 
 
 class Episodes:
@@ -157,7 +103,7 @@ class Episodes:
             self._answer(episode, completion)
             return
         episode.completions.append(completion)
-        episode.conversation.sampled(_turn(completion))
+        episode.conversation.sampled(turn_of(completion))
         if episode.failed:
             self._end(episode)
         elif completion.truncated:  # what it says may be half a call
@@ -215,7 +161,7 @@ class Episodes:
         asked.tell(replace(completion, request_id=asked.request_id, sample=0))
         completion = cut(completion, choice.used)
         episode.completions.append(completion)
-        episode.next.sampled(_turn(completion))
+        episode.next.sampled(turn_of(completion))
         episode.answer = choice.text
 
     def tend(self) -> Iterator[Ended]:
@@ -371,7 +317,7 @@ class Episodes:
         last = max(episodes, key=lambda episode: episode.history[-1].end)
         return Ended(
             ticket=msgspec.structs.replace(ticket, prompt_tokens=prompts[0][:shared]),
-            completions=[_completion(episode, shared) for episode in episodes],
+            completions=[completion_of(episode, shared) for episode in episodes],
             rewards=[None if episode.failed or not self._rewards else episode.reward for episode in episodes],
             failed=[episode.failed for episode in episodes],
             history=last.history,
@@ -379,33 +325,3 @@ class Episodes:
             tools=added(episode.used for episode in episodes),
             texts=[self._text(episode.completions[-1]) for episode in episodes],
         )
-
-
-def _turn(completion: Completion) -> Turn:
-    arrays = completion.tokens.numpy(), completion.logprobs.numpy(), completion.versions.numpy()
-    return Turn(*arrays, completion.truncated)
-
-
-def _completion(episode: Episode, shared: int) -> Completion:
-    """Return an episode as one completion.
-
-    Args:
-        shared: how many tokens of the prompt belong to the whole group; the others come first in the response.
-    """
-    arrays, turns = episode.conversation.arrays(shared), episode.completions
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return Completion(
-        request_id=episode.ticket.ticket_id,
-        sample=episode.sample,
-        tokens=tensors["tokens"],
-        logprobs=tensors["behavior"],
-        versions=tensors["versions"],
-        truncated=episode.cut,
-        verifications=sum(turn.verifications for turn in turns),
-        proposed=sum(turn.proposed for turn in turns),
-        accepted=sum(turn.accepted for turn in turns),
-        started_at=turns[0].started_at,
-        reached_at=summed(turn.reached_at for turn in turns),
-        accepted_at=summed(turn.accepted_at for turn in turns),
-        loss_mask=tensors["loss_mask"],
-    )

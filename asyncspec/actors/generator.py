@@ -27,7 +27,8 @@ import numpy as np
 from asyncspec.actors.base import replacement_number
 from asyncspec.actors.crew import actor_names
 from asyncspec.actors.engine_holder import EngineHolder
-from asyncspec.actors.episodes import Ended, Episodes
+from asyncspec.actors.episode import Ended
+from asyncspec.actors.episodes import Episodes
 from asyncspec.actors.generator_rank import FORGET, HOLD, LENGTH, STEP, SWAP
 from asyncspec.actors.team import Team
 from asyncspec.config import resolve_path
