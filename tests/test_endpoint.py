@@ -18,7 +18,7 @@ from asyncspec.config import load
 from asyncspec.engine.torch_engine import TorchEngine
 from asyncspec.environments.pool import Environments
 from asyncspec.serve.asks import Limits, Model
-from asyncspec.serve.endpoint import Endpoint
+from asyncspec.serve.endpoint import ANY, Endpoint
 from asyncspec.speculation.verify import AS_IS
 from asyncspec.timing.spans import Recorder
 
@@ -37,7 +37,7 @@ def play(chat_policy, chatml, monkeypatch):  # noqa: F811
     engine.load_policy(dict(model.named_parameters()), 0)
     environments = Environments("toolbox:Talker", turn_s=5, episode_s=60, most_failures=1.0, start_s=30, workers=1)
     environments.load()
-    limits = Limits(159, 120, 1, 16, 30.0, whole_tokens=160)
+    limits = Limits(ANY, 120, 1, 16, 30.0, whole_tokens=160)
     tokenizer, size = chatml.tokenizer, shape.vocab_size
     known = Model("policy", tokenizer, chatml.template, {}, size, AS_IS, limits, tuple(shape.eos_token_ids))
     with closing(environments), closing(Endpoint(known, "127.0.0.1")) as endpoint:
@@ -116,6 +116,32 @@ def test_a_service_that_asks_for_nothing_has_failed(play):
     ended, made = play(how="nothing")
     assert ended.failed == [True, True] and len(made) == 2
     assert all(len(completion.tokens) == 1 for completion in ended.completions)
+
+
+def test_a_turn_that_is_given_up_in_flight_is_asked_for_again_behind_the_same_turns(play):
+    ended, _ = play(how="dropped", turns=3, tokens=[5, 7, 11], samples=3)
+    assert ended.failed == [False] * 3, play.environments.first_failure
+    for completion in ended.completions:
+        found = stretches(completion)
+        assert len(found) == 3
+        mask = completion.loss_mask.numpy()
+        assert completion.tokens.numpy()[mask == 0].tolist() == [3, 1, 4] * 2  # what stood between the turns
+
+
+def test_a_service_that_raises_while_its_request_waits_has_failed_and_nothing_hangs(play):
+    ended, made = play(how="raises", tokens=[5, 7, 11], turns=1, samples=6)
+    assert ended.failed == [True] * 6 and all(len(completion.tokens) == 1 for completion in ended.completions)
+
+
+def test_a_service_that_reaches_the_most_turns_is_cut_off(play):
+    ended, _ = play(how="tokens", turns=40, tokens=[5, 7, 11])
+    assert ended.failed == [False, False] and all(completion.truncated for completion in ended.completions)
+    assert play.environments.failed == 0
+
+
+def test_a_first_prompt_that_is_too_long_is_that_episode_s_failure(play):
+    ended, _ = play(how="tokens", turns=1, tokens=[5] * 60)
+    assert ended.failed == [True, True] and "KeyError" in play.environments.first_failure
 
 
 def test_only_the_key_of_an_open_episode_is_answered(play):

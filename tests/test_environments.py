@@ -158,6 +158,15 @@ def test_an_environment_that_cannot_be_imported(name, said):
         make(name)
 
 
+def test_an_object_without_step_and_without_tools_is_no_environment():
+    class Forgetful:
+        def reset(self, row):
+            pass
+
+    with pytest.raises(ValueError, match="has no method step, and no other public method"):
+        adapted(Forgetful(), "x:y")
+
+
 def test_an_object_that_is_no_environment():
     with pytest.raises(ValueError, match="environment.name='x:y': int has neither reset nor run"):
         adapted(3, "x:y")
@@ -194,6 +203,87 @@ def test_tools_by_method():
     assert steps[0] == ([{"role": "tool", "content": "42"}], False, None)
     assert all(said[0]["content"].startswith("error: ") for said, *_ in steps[1:4])
     assert steps[4][0][0]["content"] == "ok" and steps[5] == ([], True, 1.0)
+
+
+def test_what_a_tool_raises_is_read_by_the_policy_and_a_slow_one_holds_no_other_up():
+    call = {
+        "role": "assistant",
+        "content": '<tool_call>{"name": "divide", "arguments": {"left": 1, "right": 0}}</tool_call>',
+    }
+    with closing(make("toolbox:Divider", turn_s=3.0)) as environments:
+        for key in range(16):
+            environments.begin(key, {"prompt": "divide", "answer": ""})
+        answers(environments, 16)
+        for key in range(16):
+            environments.step(key, call)
+        found = answers(environments, 16)
+        assert {answer.messages[0]["content"] for answer in found.values()} == {
+            "error: ZeroDivisionError: division by zero"
+        }
+
+
+class Unlookable:
+    """What a user's object may do when it is looked at."""
+
+    def reset(self, row):
+        self.how = row["how"]
+
+    @property
+    def tool(self):
+        if self.how == "tool":
+            raise RuntimeError("no")
+        return "x"
+
+    @property
+    def tools(self):
+        return {"tools": [{"name": "add"}], "none": None}.get(getattr(self, "how", "none"))
+
+    def step(self, message):
+        class Odd:
+            def __float__(self):
+                raise RuntimeError("no number")
+
+        reward = {"odd": Odd(), "huge": 10**400, "nan": float("nan")}.get(self.how, 0.0)
+        said = "half \ud800" if self.how == "surrogate" else "fine"
+        if self.how == "escape":
+            raise RuntimeError("\x1b[31mred\ud800" + "x" * 1000)
+        return [{"role": "user", "content": said}], False, reward
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("how", ["tool", "tools", "odd", "huge", "nan", "surrogate", "escape"])
+def test_whatever_an_environment_returns_costs_its_episode_only(how):
+    with closing(make("test_environments:Unlookable", turn_s=20)) as environments:
+        for key, what in (("bad", how), ("good", "none")):
+            environments.begin(key, {"how": what})
+        found = answers(environments, 2)
+        if not found["bad"].error:
+            environments.step("bad", SAYS)
+            found = answers(environments, 1)
+        environments.step("good", SAYS)
+        assert not answers(environments, 1)["good"].error and environments.begun_again == 0
+        said = found["bad"].error
+        assert said and said.isprintable() and len(said) <= 300 and environments.failed == 1
+        said.encode()
+
+
+def test_a_process_that_does_not_read_holds_nobody_up():
+    with closing(make(turn_s=2.0, workers=1)) as environments:
+        environments.begin("bad", {"at_reset": "spin"})
+        start = time.monotonic()
+        for key in range(8):
+            environments.begin(key, {"script": ["x" * 300_000]})
+        assert time.monotonic() - start < 2
+        found, again = {}, set()
+        while len(found) < 9:
+            assert time.monotonic() < start + 60
+            for answer in environments.poll():
+                again |= {answer.key} if answer.again else set()
+                found |= {} if answer.again else {answer.key: answer}
+            time.sleep(0.005)
+        assert found["bad"].error and not any(found[key].error for key in range(8))
 
 
 def test_reasoning_gym_s_tasks():

@@ -1,6 +1,7 @@
 """Environments for tests, which behave as their row says; and chat templates."""
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -154,24 +155,45 @@ class Talker:
                 model=endpoint["model"], messages=[{"role": "user", "content": "go"}], max_tokens=12, stream=True
             )
             said.append("".join([part.choices[0].delta.content or "" async for part in stream if part.choices]))
+        elif how == "raises":
+            asking = client.completions.create(model=endpoint["model"], prompt=row["tokens"], max_tokens=100)
+            await asyncio.wait([asyncio.ensure_future(asking)], timeout=0.02)
+            raise RuntimeError("no time")
         else:
             tokens = list(row["tokens"])
             root = endpoint["base_url"].removesuffix("/v1")
             headers = {"Authorization": f"Bearer {endpoint['api_key']}"}
+            params = {"max_tokens": 12, "logprobs": 1, "temperature": 1.0, "skip_special_tokens": False}
             async with httpx.AsyncClient(headers=headers, timeout=60) as http:
+
+                async def generated(**options):
+                    body = {"model": endpoint["model"], "token_ids": tokens, "sampling_params": params}
+                    return await http.post(f"{root}/inference/v1/generate", json=body, **options)
+
                 for turn in range(row["turns"]):
-                    body = {"model": endpoint["model"], "token_ids": tokens}
-                    params = {"max_tokens": 12, "logprobs": 1, "temperature": 1.0, "skip_special_tokens": False}
-                    answer = await http.post(f"{root}/inference/v1/generate", json={**body, "sampling_params": params})
+                    if how == "dropped":  # its client gives up, and asks again
+                        with contextlib.suppress(httpx.TimeoutException):
+                            await generated(timeout=0.004)
+                        await asyncio.sleep(0.05)
+                    answer = await generated()
                     if how == "again" and turn == 0:  # as if the answer had been lost
-                        answer = await http.post(
-                            f"{root}/inference/v1/generate", json={**body, "sampling_params": params}
-                        )
+                        answer = await generated()
                     choice = answer.json()["choices"][0]
                     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
                     tokens += choice["token_ids"] + [3, 1, 4]
                 if how == "rewrites":
                     tokens[len(row["tokens"])] ^= 1
-                    answer = await http.post(f"{root}/inference/v1/generate", json={**body, "token_ids": tokens})
+                    answer = await generated()
                     raise RuntimeError(answer.json()["error"]["message"])
         return len(said) / 10
+
+
+class Divider:
+    """Plain tools of which one fails, or takes its time."""
+
+    def reset(self, **columns):
+        pass
+
+    def divide(self, left: int, right: int) -> float:
+        time.sleep(0.3)
+        return left / right

@@ -22,6 +22,7 @@ class Next:
     added: tokens behind its last turn.
     said: the messages that they are, if the conversation consists of messages.
     answer: what the service was told for the turn before.
+    again: whether it takes the place of the conversation's last turn, whose answer was lost.
     """
 
     asked: Asked
@@ -29,17 +30,28 @@ class Next:
     added: list[int] = field(default_factory=list)
     said: list[Message] = field(default_factory=list)
     answer: str = ""
+    again: bool = False
+
+    @property
+    def turns(self) -> int:
+        """How many turns come before it."""
+        return len(self.conversation.turns) - self.again
 
     @property
     def tokens(self) -> list[int]:
         """All tokens that the turn begins with."""
-        return [*self.conversation.tokens, *self.added]
+        if not self.again:
+            return [*self.conversation.tokens, *self.added]
+        return self.conversation.tokens[: -len(self.conversation.turns[-1].tokens)]
 
     def sampled(self, turn: Turn) -> None:
-        """Append the turn, and what came before it."""
-        if self.conversation.turns:
+        """Append the turn, and what came before it; or put it in the place of the last one."""
+        if self.again:
+            self.conversation.turns.pop()
+        elif self.conversation.turns:
             self.conversation.answered(self.added, self.answer, self.said)
         self.conversation.sampled(turn)
+        self.again = False
 
 
 def next_turn(before: Next | None, answer: str, renderer: Renderer, asked: Asked) -> Next:
@@ -58,12 +70,7 @@ def next_turn(before: Next | None, answer: str, renderer: Renderer, asked: Asked
     if (asked.messages is None) != (last.messages is None) or (asked.text is None) != (last.text is None):
         raise ValueError("the conversation began in another form; expected messages, text or tokens as before")
     if _same(asked, last):  # the answer was lost on its way: the turn is sampled again
-        conversation.turns.pop()
-        if not conversation.turns:
-            return Next(asked, conversation)
-        added = conversation.read.pop()
-        conversation.beginning = before_last(conversation.beginning, before.said)
-        return Next(asked, conversation, added, before.said, before.answer)
+        return replace(before, asked=asked, again=True)
     if asked.messages is not None:
         return _messages(conversation, answer, renderer, asked)
     if asked.text is not None:
@@ -81,14 +88,10 @@ def next_turn(before: Next | None, answer: str, renderer: Renderer, asked: Asked
     return Next(asked, conversation, asked.tokens[len(kept) :], answer=answer)
 
 
-def before_last(beginning: str | list[Message], said: list[Message]) -> str | list[Message]:
-    """Return a conversation's messages without an answer and what followed it."""
-    return beginning if isinstance(beginning, str) else beginning[: len(beginning) - len(said) - 1]
-
-
 def _begun(renderer: Renderer, asked: Asked) -> Conversation:
     if asked.messages is not None:
-        return Conversation([_plain(each) for each in asked.messages], renderer.begin(asked.messages))
+        messages = [_plain(each) for each in asked.messages]
+        return Conversation(messages, renderer.begin(messages))
     return Conversation(asked.text or "", list(asked.tokens))
 
 
@@ -111,7 +114,7 @@ def _messages(conversation: Conversation, answer: str, renderer: Renderer, asked
     ):
         raise ValueError(f"messages[{count}]: expected the last answer as it was given, and messages behind it")
     said = given[count + 1 :]
-    return Next(asked, conversation, renderer.follow(conversation, said), said, answer)
+    return Next(asked, conversation, renderer.follow(conversation, said), said, given[count]["content"])
 
 
 def _plain(message: dict[str, Any]) -> Message:

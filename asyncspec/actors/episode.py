@@ -33,7 +33,8 @@ class Episode:
     used: dict[str, ToolUse] = field(default_factory=dict)
     cut: bool = False  # a limit ended it
     failed: bool = False
-    next: Next | None = None  # of a service: the turn that it has asked for last
+    next: Next | None = None  # of a service: the turn that is being sampled for it
+    last: Next | None = None  # of a service: the last turn that was
     answer: str = ""  # of a service: what it was told for that turn
 
     @property

@@ -15,6 +15,7 @@ nothing was sampled yet, it gets one token.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from asyncspec.actors.episode import Ended, Episode, Key, completion_of, turn_of
 from asyncspec.config import Config
 from asyncspec.engine.protocol import Completion
 from asyncspec.environments.conversation import Conversation, common
-from asyncspec.environments.pool import Answer, Environments
+from asyncspec.environments.pool import Answer, Environments, row_of
 from asyncspec.environments.rendering import Renderer
 from asyncspec.models.tokenizer import response_text
 from asyncspec.serve.calls import Choice
@@ -37,6 +38,9 @@ from asyncspec.wire.facts import UNNAMED, ToolUse, added
 
 if TYPE_CHECKING:
     from asyncspec.serve.endpoint import Asked, Endpoint
+
+
+CHARACTERS = 64  # more than a token has
 
 
 class Episodes:
@@ -62,7 +66,8 @@ class Episodes:
         self._left: Counter[int] = Counter()  # ticket -> its episodes that are not over
         self._over: dict[int, list[Episode]] = {}
         self._asked: dict[int, Episode] = {}  # by the request of their newest turn
-        self._beginnings: dict[int, Conversation] = {}  # ticket -> that of its first episode that has one
+        self._beginnings: dict[int, list[int]] = {}  # ticket -> the tokens that the first of its episodes began with
+        self._failed: dict[int, list[Episode]] = {}  # ticket -> episodes that failed before any had begun
         self._requests = 0
 
     def close(self) -> None:
@@ -83,7 +88,7 @@ class Episodes:
     def begin(self, ticket: m.Ticket, admitted: float) -> None:
         """Begin the episodes of a ticket."""
         self._left[ticket.ticket_id], self._over[ticket.ticket_id] = len(ticket.seeds), []
-        row = {"prompt": ticket.prompt, "answer": ticket.answer, **(json.loads(ticket.row) if ticket.row else {})}
+        row = row_of(ticket.prompt, ticket.answer, ticket.row)
         for sample in range(len(ticket.seeds)):
             episode = Episode(ticket, sample, admitted)
             self._open[episode.key] = episode
@@ -116,9 +121,8 @@ class Episodes:
         """Take what a service asks for."""
         episode = self._open.get(asked.episode)
         if asked.tell is None:  # its client has gone
-            if episode is not None and episode.asked_at and episode.next.asked.request_id == asked.request_id:
+            if episode is not None and episode.next and episode.next.asked.request_id == asked.request_id:
                 self._give_up_turn(episode)
-                episode.next = None if not episode.completions else episode.next
             return
         try:
             if episode is None or episode.failed:
@@ -135,34 +139,35 @@ class Episodes:
         Raises:
             ValueError: it cannot be sampled.
         """
-        before = episode.next if episode.completions else None
-        following = next_turn(before, episode.answer, self.renderer, asked)
-        conversation = following.conversation
-        del episode.completions[len(conversation.turns) :]  # of a turn that is sampled again
-        room = self._room - len(following.tokens)
-        if room < 1 or len(conversation.turns) >= self.config.environment.max_turns:
-            episode.cut = True
+        following = next_turn(episode.last, episode.answer, self.renderer, asked)
+        tokens, most_turns = following.tokens, self.config.environment.max_turns
+        room = self._room - len(tokens)
+        if room < 1 or following.turns >= most_turns:
+            episode.cut = bool(episode.completions)
+            if episode.cut:
+                self.environments.excuse(episode.key)
             raise ValueError(
-                f"{len(conversation.turns)} turns and {len(following.tokens)} tokens: expected at most "
-                f"environment.max_turns={self.config.environment.max_turns} and {self._room} tokens"
+                f"{following.turns} turns and {len(tokens)} tokens: expected at most environment.max_turns="
+                f"{most_turns} and {self._room} tokens"
             )
-        first = self._beginnings.setdefault(episode.ticket.ticket_id, conversation)
-        if conversation.prompt[0] != first.prompt[0]:
-            raise ValueError("a beginning with another first token than others of its group")
-        episode.next, episode.conversation = following, conversation
+        if not episode.completions:
+            self._check_beginning(episode, following.conversation)
+        episode.next, episode.conversation = following, following.conversation
         episode.until("environment", now())
-        self._ask(episode, following.tokens, min(asked.most_tokens, room))
+        self._ask(episode, tokens, min(asked.most_tokens, room))
 
     def _answer(self, episode: Episode, completion: Completion) -> None:
         """Tell a service what was sampled for it, up to a stop string."""
-        asked = episode.next.asked
+        following, episode.next = episode.next, None
+        asked = following.asked
         choice = Choice(self.renderer.tokenizer, asked.stops)
         choice.grow(completion)
         asked.tell(replace(completion, request_id=asked.request_id, sample=0))
         completion = cut(completion, choice.used)
+        del episode.completions[following.turns :]  # of a turn whose place it takes
         episode.completions.append(completion)
-        episode.next.sampled(turn_of(completion))
-        episode.answer = choice.text
+        following.sampled(turn_of(completion))
+        episode.last, episode.answer = following, choice.text
 
     def tend(self) -> Iterator[Ended]:
         """Take the answers of environments, and submit the turns that they lead to. Yield the tickets whose episodes
@@ -186,7 +191,7 @@ class Episodes:
             self._give_up_turn(episode)
             episode.until("environment", now())
             episode.conversation, episode.completions, episode.reward, episode.used = None, [], 0.0, {}
-            episode.next, episode.cut = None, False
+            episode.last, episode.cut = None, False
             return
         if not episode.asked_at:
             episode.until("environment", answer.answered_at)
@@ -197,7 +202,9 @@ class Episodes:
             seconds = answer.answered_at - answer.asked_at
             use = ToolUse(1, seconds, seconds)
             episode.used = added([episode.used, {answer.tool or UNNAMED: use}])
-        if answer.error:
+        if answer.error and episode.cut:  # a service that was told that there is no room for more
+            self._end(episode)
+        elif answer.error:
             self._fail(episode)
         elif not episode.completions and answer.what == "run":
             self._fail(episode, "run has asked the policy for nothing")
@@ -214,29 +221,45 @@ class Episodes:
             given = asked
         beginning, episode.tools = ticket.prompt if given is None else list(given), answer.tools
         try:
-            tokens = self.renderer.begin(beginning, episode.tools)
-            if len(tokens) > self.config.engine.max_prompt_tokens:
-                raise ValueError(
-                    f"a beginning of {len(tokens)} tokens; expected at most engine.max_prompt_tokens="
-                    f"{self.config.engine.max_prompt_tokens}"
-                )
-            first = self._beginnings.setdefault(ticket.ticket_id, Conversation(beginning, tokens))
-            if tokens[0] != first.prompt[0]:
-                raise ValueError("a beginning with another first token than others of its group")
+            conversation = Conversation(beginning, self.renderer.begin(beginning, episode.tools))
+            self._check_beginning(episode, conversation)
         except ValueError as error:
             self._fail(episode, str(error))
             return
-        episode.conversation = Conversation(beginning, tokens)
+        episode.conversation = conversation
         self._ask(episode)
+
+    def _check_beginning(self, episode: Episode, conversation: Conversation) -> None:
+        """Check that an episode can begin so, and let those begin that have waited for the first of their group.
+
+        Raises:
+            ValueError: it cannot. The message is one line.
+        """
+        prompt, most = conversation.prompt, self.config.engine.max_prompt_tokens
+        if not 0 < len(prompt) <= most:
+            raise ValueError(
+                f"a beginning of {len(prompt)} tokens; expected at least 1, at most engine.max_prompt_tokens={most}"
+            )
+        first = self._beginnings.setdefault(episode.ticket.ticket_id, list(prompt))
+        if prompt[0] != first[0]:
+            raise ValueError("a beginning with another first token than others of its group")
+        self._ask_for_failed(episode.ticket)
 
     def _stepped(self, episode: Episode, answer: Answer) -> None:
         """Go on with an episode, or end it."""
         if answer.reward is not None:
             episode.reward += answer.reward
+            if not math.isfinite(episode.reward):
+                self._fail(episode, f"its rewards sum to {episode.reward}")
+                return
         if answer.done:
             self._end(episode)
             return
         conversation, last = episode.conversation, episode.completions[-1]
+        if sum(len(message["content"]) for message in answer.messages) > CHARACTERS * self._room:
+            episode.cut = True  # do not tokenize what cannot fit
+            self._end(episode)
+            return
         try:
             tokens = self.renderer.follow(conversation, answer.messages, episode.tools)
         except ValueError as error:
@@ -279,10 +302,18 @@ class Episodes:
         if episode.completions:
             self._end(episode)
             return
-        own = Conversation(episode.ticket.prompt, episode.ticket.prompt_tokens)
-        first = self._beginnings.setdefault(episode.ticket.ticket_id, own)
-        episode.conversation = Conversation(first.beginning, first.prompt)
-        self._ask(episode, most=1)
+        waiting = self._failed.setdefault(episode.ticket.ticket_id, [])
+        waiting.append(episode)
+        if len(waiting) == self._left[episode.ticket.ticket_id]:  # no other can begin any more
+            self._beginnings.setdefault(episode.ticket.ticket_id, list(episode.ticket.prompt_tokens))
+        self._ask_for_failed(episode.ticket)
+
+    def _ask_for_failed(self, ticket: m.Ticket) -> None:
+        """Have a token sampled for episodes that failed before any was, with the beginning of others of their group."""
+        if (first := self._beginnings.get(ticket.ticket_id)) is not None:
+            for episode in self._failed.pop(ticket.ticket_id, ()):
+                episode.conversation = Conversation("", first)
+                self._ask(episode, most=1)
 
     def _give_up_turn(self, episode: Episode) -> None:
         """Forget the turn that the engine is sampling for an episode."""
@@ -290,6 +321,7 @@ class Episodes:
             self._asked.pop(episode.request_id, None)
             if episode.next is not None:
                 episode.next.asked.tell(ValueError("the episode is over, or begins again"))
+                episode.next = None
             episode.until("generate", now())
             episode.asked_at = 0.0
         self._forget(episode.request_id)
@@ -323,5 +355,7 @@ class Episodes:
             history=last.history,
             turns=sum(len(episode.completions) for episode in episodes),
             tools=added(episode.used for episode in episodes),
-            texts=[self._text(episode.completions[-1]) for episode in episodes],
+            texts=[
+                self._text(episode.completions[-1]) if episode.last is None else episode.answer for episode in episodes
+            ],
         )

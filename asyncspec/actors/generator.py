@@ -116,7 +116,7 @@ class Generator(EngineHolder):
                 from asyncspec.serve.endpoint import Endpoint  # the server's libraries are an extra
 
                 self.episodes.endpoint = endpoint = Endpoint.of(self.config, renderer)
-                environments.endpoint = endpoint.open
+                environments.endpoint, environments.shut = endpoint.open, endpoint.shut
                 endpoint.start()
 
     def connect(self, welcome: m.Welcome) -> set[str]:

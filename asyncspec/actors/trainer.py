@@ -12,8 +12,7 @@
 - Every `checkpoint.every` steps it writes a checkpoint to resume from, in the background; with `eval.keep_best` also of
   the versions that are evaluated.
 - Every `checkpoint.export_every` steps it exports the version that it is about to train. Generators work meanwhile.
-- Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, export, and the
-  rest.
+- Its wall time is a sequence without gaps: waits (their causes are found later), data, train, prepare, export, others.
 """
 
 from __future__ import annotations

@@ -122,7 +122,9 @@ class EnvironmentConfig:
         least=0,
         most=1,
     )
-    workers: int = knob(4, "most processes of a generator that run environments; each holds many episodes", least=1)
+    workers: int = knob(
+        4, "most processes of a generator that run environments; each holds many episodes", least=1, most=256
+    )
     episodes: int = knob(
         0,
         "most episodes that a generator has open, those included whose environments work; 0: 4 for each of "

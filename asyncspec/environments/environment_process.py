@@ -27,10 +27,12 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 CLOSE_S = 5.0  # that closing an environment may take
+MOST_TRACEBACKS = 3  # that a process prints
 _NO_NAME, _LONGEST_NAME = re.compile(r"[^A-Za-z0-9_.-]"), 40  # of a tool, for metrics
 
 
@@ -72,6 +74,7 @@ async def _serve(connection: socket.socket, parent: int) -> None:
         task = asyncio.ensure_future(episodes.handle(json.loads(line)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+    await episodes.close()
 
 
 def _first(make: Callable[[], Any], name: str) -> Any:
@@ -85,9 +88,9 @@ def _first(make: Callable[[], Any], name: str) -> Any:
     except ValueError:
         raise
     except BaseException as error:  # anything that the user's code raises
-        said = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"environment.name={name!r}: {type(error).__name__}: {said}; expected a factory that needs nothing"
+            f"environment.name={name!r}: {type(error).__name__}: {_first_line(error)}; expected a factory that needs no "
+            "arguments"
         ) from None
 
 
@@ -96,8 +99,23 @@ class _Episodes:
         self._make, self._answer = make, answer
         self._open: dict[int, Any] = {}
         self._stuck = 0  # threads whose calls were given up
+        self._shown = 0  # tracebacks
+
+    async def close(self) -> None:
+        """Close the open episodes: nobody asks any more."""
+        closing = [self._called(getattr(each, "close", _nothing), (), CLOSE_S) for each in self._open.values()]
+        await asyncio.gather(*closing, return_exceptions=True)
 
     async def handle(self, request: list) -> None:
+        try:
+            await self._handle(request)
+        except BaseException as error:  # whatever the user's objects do when they are looked at
+            if isinstance(error, asyncio.CancelledError):
+                error = RuntimeError("was cancelled")
+            said = f"raised {type(error).__name__}: {_first_line(error)}"
+            self._answer({"episode": request[1], "error": said, "seconds": 0.0, "stuck": self._stuck > 0})
+
+    async def _handle(self, request: list) -> None:
         what, episode, *rest = request
         if what == "close":
             if (environment := self._open.pop(episode, None)) is not None:
@@ -114,6 +132,8 @@ class _Episodes:
                 self._open[episode] = environment
                 found["messages"], error = await self._called(environment.reset, (given,), seconds)
                 found["tools"] = getattr(environment, "tools", None)
+                if not error and not _are_tools(found["tools"]):
+                    error = f"tools is {found['tools']!r:.60}: expected JSON schemas with a function that has a name"
         else:
             environment = self._open[episode]
             stepped, error = await self._called(environment.step, (given,), seconds)
@@ -152,8 +172,10 @@ class _Episodes:
         except TimeoutError:
             return None, f"took more than {seconds:.3g} s"
         except Exception as error:  # anything that the user's code raises
-            said = (str(error).splitlines() or [""])[0]
-            return None, f"raised {type(error).__name__}: {said}"
+            self._shown += 1
+            if self._shown <= MOST_TRACEBACKS:
+                traceback.print_exc()  # into the generator's log
+            return None, f"raised {type(error).__name__}: {_first_line(error)}"
 
     async def _in_thread(self, function: Callable[..., Any], arguments: tuple) -> Any:
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
@@ -189,6 +211,25 @@ def _ends(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(error, StopIteration)
 
 
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _are_tools(tools: Any) -> bool:
+    if tools is None:
+        return True
+    functions = [each.get("function") if isinstance(each, dict) else None for each in tools]
+    return all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions)
+
+
 def _number(reward: Any) -> float | None:
     if reward is None:
         return None
@@ -206,7 +247,8 @@ def _wrong(messages: Any, may_be_none: bool) -> str:
         isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
         for each in messages
     ):
-        return ""
+        whole = all(each["content"].isascii() or _encodes(each["content"]) for each in messages)
+        return "" if whole else "half of a surrogate pair: expected text in UTF-8"
     return f"{messages!r:.60}: expected a list of messages with role and content"
 
 

@@ -39,8 +39,9 @@ def maker(name: str) -> Callable[[], Environment]:
 
             return lambda: OpenEnv(rest)
     except ImportError as error:
+        extra = "tasks" if name == "reasoning_gym" else "environments"
         raise ValueError(
-            f"environment.name={name!r}: {error}; expected what `pip install 'asyncspec[environments]'` brings"
+            f"environment.name={name!r}: {error}; expected what `pip install 'asyncspec[{extra}]'` brings"
         ) from None
     factory = import_function("environment.name", name, EXAMPLE)
     return lambda: adapted(factory(), name)
@@ -62,4 +63,10 @@ def adapted(made: Any, name: str) -> Environment:
         return made
     from asyncspec.environments.trl import ToolsByMethod
 
-    return ToolsByMethod(made)
+    adapted = ToolsByMethod(made)
+    if not adapted.tools:
+        raise ValueError(
+            f"environment.name={name!r}: {type(made).__name__} has no method step, and no other public method, which "
+            f"would be a tool; expected {EXAMPLE}"
+        )
+    return adapted

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
@@ -23,16 +24,18 @@ from typing import Any
 from asyncspec.clock import now
 from asyncspec.config import Config
 from asyncspec.environments.protocol import Message
+from asyncspec.errors import UserError
 from asyncspec.tasks.json_process import JsonProcess, NoAnswer
 from asyncspec.tasks.rewarder import LEAST_FAILURES
 
 _PROGRAM = Path(__file__).with_name("environment_process.py")
 _LATE_S = 1.0  # after a call's deadline, in which its process may say itself that it was late
 _CROWD = 16  # episodes of a process, above which another one is started
+MOST_SAID = 300  # characters of what went wrong
 MOST_TRIES = 3  # that an episode begins; its process may end for a reason of its own
 
 
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(UserError):
     """Environments cannot be run; the message is one line for the user."""
 
 
@@ -74,6 +77,7 @@ class _Episode:
     number: int = 0  # that its process knows it by
     tries: int = 0
     place: _Process | None = None
+    excused: bool = False  # its end is no failure
     asked: str = ""  # "" while it is the policy's turn
     asked_at: float = 0.0
     due: float = 0.0
@@ -99,6 +103,8 @@ class Environments:
         self.first_failure = ""
         self.driven = False  # whether the episodes ask the policy themselves; known when the environment is loaded
         self.endpoint: Callable[[Hashable], dict[str, str]] | None = None  # how an episode that begins reaches it
+        self.shut: Callable[[Hashable], None] | None = None  # takes that back, before the episode begins again
+        self._loaded = False  # whether a process has ever loaded it
         self._numbers = 0
         self._waiting: deque[_Episode] = deque()  # for a process
         self._open: dict[Hashable, _Episode] = {}
@@ -163,6 +169,11 @@ class Environments:
             if episode in self._waiting:
                 self._waiting.remove(episode)
 
+    def excuse(self, key: Hashable) -> None:
+        """Do not count how an open episode ends: it was told that it has reached a limit."""
+        if (episode := self._open.get(key)) is not None:
+            episode.excused = True
+
     def refuse(self, key: Hashable, why: str) -> None:
         """Count an open episode as one that failed, for a reason that its process does not know.
 
@@ -194,6 +205,9 @@ class Environments:
             if said is None and time.monotonic() > place.deadline:
                 raise NoAnswer(f"took more than {self.start_s:g} s")
         except NoAnswer as none:
+            if self._loaded:  # others have loaded it, so this one was killed or had no time
+                self._drop(place)
+                return False
             raise EnvironmentFailed(
                 f"environment.name={self.name!r}: {none} while it was imported; expected a module that can be imported "
                 f"within deployment.start_timeout_s={self.start_s:g}"
@@ -201,7 +215,7 @@ class Environments:
         if said is not None and said["error"]:
             raise EnvironmentFailed(said["error"])
         if said is not None:
-            place.loaded, self.driven = True, said["driven"]
+            place.loaded, self.driven, self._loaded = True, said["driven"], True
         return place.loaded
 
     def _assign(self) -> None:
@@ -251,7 +265,7 @@ class Environments:
         if (episode := place.held.get(found["episode"])) is None:  # it was closed meanwhile
             return
         if found["error"]:
-            self._fail(episode, found["error"], found.get("tool", ""))
+            self._fail(episode, _clean(found["error"]), found.get("tool", ""))
             return
         self._answers.append(
             Answer(
@@ -279,6 +293,8 @@ class Environments:
                 self._fail(episode, f"{how}, {episode.tries} times")
             else:
                 self.begun_again += 1
+                if self.shut is not None:
+                    self.shut(episode.key)
                 self._answers.append(Answer(episode.key, episode.asked_at or now(), now(), episode.asked, again=True))
                 episode.deadline = time.monotonic() + self.episode_s
                 self._waiting.append(episode)
@@ -292,7 +308,8 @@ class Environments:
         self._answers.append(Answer(episode.key, asked_at, now(), episode.asked, tool=tool, error=why))
         self._open.pop(episode.key, None)
         self._leave(episode)
-        self._count(why)
+        if not episode.excused:
+            self._count(why)
 
     def _count(self, why: str) -> None:
         self.failed += 1
@@ -307,3 +324,18 @@ class Environments:
         place, episode.place = episode.place, None
         if place is not None and place.held.pop(episode.number, None) is not None and place in self._places:
             place.process.send(["close", episode.number])
+
+
+def row_of(prompt: str, answer: str, row: str) -> dict[str, Any]:
+    """Return what an environment gets of a problem.
+
+    Args:
+        row: the row of the data as JSON; "" if prompt and answer say it all.
+    """
+    return {"prompt": prompt, "answer": answer, **(json.loads(row) if row else {})}
+
+
+def _clean(text: str) -> str:
+    """Return what a user's code has said as text that any console and file takes, in one line of some length."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    return shown.encode("utf-8", "replace").decode()[:MOST_SAID]

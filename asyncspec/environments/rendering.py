@@ -83,8 +83,11 @@ class Renderer:
         beginning = conversation.beginning
         if isinstance(beginning, str):
             return self.encoded("".join(message["content"] for message in said))
-        messages = [*self.with_tools(beginning, tools), {"role": "assistant", "content": _PLACE}, *said]
-        _, found, behind = self._render(messages, tools).rpartition(_PLACE)
+        place = _PLACE
+        while any(place in message["content"] for message in said):
+            place += "-"
+        messages = [*self.with_tools(beginning, tools), {"role": "assistant", "content": place}, *said]
+        _, found, behind = self._render(messages, tools).rpartition(place)
         if not found:
             raise ValueError("the chat template does not write what the policy said; expected one that does")
         tokens = self.encoded(behind)

@@ -54,8 +54,11 @@ class ToolsByMethod:
         try:
             call = json.loads(text)
             tool, self.tool = self._tools[call["name"]], call["name"]
-            return await _result(tool(**call.get("arguments", {})))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            arguments = call.get("arguments", {})
+            if inspect.iscoroutinefunction(tool):
+                return await tool(**arguments)
+            return await asyncio.to_thread(tool, **arguments)
+        except Exception as error:  # of the call, or of the tool: the policy reads it, and may do better
             return f"error: {type(error).__name__}: {error}"
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from importlib import metadata
@@ -17,7 +18,7 @@ from asyncspec.config import vllm_options
 from asyncspec.config.fields import value_of
 from asyncspec.console import terminal
 from asyncspec.environments.choose import renderer_of
-from asyncspec.environments.pool import EnvironmentFailed, Environments
+from asyncspec.environments.pool import EnvironmentFailed, Environments, row_of
 from asyncspec.environments.rendering import Renderer
 from asyncspec.errors import ConfigError, first_line
 from asyncspec.launch.check_boards import check_boards
@@ -191,9 +192,14 @@ def _check_data(config: configuration.Config) -> None:
                 reward.wait_until_loaded(config.deployment.start_timeout_s)
             if environments is not None:
                 environments.load()
+                renderer = renderer_of(config, tokenizer)
                 if environments.driven:
                     _check_endpoint(config)
-                _check_template(config, renderer_of(config, tokenizer))
+                _check_template(config, renderer)
+                if (
+                    not environments.driven and not config.deployment.nodes
+                ):  # elsewhere it may reach what this host cannot
+                    _check_beginning(config, environments, renderer, problems[0])
     except (ValueError, EnvironmentFailed) as error:
         raise ConfigError(str(error)) from None
 
@@ -222,6 +228,34 @@ def _check_endpoint(config: configuration.Config) -> None:
             f"environment.host={host!r}, environment.port={port}: {why}; expected an address of this host and a free "
             "port; nearest valid choice: environment.host=127.0.0.1 environment.port=0"
         ) from None
+
+
+def _check_beginning(
+    config: configuration.Config, environments: Environments, renderer: Renderer, problem: Problem
+) -> None:
+    """Begin an episode with the first row, and render its beginning.
+
+    Raises:
+        ConfigError: the environment fails, or its messages cannot be rendered or are too long.
+    """
+    name = config.environment.name
+    environments.begin("first", row_of(problem.prompt, problem.answer, problem.row))
+    while not (answers := environments.poll()):
+        time.sleep(0.01)
+    if answers[0].error:
+        raise ConfigError(f"environment.name={name!r}: with the first row of the data it {answers[0].error}")
+    try:
+        given = answers[0].messages
+        asked = json.loads(problem.row).get(config.data.prompt_column) if problem.row else None
+        beginning = given or (asked if isinstance(asked, list) else problem.prompt)
+        tokens = renderer.begin(beginning, answers[0].tools)
+    except ValueError as error:
+        raise ConfigError(f"environment.name={name!r}: its beginning, with the first row: {error}") from None
+    if not 0 < len(tokens) <= (most := config.engine.max_prompt_tokens):
+        raise ConfigError(
+            f"engine.max_prompt_tokens={most}: the environment begins with {len(tokens)} tokens, its tools included; "
+            f"nearest valid choice: engine.max_prompt_tokens={max(1, len(tokens))}"
+        )
 
 
 def _check_template(config: configuration.Config, renderer: Renderer) -> None:

@@ -33,6 +33,7 @@ from asyncspec.serve.worker import Tell
 from asyncspec.speculation.verify import Sampling
 
 NAME = "policy"  # of the model, for services
+ANY = 1 << 30  # tokens of a request
 STOP_S = 3
 
 
@@ -101,7 +102,7 @@ class Endpoint:
         c, shape = config.sampling, PolicyShape.from_hf(resolve_path(config.model.path))
         room = config.engine.max_prompt_tokens + c.max_response_tokens
         limits = Limits(
-            room - 1,
+            ANY,  # the generator decides whether there is room, and cuts the episode off if not
             c.max_response_tokens,
             1,
             config.episodes,
@@ -190,6 +191,9 @@ class _Server(Server):
         request.state.episode = episode
 
     def _worker_of(self, request: HttpRequest, body: Any) -> _Handing:
+        if body.get("chat_template_kwargs"):
+            said = "chat_template_kwargs: expected nothing; the run's data.template_variables count"
+            raise Refused(said, "chat_template_kwargs")
         stops = body.get("stop") or body.get("sampling_params", {}).get("stop") or ()
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         return _Handing(self._asked, request.state.episode, stops, body)

@@ -20,8 +20,6 @@ from typing import Any
 
 from asyncspec.deadlines import EXIT_GRACE_S
 
-_SEND_S = 10.0  # a process that waits for a request takes it at once
-
 
 class NoAnswer(Exception):
     """The process did not answer in time, or has ended. The message says which; it goes on from "the function" or
@@ -41,9 +39,8 @@ class JsonProcess:
             program: run as `python -P program PARENT DESCRIPTOR`.
             asked: the first line that it gets, besides `path`, this process's sys.path.
         """
-        self._received = bytearray()
+        self._received, self._unsent = bytearray(), bytearray()
         self.connection, theirs = socket.socketpair()
-        self.connection.settimeout(_SEND_S)
         # In its own session, no interrupt from the terminal reaches it, and its children can be killed with it.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(program), str(os.getpid()), str(theirs.fileno())],
@@ -75,10 +72,18 @@ class JsonProcess:
             self.close()
 
     def send(self, content: object) -> None:
+        """Send what fits now. Each `receive` sends more of the rest, so nobody waits for one that does not read."""
+        self._unsent += json.dumps(content).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
         try:
-            self.connection.sendall(json.dumps(content).encode() + b"\n")
-        except OSError:  # it has ended or hangs, which `receive` finds out
+            while self._unsent:
+                del self._unsent[: self.connection.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
             pass
+        except OSError:  # it has ended, which `receive` finds out
+            self._unsent.clear()
 
     def receive(self) -> Any:
         """Return what the process has sent, None if there is nothing.
@@ -86,6 +91,7 @@ class JsonProcess:
         Raises:
             NoAnswer: there is nothing, and there will be nothing.
         """
+        self._flush()
         while (end := self._received.find(b"\n")) < 0:
             ready = {descriptor for descriptor, _ in self._news.poll(0)}
             if self.connection.fileno() in ready and (more := self._read()):

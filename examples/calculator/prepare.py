@@ -1,4 +1,4 @@
-"""Make a policy that has seen a calculator used, and problems for it. Two cores take about four minutes.
+"""Make a policy that has seen a calculator used, and problems for it. It takes two to four minutes.
 
     python examples/calculator/prepare.py
     asyncspec train --config examples/calculator/config.yaml
@@ -69,7 +69,7 @@ def warm_up(model, encode, rng: np.random.Generator, steps: int, lr: float) -> N
         optimizer.step()
         schedule.step()
         if step % 100 == 99:
-            print(f"step {step + 1} of {steps}: loss {loss.item():.3f}")
+            print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", flush=True)
 
 
 def write_problems(file: Path, count: int, rng: np.random.Generator, without: set[str], only: str = "") -> set[str]:
@@ -89,12 +89,15 @@ def write_problems(file: Path, count: int, rng: np.random.Generator, without: se
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("calculator"), help="directory for policy and problems")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=Path("calculator"), help="directory for policy and problems (default: calculator)"
+    )
+    parser.add_argument("--steps", type=int, default=800, help="batches of demonstrations (default: 800)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of demonstrations and problems (default: 0)")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # the matrices are small, and on busy cores two threads wait for each other
     shipped, rng = resolve_path(SHIPPED), np.random.default_rng(args.seed)
     tokenizer = tokenizers.load(shipped)
     model, shape = policy.load(shipped)
