@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,13 +69,28 @@ def _environments(run_dir):
 @pytest.mark.slow
 def test_a_run_stops_if_too_many_environments_fail(tmp_path):
     (tmp_path / "broken.py").write_text(
-        "class Broken:\n    def reset(self, row):\n        raise RuntimeError('no server')\n"
-        "    def step(self, message):\n        pass\n    def close(self):\n        pass\n"
+        "class Broken:\n    def reset(self, row):\n        pass\n"
+        "    def step(self, message):\n        raise RuntimeError('no server')\n    def close(self):\n        pass\n"
     )
     done = train(tmp_path / "run", "--steps", "4", "environment.name=broken:Broken")
     assert done.returncode == 1
-    assert "environment.name=broken:Broken: failed for 8 of" in done.stdout
+    assert done.stdout.count("environment.name=broken:Broken: failed for 8 of") == 1  # the first time ends the run
     assert "raised RuntimeError: no server" in done.stdout
+
+
+def test_an_environment_that_cannot_begin_is_refused_before_the_start(tmp_path):
+    from asyncspec.config import ConfigError, load
+    from asyncspec.launch.preflight import check_inputs
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, said in (
+        (f"openenv:http://127.0.0.1:{port}", "with the first row of the data it raised ConnectionRefusedError"),
+        ("toolbox:Adder", "the policy has no chat template"),
+        ("python", "the policy has no chat template"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_inputs(load("tiny", [f"environment.name={name}", "environment.reward_from=data.reward"]))
 
 
 @pytest.mark.parametrize(
