@@ -128,6 +128,17 @@ def test_episodes_of_a_killed_process_begin_again_but_not_for_ever():
         assert "SIGKILL, 3 times" in found.error and environments.failed == 1
 
 
+def test_a_process_that_is_killed_while_it_loads_is_replaced():
+    made = Environments("toolbox:Scripted", turn_s=5, episode_s=60, most_failures=0, start_s=30)
+    with closing(made):
+        for _ in range(MOST_TRIES - 1):
+            os.kill(made.pids[0], signal.SIGKILL)
+            made.poll()
+        made.load()
+        made.begin("one", {"script": []})
+        assert not answers(made, 1)["one"].error
+
+
 def test_an_episode_has_a_deadline_too():
     with closing(make(episode_s=0.6)) as environments:
         environments.begin("long", {"script": ["fine", "sleep 30"]})

@@ -143,6 +143,7 @@ RUNNING = {
     "actors.episodes:Episodes.asked": "a service asks again before it was answered, and is told so",
     "actors.episodes:Episodes._ask_next": "a service asks for more than there is room for, and is told so",
     "actors.episodes:Episodes._check_beginning": "a beginning does not fit; its episode has failed",
+    "actors.episodes:Episodes._begun": "the same",
     "environments.conversation:Conversation.sampled": "the generator would break its own rule",
     "environments.conversation:Conversation.answered": "the same",
     "environments.library:LibraryRenderer.follow": "the same",

@@ -29,6 +29,7 @@ from asyncspec.config import Config
 from asyncspec.engine.protocol import Completion
 from asyncspec.environments.conversation import Conversation, common
 from asyncspec.environments.pool import Answer, Environments, row_of
+from asyncspec.environments.protocol import Message
 from asyncspec.environments.rendering import Renderer
 from asyncspec.models.tokenizer import response_text
 from asyncspec.serve.calls import Choice
@@ -198,7 +199,7 @@ class Episodes:
         name = f"tool {answer.tool}" if answer.tool else f"environment {answer.what}"
         ticket = episode.ticket
         self._recorder.add(name, answer.asked_at, answer.answered_at, ticket.step, ticket.ticket_id)
-        if answer.what == "step":
+        if answer.what == "step" and answer.tool != "":
             seconds = answer.answered_at - answer.asked_at
             use = ToolUse(1, seconds, seconds)
             episode.used = added([episode.used, {answer.tool or UNNAMED: use}])
@@ -221,6 +222,8 @@ class Episodes:
             given = asked
         beginning, episode.tools = ticket.prompt if given is None else list(given), answer.tools
         try:
+            if answer.messages and self._is_long(answer.messages):  # do not tokenize what cannot fit
+                raise ValueError("a beginning that is too long by far")
             conversation = Conversation(beginning, self.renderer.begin(beginning, episode.tools))
             self._check_beginning(episode, conversation)
         except ValueError as error:
@@ -245,6 +248,10 @@ class Episodes:
             raise ValueError("a beginning with another first token than others of its group")
         self._ask_for_failed(episode.ticket)
 
+    def _is_long(self, messages: Sequence[Message]) -> bool:
+        """Whether messages have more characters than there can be room for."""
+        return sum(len(message["content"]) for message in messages) > CHARACTERS * self._room
+
     def _stepped(self, episode: Episode, answer: Answer) -> None:
         """Go on with an episode, or end it."""
         if answer.reward is not None:
@@ -256,8 +263,8 @@ class Episodes:
             self._end(episode)
             return
         conversation, last = episode.conversation, episode.completions[-1]
-        if sum(len(message["content"]) for message in answer.messages) > CHARACTERS * self._room:
-            episode.cut = True  # do not tokenize what cannot fit
+        if self._is_long(answer.messages):
+            episode.cut = True
             self._end(episode)
             return
         try:

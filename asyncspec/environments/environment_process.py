@@ -89,7 +89,7 @@ def _first(make: Callable[[], Any], name: str) -> Any:
         raise
     except BaseException as error:  # anything that the user's code raises
         raise ValueError(
-            f"environment.name={name!r}: {type(error).__name__}: {_first_line(error)}; expected a factory that needs no "
+            f"environment.name={name!r}: {type(error).__name__}: {_first_line(error)}; expected a factory without "
             "arguments"
         ) from None
 
@@ -137,7 +137,8 @@ class _Episodes:
         else:
             environment = self._open[episode]
             stepped, error = await self._called(environment.step, (given,), seconds)
-            found["tool"] = _NO_NAME.sub("_", str(getattr(environment, "tool", "")))[:_LONGEST_NAME]
+            if (tool := getattr(environment, "tool", None)) is not None:
+                found["tool"] = _NO_NAME.sub("_", str(tool))[:_LONGEST_NAME]
             if not error:
                 try:
                     messages, done, reward = stepped

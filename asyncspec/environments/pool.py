@@ -55,7 +55,7 @@ class Answer:
     done: bool = False
     reward: float | None = None
     tools: list[dict[str, Any]] | None = None
-    tool: str = ""  # that the step called; "": the environment names none
+    tool: str | None = None  # that the step called; "": none; None: the environment does not name its tools
     error: str = ""
     again: bool = False
 
@@ -104,7 +104,7 @@ class Environments:
         self.driven = False  # whether the episodes ask the policy themselves; known when the environment is loaded
         self.endpoint: Callable[[Hashable], dict[str, str]] | None = None  # how an episode that begins reaches it
         self.shut: Callable[[Hashable], None] | None = None  # takes that back, before the episode begins again
-        self._loaded = False  # whether a process has ever loaded it
+        self._loaded, self._not_loaded = False, 0  # whether a process has ever loaded it, and how many have not
         self._numbers = 0
         self._waiting: deque[_Episode] = deque()  # for a process
         self._open: dict[Hashable, _Episode] = {}
@@ -141,8 +141,7 @@ class Environments:
         Raises:
             EnvironmentFailed: it cannot be loaded.
         """
-        place = self._places[0]
-        while not self._load(place):
+        while not self._load(place := self._places[0]):
             place.process.wait(0.1)
 
     def close(self) -> None:
@@ -205,8 +204,10 @@ class Environments:
             if said is None and time.monotonic() > place.deadline:
                 raise NoAnswer(f"took more than {self.start_s:g} s")
         except NoAnswer as none:
-            if self._loaded:  # others have loaded it, so this one was killed or had no time
+            self._not_loaded += 1
+            if self._loaded or self._not_loaded < MOST_TRIES:  # it may have been killed
                 self._drop(place)
+                self._places.append(self._start())
                 return False
             raise EnvironmentFailed(
                 f"environment.name={self.name!r}: {none} while it was imported; expected a module that can be imported "
@@ -265,7 +266,7 @@ class Environments:
         if (episode := place.held.get(found["episode"])) is None:  # it was closed meanwhile
             return
         if found["error"]:
-            self._fail(episode, _clean(found["error"]), found.get("tool", ""))
+            self._fail(episode, _clean(found["error"]), found.get("tool"))
             return
         self._answers.append(
             Answer(
@@ -277,7 +278,7 @@ class Environments:
                 found.get("done", False),
                 found.get("reward"),
                 found.get("tools"),
-                found.get("tool", ""),
+                found.get("tool"),
             )
         )
         episode.asked = ""
@@ -303,7 +304,7 @@ class Environments:
         place.process.kill()
         self._places.remove(place)
 
-    def _fail(self, episode: _Episode, why: str, tool: str = "") -> None:
+    def _fail(self, episode: _Episode, why: str, tool: str | None = None) -> None:
         asked_at = episode.asked_at or now()
         self._answers.append(Answer(episode.key, asked_at, now(), episode.asked, tool=tool, error=why))
         self._open.pop(episode.key, None)

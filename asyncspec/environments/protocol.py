@@ -10,7 +10,7 @@ An episode is one conversation with one environment, which is made for it and cl
 All three may be async functions or plain ones. They run in a process of their own, beside those of other episodes.
 
 An environment may have two attributes more. `tools` lists the JSON schemas of its tools, for the chat template; it is
-read after `reset`. `tool` names the tool that the last `step` called, for the reports.
+read after `reset`. `tool` names the tool that the last `step` called, for the reports; "": none.
 """
 
 from __future__ import annotations
