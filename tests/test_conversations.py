@@ -74,13 +74,16 @@ messages = st.lists(
 )
 
 
+turns_of_both = st.lists(  # what the policy says, what ends it, and what the environment answers
+    st.tuples(st.text("abcxyz 0", min_size=1, max_size=8), st.sampled_from([END, OTHER_END, ""]), messages),
+    min_size=1,
+    max_size=4,
+)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    turns=st.lists(
-        st.tuples(st.text("abcxyz 0", min_size=1, max_size=8), st.sampled_from([END, OTHER_END, ""]), messages),
-        min_size=1,
-        max_size=4,
-    ),
+    turns=turns_of_both,
     thinks=st.booleans(),
 )
 @pytest.mark.parametrize("which", ["chatml", "forgetful"])
@@ -129,11 +132,7 @@ QWEN3 = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 
 @settings(max_examples=60, deadline=None)
 @given(
-    turns=st.lists(
-        st.tuples(st.text("abcxyz 0", min_size=1, max_size=8), st.sampled_from([END, OTHER_END, ""]), messages),
-        min_size=1,
-        max_size=4,
-    ),
+    turns=turns_of_both,
     thinks=st.booleans(),
 )
 def test_a_conversation_of_qwen3_goes_on_as_the_package_renderers_renders_it(turns, thinks):

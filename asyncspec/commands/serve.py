@@ -22,7 +22,6 @@ from asyncspec.models import CheckpointError
 KEY = "ASYNCSPEC_API_KEY"
 LEAST_KEY = 16  # characters of a key; a shorter one can be guessed
 SLOTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 1024, 1024  # of a server of a model that no run says more about
-STOP_S = 3  # that requests in progress have at the end
 # The fields of a run that its server has, too.
 CARRIED = (
     *("model.dtype", "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_response_tokens"),
@@ -161,7 +160,7 @@ def _serve(
     from asyncspec.models import tokenizer as tokenizers
     from asyncspec.models.chat import ChatTemplate, parse_variables
     from asyncspec.models.shape import PolicyShape
-    from asyncspec.serve.app import Server
+    from asyncspec.serve.app import Server, http_server
     from asyncspec.serve.asks import Limits, Model
     from asyncspec.serve.worker import Worker
     from asyncspec.speculation.verify import Sampling
@@ -206,20 +205,7 @@ def _serve(
         limits,
         tuple(shape.eos_token_ids),
     )
-    server = uvicorn.Server(
-        uvicorn.Config(
-            Server(model, worker, slots, host, key).app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            loop="asyncio",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=4 * (slots + waiting) + 64,
-            timeout_graceful_shutdown=STOP_S,
-        )
-    )
+    server = http_server(Server(model, worker, slots, host, key).app, limit_concurrency=4 * (slots + waiting) + 64)
     _tell(config, model, listener, host, key)
     try:
         server.run(sockets=[listener])

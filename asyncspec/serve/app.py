@@ -15,8 +15,10 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -29,6 +31,7 @@ from asyncspec.serve.asks import Ask, Model, Refused, understand, understand_tok
 from asyncspec.serve.calls import Call
 from asyncspec.serve.worker import Worker
 
+STOP_S = 3  # that requests in progress have at the end
 BODY_S = 30.0  # that the body of a request may take to arrive
 HERE = ("localhost", "127.0.0.1", "::1")
 _GONE = 499  # the status, which nobody reads, of a request whose client has gone
@@ -188,6 +191,17 @@ class Server:
     def _late(self) -> Refused:
         limit = self.model.limits.timeout_s
         return Refused(f"not finished within {limit:g} s (--timeout of the server)", status=504, code="timeout")
+
+
+def http_server(app: Starlette, **more: Any) -> uvicorn.Server:
+    """Return an HTTP server for an app.
+
+    Args:
+        more: further settings of uvicorn.
+    """
+    settings = {"http": "h11", "ws": "none", "lifespan": "off", "loop": "asyncio", "log_level": "warning"}
+    quiet = {"access_log": False, "server_header": False, "timeout_graceful_shutdown": STOP_S}
+    return uvicorn.Server(uvicorn.Config(app, **settings, **quiet, **more))
 
 
 class _Stream(StreamingResponse):

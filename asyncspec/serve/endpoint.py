@@ -20,21 +20,19 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from starlette.requests import Request as HttpRequest
 
 from asyncspec.config import Config, resolve_path
 from asyncspec.engine.protocol import Request
 from asyncspec.environments.rendering import Renderer
 from asyncspec.models.shape import PolicyShape
-from asyncspec.serve.app import Server
+from asyncspec.serve.app import STOP_S, Server, http_server
 from asyncspec.serve.asks import Limits, Model, Refused
 from asyncspec.serve.worker import Tell
 from asyncspec.speculation.verify import Sampling
 
 NAME = "policy"  # of the model, for services
 ANY = 1 << 30  # tokens of a request
-STOP_S = 3
 
 
 @dataclass
@@ -77,19 +75,7 @@ class Endpoint:
         shown = f"[{host}]" if ":" in host else host
         self.root = f"http://{shown}:{self._listener.getsockname()[1]}"
         app = _Server(model, self._asked, self._episodes, host).app
-        self._http = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http="h11",
-                ws="none",
-                lifespan="off",
-                loop="asyncio",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=STOP_S,
-            )
-        )
+        self._http = http_server(app)
         self._thread = threading.Thread(target=self._http.run, args=([self._listener],), name="endpoint", daemon=True)
 
     @classmethod
