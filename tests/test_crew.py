@@ -10,6 +10,7 @@ from asyncspec.actors.crew import Life
 from asyncspec.actors.failures import Failures
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run
+from asyncspec.actors.switchboard import Switchboard
 from asyncspec.config import load, work
 from asyncspec.deadlines import KILLED_S
 from asyncspec.wire import messages as m
@@ -361,3 +362,16 @@ def test_a_vigil_that_looks_rarely_finds_the_silent_actor_and_no_other():
     vigil.heard("alive")
     time.sleep(1.0)  # this process did not run
     assert vigil.overdue() == [] and 0.9 < vigil.slept
+
+
+def test_an_exception_is_known_before_the_end_of_its_process_whichever_message_is_read_first():
+    recovery, lines = recovery_of()
+    came(recovery, *(member.name for member in recovery.crew.present))
+    noted = []
+    recovery.records.note = lambda what, **of: noted.append((what, of))
+    failed, lost = m.Failed("logprob", "ValueError: 3"), m.Lost("logprob", "logprob died: an exception", "logprob.1")
+    waiting = [("launcher", lost), ("logprob", failed), ("logprob", m.Stopped("logprob"))]
+    recovery.run.server = SimpleNamespace(receive=lambda: waiting.pop(0) if waiting else None, rejected=0)
+    Switchboard(recovery.run, recovery, None).receive()
+    told = "logprob failed: ValueError: 3; see RUN/logs/logprob.log"
+    assert noted == [("lost", {"actor": "logprob", "reason": told, "error": "ValueError: 3"})], lines

@@ -137,7 +137,8 @@ def test_an_exception_in_an_actor_that_can_be_replaced_costs_only_time(launcher,
             assert "error" not in event and f"{actor} died: " in output
         else:
             error = f"InjectedError: deployment.faults={actor}:{where}:raise"
-            assert event["error"] == error and output.count(f"{actor} failed: {error}; see {run_dir}/logs/") == 1
+            assert event.get("error") == error, (event, output)
+            assert output.count(f"{actor} failed: {error}; see {run_dir}/logs/") == 1, output
         assert "InjectedError" in (run_dir / "logs" / f"{actor}.log").read_text()
     assert "all actors restart" not in output
 

@@ -39,9 +39,11 @@ class Switchboard:
         self.host, self.acceptance = clock.host(), Acceptance()
 
     def receive(self) -> None:
-        """Handle the messages that have arrived."""
-        while (item := self.server.receive()) is not None:
-            sender, message = item
+        """Handle the messages that have arrived: what launchers say of actors' ends last. An actor that raises says so
+        before it ends, but the two messages come from different processes and may wait here in any order.
+        """
+        arrived = list(iter(self.server.receive, None))
+        for sender, message in sorted(arrived, key=lambda item: isinstance(item[1], m.Lost)):
             allowed = _FROM.get(type(message))
             if allowed is None or (self.run.broadcasts is not None and self.run.crew.role_of(sender) in allowed):
                 self._handle(message, sender)
