@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from asyncspec.actors.base import Actor, first_name, replacement_number
-from asyncspec.config import work
+from asyncspec.config import resolve_path, work
 from asyncspec.config.topology import rank_of
 from asyncspec.engine.protocol import Completion, Engine, Request
 from asyncspec.models.parallel import Ranks
 from asyncspec.wire import messages as m
 from asyncspec.wire.layout import Layout
 from asyncspec.wire.weights import Receiver
+
+if TYPE_CHECKING:
+    from asyncspec.models.policy import Base
 
 
 class EngineHolder(Actor):
@@ -30,6 +35,7 @@ class EngineHolder(Actor):
         group = f"{leader}.{replacement_number(spec.name)}"
         self.index, self.ranks = int(leader.removeprefix("generator")), Ranks(group, rank, size, size)
         self.engine: Engine | None = None  # set by `load`, and with several ranks by `connect`
+        self.base: Base | None = None  # what arriving adapters are added to; None: whole weights arrive
         self.sampled = 0  # follows from all tokens of finished samples, in order
         self.receivers: dict[str, Receiver] = {}  # by kind of weights
         self._received: deque[tuple[str, int]] = deque()  # (kind, version) of weights that have arrived
@@ -37,6 +43,7 @@ class EngineHolder(Actor):
     def load(self) -> None:
         if self.ranks.size == 1:
             self.engine = self.make_engine()
+            self._keep_base()
         else:  # the ranks start their engines together, so they must know each other first
             import asyncspec.engine.vllm_engine  # noqa: F401
 
@@ -49,19 +56,32 @@ class EngineHolder(Actor):
         if self.engine is None:
             self._start_together(welcome)
         for kind in ("policy", "draft") if self.config.draft_trainer else ("policy",):
+            whole = self.ranks.size == 1
+            arriving, keep = self.engine.parameters(kind), partial(self.engine.keep, kind) if not whole else None
+            if kind == "policy" and self.base is not None:
+                arriving, keep = self.base.adapters, None if whole else lambda name, tensor: tensor.clone()
             self.receivers[kind] = Receiver(
                 welcome.store_host,
                 welcome.store_port,
                 kind,
                 me=self.name,
                 device=self.device,
-                layout=Layout.of(self.engine.parameters(kind), self.config.model.dtype),
+                layout=Layout.of(arriving, self.config.model.dtype),
                 received=lambda version, kind=kind: self._received.append((kind, version)),
-                keep=partial(self.engine.keep, kind) if self.ranks.size > 1 else None,
+                keep=keep,
             )
         self.using |= dict.fromkeys(self.receivers, 0)
         self.workers = list(self.receivers.values())
         return {"policy"}  # nobody waits for the draft
+
+    def _keep_base(self) -> None:
+        """Keep the frozen weights, if the versions that arrive are adapters."""
+        if (lora := self.config.lora) is not None:
+            from asyncspec.models.policy import Base
+
+            keep = partial(self.engine.keep, "policy") if self.ranks.size > 1 else None
+            path, dtype = resolve_path(self.config.model.path), getattr(torch, self.config.model.dtype)
+            self.base = Base(path, lora, dtype, keep)
 
     def _start_together(self, welcome: m.Welcome) -> None:
         from asyncspec.engine.vllm_engine import shut_down
@@ -72,6 +92,7 @@ class EngineHolder(Actor):
         while self.ranks.rank and self.inbox.take() is not None:
             pass  # what the first rank's predecessor sent: the first rank sends nothing before all have an engine
         self.engine = self.make_engine()
+        self._keep_base()
         self.control.send(m.Connected(self.name))
 
     def handle(self, message: m.Message) -> None:
@@ -91,10 +112,12 @@ class EngineHolder(Actor):
             self.control.send(message)
         return told
 
-    def swap(self, kind: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    def swap(self, kind: str, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take received weights into use."""
         self.fault("swap")
         with self.recorder.span(f"swap {kind}", version=version):
+            if kind == "policy" and self.base is not None:
+                tensors = self.base.merged(tensors)
             (self.engine.load_policy if kind == "policy" else self.engine.load_draft)(tensors, version)
         self.using[kind] = version
 

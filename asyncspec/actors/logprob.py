@@ -28,7 +28,8 @@ from asyncspec.wire.transport import Outbox
 from asyncspec.wire.weights import Receiver
 
 # The leading rank's orders to the others, see logprob_rank.py.
-SUPERVISE, COLLECT, SWAP = "supervise", "collect", "swap"
+SUPERVISE, COMPARE, COLLECT, SWAP = "supervise", "compare", "collect", "swap"
+COMPARED_EVERY = 10  # optimizer steps between two groups that are also scored without the policy's adapters
 
 
 def turns(groups: int, step: int, index: int, actors: int) -> int:
@@ -102,6 +103,7 @@ class Logprob(PolicyHolder):
         # the newest step with offered groups and the number of these groups
         self.offered: tuple[int, int] = (-1, 0)
         self.largest = 1  # bytes of the largest group that it has offered
+        self.compared = 0  # the newest step of which a group was scored without adapters
 
     def inbox_credits(self) -> int:
         return self.config.rl.groups_per_step
@@ -203,13 +205,28 @@ class Logprob(PolicyHolder):
         if supervising:
             self.scorer.supervising = True
             self.team.order(SUPERVISE)
+        if comparing := self._wants_comparison(parts[0][0].ticket.step):
+            self.scorer.comparing = True
+            self.team.order(COMPARE)
+        names = self.scorer.scores
         supervision = self.team.deal(parts, self.scorer)
         tokens = max(len(arrays["tokens"]) for _, arrays in parts)
         self.team.order(COLLECT, tokens)
         values = self.team.together(lambda: self.scorer.collect(tokens))
         for (_, arrays), found in zip(parts, values):
-            arrays |= {name: scores[: len(arrays["tokens"])].copy() for name, scores in zip(self.scorer.scores, found)}
+            arrays |= {name: scores[: len(arrays["tokens"])].copy() for name, scores in zip(names, found)}
+            if comparing:
+                arrays.setdefault("base", arrays.get("reference"))
         return supervision
+
+    def _wants_comparison(self, step: int) -> bool:
+        """Whether groups of this step are to be scored without adapters too, so that the trainer can tell whether the
+        generator has them (rl/observed.py).
+        """
+        if self.config.lora is None or step < self.compared + (COMPARED_EVERY if self.compared else 2):
+            return False
+        self.compared = step
+        return True
 
     def _wants_supervision(self, step: int) -> bool:
         if self.to_adapter is None or self.waiting:

@@ -10,7 +10,7 @@ swap it in, between two groups:
 
 from __future__ import annotations
 
-from asyncspec.actors.logprob import COLLECT, SUPERVISE, SWAP, PolicyHolder
+from asyncspec.actors.logprob import COLLECT, COMPARE, SUPERVISE, SWAP, PolicyHolder
 from asyncspec.actors.team import NOTHING, Follower
 from asyncspec.config.topology import LOGPROB_RANK
 from asyncspec.timing.spans import now
@@ -61,6 +61,8 @@ class LogprobRank(PolicyHolder, Follower):
                 scorer.add_nothing()
         elif message.what == SUPERVISE:
             scorer.supervising = ranks.data_rank == 0
+        elif message.what == COMPARE:
+            scorer.comparing = True
         elif message.what == COLLECT:
             scorer.collect(message.number)
         elif message.what == SWAP:

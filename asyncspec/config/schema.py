@@ -27,6 +27,7 @@ from asyncspec.config.sections import (
     TrainerConfig,
 )
 from asyncspec.config.showing import LoggingConfig
+from asyncspec.models.shape import Lora
 
 LONGEST_DRAFT = 15  # the longest draft that speculation.draft_length=auto considers
 
@@ -106,6 +107,12 @@ class Config:
             return ""
         trainers = {"eagle3": "draft_adapter", "draft_model": "draft_adapter", "mtp": "trainer"}
         return trainers.get(self.speculation.method, "")
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained; None if the policy's weights are."""
+        found = self.model.lora
+        return Lora(found.rank, found.alpha, found.target_modules) if found.rank else None
 
     @property
     def server_urls(self) -> list[str]:

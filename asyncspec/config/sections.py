@@ -9,6 +9,23 @@ from asyncspec.config.learning import OptimizerConfig
 
 
 @dataclass
+class LoraConfig:
+    rank: int = knob(
+        0,
+        "rank of the low-rank adapters (LoRA) that are trained, and published, in the place of the policy's weights; "
+        "0: the weights themselves",
+        least=0,
+    )
+    alpha: float = knob(32.0, "scale of the adapters: what they add counts alpha / rank times", above=0)
+    target_modules: str = knob(
+        "all-linear",
+        "the matrices that have adapters: all of each layer; or only those of attention, or of the feed-forward "
+        "network; the experts of a mixture have none",
+        choices=("all-linear", "attention", "mlp"),
+    )
+
+
+@dataclass
 class ModelConfig:
     path: str = knob(
         "asset:tiny/policy",
@@ -23,6 +40,7 @@ class ModelConfig:
         "dtype in which policy and draft compute; the trainer keeps weights, sums and optimizer state in float32",
         choices=("float32", "bfloat16"),
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 REWARDS = ("exact", "numeric", "math_verify", "format", "code", "reasoning_gym")  # tasks/builtin.py has them
@@ -356,6 +374,11 @@ class CheckpointConfig:
         "dtype of the policy that is written to checkpoint/policy when the run ends, and of all exports; bfloat16 "
         "halves its size and rounds the weights",
         choices=("float32", "bfloat16"),
+    )
+    export_merged: bool = knob(
+        True,
+        "with model.lora.rank: whether an export is the whole policy, with the adapters added to its weights and also "
+        "alone in adapter/; false: only the adapters",
     )
     export_every: int = knob(
         0,

@@ -67,8 +67,8 @@ def compare(config: Config, tell: Callable[[str], None] = print) -> None:
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Return field, or field/file -> the digest of what a run reads there. The policy's weights are not among it: a
-    resumed run reads them from its checkpoint.
+    """Return field, or field/file -> the digest of what a run reads there. The policy's weights are among it only
+    if they are frozen: otherwise a resumed run reads them from its checkpoint.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -91,9 +91,12 @@ def digests(config: Config) -> dict[str, str]:
         for name, text in data.items():
             # One digest for all files, in their order: another number of files has another one.
             digested[name] = " ".join(_digest(file) for file in data_files(text))
+        models = {"model.path": config.model.path} if config.lora is not None else {}
         if config.rl.kl_coef > 0:
-            name = "model.reference_path" if config.model.reference_path else "model.path"
-            directory = resolve_path(config.model.reference_path or config.model.path)
+            own = config.model.reference_path
+            models["model.reference_path" if own else "model.path"] = own or config.model.path
+        for name, path in models.items():
+            directory = resolve_path(path)
             weights = [_digest(directory / file, sampled=True) for file in tensor_files(directory)]
             digested[name] = hashlib.sha256("".join(weights).encode()).hexdigest()
     except OSError as error:

@@ -248,13 +248,14 @@ def export_of(run_dir: Path, version: int) -> Path:
 
 
 def learned(module, *optimizers) -> dict[str, Any]:
-    """Return a module's parameters and the moments that its AdamW or Muon keeps of each, for `save`. They are the live
-    tensors, so `load` fills them in place.
+    """Return a module's trained parameters and the moments that its AdamW or Muon keeps of each, for `save`. They are
+    the live tensors, so `load` fills them in place.
     """
     import torch
 
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names = {id(parameter): name for name, parameter in trained.items()}
+    parameters = {name: parameter.detach() for name, parameter in trained.items()}
     moments = {}
     for optimizer in optimizers:
         muon = isinstance(optimizer, torch.optim.Muon)

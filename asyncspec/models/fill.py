@@ -37,14 +37,25 @@ def fill(model, whole, adapter, directory: Path, shape: PolicyShape) -> None:
     Raises:
         CheckpointError: a file cannot be read, or a value is not finite.
     """
-    headers, parameters = read_headers(directory), dict(model.named_parameters())
-    for block in _blocks(shape):
-        tensors = _mapped(directory, headers, block)
-        for name, tensor in _converted(whole, adapter, tensors, shape).items():
+    parameters = dict(model.named_parameters())
+    for block, tensors in blocks(whole, adapter, directory, shape):
+        for name, tensor in block.items():
             part = tensor[share(parameters[name])]
             if part.numel() and not all(end.isfinite() for end in torch.aminmax(part)):
                 raise CheckpointError(f"{directory}: tensor {_not_finite(tensors)} holds values that are not finite")
             local(parameters[name]).copy_(part)
+
+
+def blocks(
+    whole, adapter, directory: Path, shape: PolicyShape
+) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Yield each block of a policy in a directory: its parameters by their names in the model, and the tensors of the
+    file that they were made of. Arguments and errors are those of `fill`.
+    """
+    headers = read_headers(directory)
+    for names in _blocks(shape):
+        tensors = _mapped(directory, headers, names)
+        yield _converted(whole, adapter, tensors, shape), tensors
 
 
 def _blocks(shape: PolicyShape) -> Iterator[list[str]]:

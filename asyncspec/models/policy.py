@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import fill as filling
+from asyncspec.models import lora
 from asyncspec.models.attention import CausalAttention
 from asyncspec.models.contents import check_policy
 from asyncspec.models.export import write_policy
 from asyncspec.models.rope import rope_config
-from asyncspec.models.shape import PolicyShape
+from asyncspec.models.shape import Lora, PolicyShape
 
 with compiling_later():
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
@@ -84,11 +85,12 @@ def _fan_in(t: torch.Tensor) -> None:
     nn.init.normal_(t, std=t.shape[-1] ** -0.5)
 
 
-def build(shape: PolicyShape, positions: int = 0) -> Decoder:
+def build(shape: PolicyShape, positions: int = 0, adapters: Lora | None = None) -> Decoder:
     """Return a policy whose weights are not initialized.
 
     Args:
         positions: length of the RoPE table, which is the longest sequence that a pass may take; 0: the shape's.
+        adapters: the adapters beside its matrices; all else is frozen then. None: it has none.
     """
     # On a CPU, torch warns when torchtitan's router asks for autocast to float32, which CPU autocast does not have.
     warnings.filterwarnings("ignore", message="In CPU autocast")
@@ -114,6 +116,8 @@ def build(shape: PolicyShape, positions: int = 0) -> Decoder:
         layers=[block] * shape.n_layers,
     )
     divide(config)
+    if adapters is not None:
+        config = lora.convert(config, adapters, dense=shape.experts is None)
     model = config.build()
     rope = first_rope(model)
     rope.config = replace(rope.config, max_seq_len=positions or shape.longest)
@@ -256,25 +260,32 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load(
-    directory: Path, device: str = "cpu", positions: int = 0, dtype: torch.dtype = torch.float32
+    directory: Path,
+    device: str = "cpu",
+    positions: int = 0,
+    dtype: torch.dtype = torch.float32,
+    adapters: Lora | None = None,
 ) -> tuple[Decoder, PolicyShape]:
-    """Build a policy on a device and fill it from a Hugging Face directory.
+    """Build a policy on a device and fill it from a Hugging Face directory. Its adapters change nothing yet.
 
     Args:
-        positions: see `build`.
+        positions, adapters: see `build`.
         dtype: dtype of the parameters.
 
     Raises:
         CheckpointError: what `check_policy` finds, or values that are not finite.
     """
     shape = check_policy(directory)
-    model = cast(skeleton(shape, positions), dtype)
+    model = cast(skeleton(shape, positions, adapters), dtype)
     fill(model, directory, device)
     return model, shape
 
 
-def fill(model: Decoder, directory: Path, device: str) -> None:
+def fill(model: Decoder, directory: Path, device: str, seed: int = 0) -> None:
     """Give a `skeleton`, sharded or not, memory on a device, and fill it from a Hugging Face directory, in place.
+
+    Args:
+        seed: of the adapters, if it has any.
 
     Raises:
         CheckpointError: a file cannot be read, or a value is not finite.
@@ -283,6 +294,7 @@ def fill(model: Decoder, directory: Path, device: str) -> None:
     _share_rope(model)
     shape = PolicyShape.from_hf(directory)
     filling.fill(model, skeleton(shape, 1), adapter(model.config), directory, shape)
+    lora.reset(model, seed)
 
 
 def lengthened(model: Decoder, shape: PolicyShape, positions: int) -> Decoder:
@@ -301,14 +313,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def skeleton(shape: PolicyShape, positions: int = 0) -> Decoder:
+def skeleton(shape: PolicyShape, positions: int = 0, adapters: Lora | None = None) -> Decoder:
     """Return a policy without values, on the meta device: for its names and shapes, or for `fill`.
 
     Args:
-        positions: see `build`.
+        positions, adapters: see `build`.
     """
     with torch.device("meta"):
-        return build(shape, positions)
+        return build(shape, positions, adapters)
 
 
 def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -337,7 +349,7 @@ def _register(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def save(
-    model: Decoder,
+    model: Decoder | None,
     shape: PolicyShape,
     directory: Path,
     source: Path | None = None,
@@ -362,3 +374,54 @@ def save(
         parts = ({name: parameter} for name, parameter in model.named_parameters())
     whole = skeleton(shape, 1)
     write_policy(lambda part: to_hf(whole, part), shape, directory, source, mtp, dtype, parts)
+
+
+class Base:
+    """The frozen weights of a policy whose adapters are trained, for a reader that needs whole weights: it keeps them,
+    in host memory, and makes each version anew.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        of: Lora,
+        dtype: torch.dtype,
+        keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            dtype: of the weights.
+            keep: callable(name, whole tensor) -> a copy of this rank's part of it; None: the whole.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        shape = PolicyShape.from_hf(directory)
+        whole, self._of, self._keep = skeleton(shape, 1), of, keep
+        self.adapters = lora.trained(skeleton(shape, 1, of))  # names and shapes
+        self._frozen: dict[str, torch.Tensor] = {}
+        for block, _ in filling.blocks(whole, adapter(whole.config), directory, shape):
+            for name, tensor in block.items():
+                kept = tensor.detach() if keep is None else keep(name, tensor.detach())
+                self._frozen[name] = kept.to(dtype, copy=keep is None)
+
+    def merged(self, adapters: Mapping[str, torch.Tensor]) -> lora.Merged:
+        """Return the policy's weights with a version's adapters, or this rank's parts of them; names as in
+        `named_parameters`.
+        """
+        return lora.Merged(self._frozen, adapters, self._of, self._keep)
+
+
+def merged(directory: Path, adapters: Mapping[str, torch.Tensor], of: Lora) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the policy of a directory with adapters added, block by block, as `parts` for `save`.
+
+    Args:
+        adapters: named as in `lora.trained`.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    shape = PolicyShape.from_hf(directory)
+    whole = skeleton(shape, 1)
+    for block, _ in filling.blocks(whole, adapter(whole.config), directory, shape):
+        yield lora.merged({name: tensor.float() for name, tensor in block.items()}, adapters, of)

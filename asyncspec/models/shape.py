@@ -53,6 +53,15 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
+class Lora:
+    """The low-rank adapters that are trained in the place of a policy's weights, see models/lora.py."""
+
+    rank: int
+    alpha: float  # what the adapters add is scaled by alpha / rank
+    targets: str  # the matrices that have adapters: "all-linear", "attention" or "mlp"
+
+
+@dataclass(frozen=True)
 class Experts:
     """The mixture of experts that each layer has in place of a feed-forward network."""
 

@@ -108,7 +108,8 @@ class GradientAccumulator:
         """Put the responses of a group into the pool, if it has a gradient. Return the rounds that are full."""
         part = Part(
             group.ticket.prompt_tokens,
-            {name: array for name, array in arrays.items() if name != "versions"} | {"advantages": advantage_G},
+            {name: array for name, array in arrays.items() if name not in ("versions", "base")}
+            | {"advantages": advantage_G},
         )
         if self.rl.mask_truncated and any(group.truncated):
             kept = [index for index, truncated in enumerate(group.truncated) if not truncated]

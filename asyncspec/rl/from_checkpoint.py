@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from asyncspec.config import Config, resolve_path
 from asyncspec.ledger import best, checkpoint, reading
 
 
 def write_policy(config: Config, path: Path, directory: Path, dtype: str) -> None:
-    """Write a checkpoint's policy, and its MTP module if the trainer has trained one.
+    """Write a checkpoint's policy, or its adapters, and its MTP module if the trainer has trained one.
 
     Args:
         config: of the run.
@@ -28,20 +26,20 @@ def write_policy(config: Config, path: Path, directory: Path, dtype: str) -> Non
         OSError: the directory cannot be written.
         Exception: the checkpoint cannot be read; of what type depends on torch.
     """
-    from asyncspec.models import mtp, policy
+    from asyncspec.models import lora, mtp, policy
     from asyncspec.models.shape import PolicyShape
+    from asyncspec.rl.exporting import write
 
     source = resolve_path(config.model.path)
     shape = PolicyShape.from_hf(source)
-    model, module = policy.skeleton(shape, 1), None
+    model, module = policy.skeleton(shape, 1, config.lora), None
     if config.draft_trainer == "trainer":
         module = mtp.load(resolve_path(config.draft_directory), shape, model.lm_head.weight, 1)
         own = dict(module.named_parameters())
         for part in reading.parts(path, "mtp", own):
             for name, tensor in part.items():
                 own[name].data.copy_(tensor)
-    parts = reading.parts(path, "trainer", dict(model.named_parameters()))
-    policy.save(model, shape, directory, source, module, getattr(torch, dtype), parts)
+    write(config, directory, reading.parts(path, "trainer", lora.trained(model)), dtype, module)
 
 
 def save_best(config: Config, run_dir: Path) -> str:

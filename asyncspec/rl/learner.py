@@ -63,12 +63,12 @@ class Learner:
         """Load the policy. If it is sharded, only its shape: a rank knows its shards when it has joined the others."""
         from asyncspec.models import policy
 
-        path, positions = resolve_path(self.config.model.path), self.config.positions
-        if self.ranks.sharded:
-            self.shape = check_policy(path)
-            self.model = policy.skeleton(self.shape, positions)
-        else:
-            self.model, self.shape = policy.load(path, self.device, positions)
+        c = self.config
+        path = resolve_path(c.model.path)
+        self.shape = check_policy(path)
+        self.model = policy.skeleton(self.shape, c.positions, c.lora)
+        if not self.ranks.sharded:
+            policy.fill(self.model, path, self.device, c.seed)
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
         """Connect to the other ranks, and load this rank's shards of the policy. Collective."""
@@ -79,16 +79,20 @@ class Learner:
         self.ranks.join(store_host, store_port, self.device, work.start_s(c), collective_s)
         self.ranks.shard(self.model, trained=True, recompute=c.trainer.recompute, compiled=c.trainer.compile)
         if self.ranks.sharded:
-            policy.fill(self.model, resolve_path(c.model.path), self.device)
+            policy.fill(self.model, resolve_path(c.model.path), self.device, c.seed)
             self.ranks.meet("loaded", work.start_s(c))
         keep = c.draft.top_tokens if c.draft_trainer == "trainer" else None
         self.accumulator = GradientAccumulator(self.model, c, self.ranks, keep)
         self._hold()
 
     def _hold(self) -> None:
-        parameters = dict(self.model.named_parameters())
-        self.layout = Layout.of(parameters, self.config.model.dtype)
-        self.export_layout = Layout.of(parameters, self.config.checkpoint.export_dtype)
+        from asyncspec.models import lora
+
+        c = self.config
+        parameters = lora.trained(self.model)
+        self.layout = Layout.of(parameters, c.model.dtype)
+        # Adapters are added to the frozen weights before these are rounded.
+        self.export_layout = Layout.of(parameters, "float32" if c.lora is not None else c.checkpoint.export_dtype)
         self.checkpoints = checkpoint.Checkpoints(
             self.run_dir,
             "trainer",
@@ -158,7 +162,9 @@ class Learner:
             tell: in rank 0, has the other ranks begin to gather their snapshots.
             export: whether it is for a file, not for other actors: the two may have different dtypes.
         """
-        parameters, layout = dict(self.model.named_parameters()), self.export_layout if export else self.layout
+        from asyncspec.models import lora
+
+        parameters, layout = lora.trained(self.model), self.export_layout if export else self.layout
         if self.ranks.sharded:
             return self.ranks.snapshot(layout, parameters, tell)
         return WholeSnapshot(layout, parameters, self.device)
@@ -196,23 +202,21 @@ class Learner:
         """Write the policy as a Hugging Face directory; return the directory. For rank 0 only.
 
         Args:
-            take: takes a snapshot for an export in all ranks. A sharded policy is written from it, as its buckets come
-                in. Otherwise the model's weights are written.
+            take: takes a snapshot for an export in all ranks. What a sharded policy has learned is written from it, as
+                its buckets come in. Otherwise the model's own parameters are written.
             version: the version to export, into a directory of its own; None: the result of the run.
         """
-        import torch
+        from asyncspec.models import lora
+        from asyncspec.rl.exporting import write
 
-        from asyncspec.models import policy
-
-        c, parts = self.config, None
-        source, dtype = resolve_path(c.model.path), getattr(torch, c.checkpoint.export_dtype)
+        c, parts = self.config, iter([lora.trained(self.model)])
         if self.ranks.sharded:
             gathered = zip(self.export_layout.buckets, take().begin())
             parts = (self.export_layout.views(bucket, names) for (names, _, _), bucket in gathered)
         if version is None:
             directory = self.run_dir / "checkpoint" / "policy"
-            policy.save(self.model, self.shape, directory, source, mtp, dtype, parts)
+            write(c, directory, parts, c.checkpoint.export_dtype, mtp)
         else:
             with new_folder(directory := checkpoint.export_of(self.run_dir, version)) as partial:
-                policy.save(self.model, self.shape, partial, source, mtp, dtype, parts)
+                write(c, partial, parts, c.checkpoint.export_dtype, mtp)
         return directory

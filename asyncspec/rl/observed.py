@@ -18,6 +18,7 @@ from asyncspec.wire import messages as m
 from asyncspec.wire.facts import sampled, sampled_lengths
 
 WRONG_GAP = 0.5  # nats: rounding in 16 bits makes a tenth of this
+MOVED = 1e-4  # nats: more than rounding in 32 bits makes
 FAR = 0.1  # nats: rounding in 32 bits never makes as much, and in 16 bits rarely
 LOG_RATIO_CAP = 20.0  # as in loss.py, so that the largest ratio is a number
 
@@ -44,7 +45,33 @@ def observed(step: int, groups: Sequence[tuple[m.Group, m.Arrays]], config: RLCo
     if same:
         found["sampling/same_version_gap"] = max(gap_T.mean() for gap_T in same.values())
         found["sampling/same_version_far"] = (np.concatenate([*same.values()]) > FAR).mean()
+    if compared := adapter_gaps(groups):
+        found["lora/version_gap"] = max(of_version for of_version, _ in compared.values())
+        found["lora/base_gap"] = min(of_base for _, of_base in compared.values())
     return {name: float(value) for name, value in found.items()}
+
+
+def adapter_gaps(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, tuple[float, float]]:
+    """Return for each generator how far its logprobs are from the adapted policy and from the policy without adapters.
+
+    A generator that has its adapters is at the version that it names, up to rounding, and the first distance is the
+    smaller one. Of a generator that goes on without them it is the larger one, however little was learned yet.
+
+    Returns:
+        The mean distances over the tokens that were scored both ways, by their own version and without adapters, of
+        each generator that has any.
+    """
+    gaps = {}
+    compared = [(group, arrays) for group, arrays in groups if "base" in arrays]
+    for generator, gap_T in _same_version(compared).items():
+        base = [(group, arrays | {"proximal": arrays["base"]}) for group, arrays in compared]
+        gaps[generator] = float(gap_T.mean()), float(_same_version(base)[generator].mean())
+    return gaps
+
+
+def without_adapters(of_version: float, of_base: float) -> bool:
+    """Whether these two of `adapter_gaps` say that a generator goes on without its adapters."""
+    return of_version > MOVED and of_version > 2 * of_base
 
 
 def same_version_gaps(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, float]:

@@ -10,13 +10,14 @@ from asyncspec.config import OptimizerConfig
 
 
 def decayed(model, weight_decay: float) -> list[dict]:
-    """Return an optimizer's groups of a policy's parameters: the matrices decay; norms, biases and embedding do not.
+    """Return an optimizer's groups of a policy's trained parameters: the matrices decay; norms, biases and embedding do
+    not.
 
     A tied head is the embedding.
     """
     kept = {id(model.tok_embeddings.weight)}
     matrices, others = [], []
-    for parameter in model.parameters():
+    for parameter in (each for each in model.parameters() if each.requires_grad):
         (matrices if parameter.ndim > 1 and id(parameter) not in kept else others).append(parameter)
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
 

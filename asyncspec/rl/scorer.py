@@ -6,8 +6,9 @@ The actors decide when: the leading rank is the logprob actor (actors/logprob.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from asyncspec.rl.batch import Part, divide, pack
 from asyncspec.wire import messages as m
 from asyncspec.wire.layout import Layout
 
+if TYPE_CHECKING:
+    from asyncspec.models.packed import Row, Scores
+    from asyncspec.models.shape import Lora
+
 
 class Scorer:
     def __init__(self, config: Config, device: str, name: str = "logprob", rank: int = 0) -> None:
@@ -29,10 +34,11 @@ class Scorer:
         """
         self.config, self.device = config, device
         self.ranks = Ranks(name, rank, config.logprob.ranks, config.logprob.tensor_parallel)
-        self.reference, self.aux_layers = None, ()
-        self.scores = ["proximal"] + ["reference"] * (config.rl.kl_coef > 0)
+        self.reference, self.aux_layers = None, ()  # the reference is a model of its own, or `_base`
         self.supervising = False  # whether the next group also makes supervision for the draft
-        self._scored: list[list[torch.Tensor]] = []  # [scores, passes] of the last group added: float32 [tokens] each
+        self.comparing = False  # whether the groups until `collect` are also scored without the policy's adapters
+        # name of a score -> of each pass over the last group added, float32 [tokens]
+        self._scored: dict[str, list[torch.Tensor]] = {}
 
     def load(self) -> None:
         """Load the policy and, with a KL term, the reference. If they are sharded, only their shape: a rank knows its
@@ -41,21 +47,33 @@ class Scorer:
         from asyncspec.drafts import draft
 
         c = self.config
-        self.model, self.shape = self._read(c.model.path)
+        self.model, self.shape = self._read(c.model.path, c.lora)
         if c.adapting:
             self.aux_layers = draft.aux_layers(c.speculation.method, resolve_path(c.draft_directory), self.shape)
-        if c.rl.kl_coef > 0:
-            self.reference, _ = self._read(c.model.reference_path or c.model.path)
+        if c.rl.kl_coef > 0 and not self._base:
+            self.reference, _ = self._read(c.model.reference_path or c.model.path, None)
 
-    def _read(self, path: str):
+    @property
+    def scores(self) -> list[str]:
+        """The names of a group's scores: under the policy, under the reference, and without the policy's adapters."""
+        others = ["reference"] * (self.config.rl.kl_coef > 0) + ["base"] * (self.comparing and not self._base)
+        return ["proximal", *others]
+
+    @property
+    def _base(self) -> bool:
+        """Whether the reference is the policy without its adapters."""
+        c = self.config
+        return c.lora is not None and c.rl.kl_coef > 0 and c.model.reference_path in ("", c.model.path)
+
+    def _read(self, path: str, adapters: Lora | None):
         from asyncspec.models import policy
 
         dtype, positions = getattr(torch, self.config.model.dtype), self.config.positions
         if self.ranks.sharded:
             shape = check_policy(resolve_path(path))
-            model = policy.cast(policy.skeleton(shape, positions), dtype)
+            model = policy.cast(policy.skeleton(shape, positions, adapters), dtype)
         else:
-            model, shape = policy.load(resolve_path(path), self.device, positions, dtype)
+            model, shape = policy.load(resolve_path(path), self.device, positions, dtype, adapters)
         return model.requires_grad_(False), shape
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:
@@ -76,7 +94,9 @@ class Scorer:
         return [self.model] if self.reference is None else [self.model, self.reference]
 
     def _hold(self) -> None:
-        self.parameters = dict(self.model.named_parameters())
+        from asyncspec.models import lora
+
+        self.parameters = lora.trained(self.model)
         self.layout = Layout.of(self.parameters, self.config.model.dtype)
         self._shares = {name: share(parameter) for name, parameter in self.parameters.items()}
 
@@ -86,7 +106,7 @@ class Scorer:
 
     @torch.no_grad()
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the policy's weights by what `keep` returned for each, or with one rank by whole tensors."""
+        """Replace the policy's trained weights by what `keep` returned for each, or with one rank by whole tensors."""
         for name, parameter in self.parameters.items():
             local(parameter).copy_(tensors[name])
 
@@ -100,7 +120,7 @@ class Scorer:
 
     @torch.no_grad()
     def add(self, group: m.Group, arrays: m.Arrays) -> Callable | None:
-        """Run the policy and the reference over a group.
+        """Run the policy over a group for each score.
 
         Collective: the other ranks must make as many passes, with groups of their own or with `add_nothing`.
 
@@ -112,17 +132,28 @@ class Scorer:
         from asyncspec.models import packed
 
         temperature, supervision = self.config.sampling.temperature, None
-        self._scored = [[] for _ in self.scores]
+        self._scored = {name: [] for name in self.scores}
         for part in self._divided(group, arrays):
             row = pack([part], self.device)
             keep, aux_layers = (self.config.draft.top_tokens, self.aux_layers) if self.supervising else (None, ())
             scores = packed.run(self.model, row, temperature, keep, aux_layers)
             if self.supervising:
                 self.supervising, supervision = False, partial(from_pass, row, scores)
-            self._scored[0].append(scores.chosen.logprob_T)
-            if self.reference is not None:
-                self._scored[1].append(packed.run(self.reference, row, temperature).chosen.logprob_T)
+            self._scored["proximal"].append(scores.chosen.logprob_T)
+            for name, found in self._others(row, temperature):
+                self._scored[name].append(found.chosen.logprob_T)
         return supervision
+
+    def _others(self, row: Row, temperature: float) -> Iterator[tuple[str, Scores]]:
+        """Run a row for each score but the first. Collective."""
+        from asyncspec.models import lora, packed
+
+        for name in self.scores[1:]:
+            if name == "reference" and self.reference is not None:
+                yield name, packed.run(self.reference, row, temperature)
+            else:
+                with lora.disabled(self.model):
+                    yield name, packed.run(self.model, row, temperature)
 
     @torch.no_grad()
     def add_nothing(self) -> None:
@@ -130,8 +161,9 @@ class Scorer:
         from asyncspec.models import packed
 
         row = packed.empty_row(self.device)
-        for model in self._models:
-            packed.run(model, row, 1.0)
+        packed.run(self.model, row, 1.0)
+        for _ in self._others(row, 1.0):
+            pass
 
     def collect(self, tokens: int) -> np.ndarray:
         """Return the scores of the last group in each data rank, float32 [data ranks, scores, tokens], padded with
@@ -141,10 +173,10 @@ class Scorer:
             tokens: the number of response tokens in the largest of these groups.
         """
         values = torch.zeros(self.ranks.data_size, len(self.scores), tokens, device=self.device)
-        for index, parts in enumerate(self._scored):
+        for index, parts in enumerate(self._scored.values()):
             found = torch.cat(parts)
             values[self.ranks.data_rank, index, : len(found)] = found
-        self._scored = []
+        self._scored, self.comparing = {}, False
         for model in self._models:
             reset_fsdp_state(model)
         return self.ranks.sum_over_groups(values).cpu().numpy()
