@@ -43,6 +43,7 @@ def check_models(config: Config) -> None:
                 f"{name}={math.gcd(heads, parallel)}"
             )
     check_division.check(config, "policy", shape)
+    _check_adapters(config, shape)
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
         raise ConfigError(
             f"model.path={config.model.path!r}: also contains an MTP module; expected a policy without one with "
@@ -50,6 +51,31 @@ def check_models(config: Config) -> None:
         )
     _check_reference(config, shape)
     _check_draft(config, policy, shape)
+
+
+def _check_adapters(config: Config, shape: PolicyShape) -> None:
+    if (lora := config.lora) is None:
+        return
+    if config.trainer.kind == "mock":
+        raise ConfigError(
+            f"model.lora.rank={lora.rank}: expected 0 with trainer.kind=mock; nearest valid choice: model.lora.rank=0"
+        )
+    least = min(shape.dim, shape.head_dim * shape.n_heads, shape.dim if shape.experts else shape.hidden_dim)
+    if lora.rank > least:
+        raise ConfigError(
+            f"model.lora.rank={lora.rank}: expected at most {least}, the shorter side of the policy's matrices; nearest "
+            f"valid choice: model.lora.rank={least}"
+        )
+    if lora.targets == "mlp" and shape.experts is not None:
+        raise ConfigError(
+            "model.lora.target_modules='mlp': the experts of a mixture have no adapters; expected attention or "
+            "all-linear; nearest valid choice: model.lora.target_modules=attention"
+        )
+    if not config.checkpoint.export_merged and config.draft_trainer == "trainer":
+        raise ConfigError(
+            "checkpoint.export_merged=False: the policy's MTP module, which speculation.method=mtp trains, is written "
+            "with the policy only; expected True; nearest valid choice: checkpoint.export_merged=true"
+        )
 
 
 def _check_reference(config: Config, policy: PolicyShape) -> None:

@@ -22,6 +22,7 @@ from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
 from asyncspec.deadlines import BUCKET_BYTES_S, EXIT_GRACE_S, MEET_S
 from asyncspec.models import headers
+from asyncspec.models.sizes import adapter_parameters
 
 PATIENCE = 4
 FASTEST = 200e6  # bytes per second. Disks are faster, but tensors are also copied, checked and summed up on the way.
@@ -75,8 +76,12 @@ def export_bytes(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of a checkpoint of policy and draft: weights and AdamW's two moments, in float32."""
-    return 3 * (policy_bytes(config) + (draft_bytes(config) if config.draft_trainer else 0))
+    """Bytes of a checkpoint of what is trained of policy and draft: weights and AdamW's two moments, in float32."""
+    learned = policy_bytes(config)
+    if config.lora is not None and learned:
+        policy = headers.read_json(resolve_path(config.model.path) / "config.json")
+        learned = min(learned, FLOAT * adapter_parameters(policy, config.lora))
+    return 3 * (learned + (draft_bytes(config) if config.draft_trainer else 0))
 
 
 def checkpoint_s(config: Config) -> float:

@@ -14,7 +14,7 @@ from asyncspec.config import Config, resolve_path
 from asyncspec.engine import LINE, PROMPT_ROWS
 from asyncspec.models import HEAD_ROWS
 from asyncspec.models.headers import read_json
-from asyncspec.models.sizes import draft_parameters, kv_bytes_per_token, parameters
+from asyncspec.models.sizes import adapter_parameters, draft_parameters, kv_bytes_per_token, parameters
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # AdamW's two moments
@@ -27,12 +27,19 @@ MAPPED = 2  # bytes of each number of a policy's file, which is usually in 16 bi
 LIBRARIES = 5e8  # the libraries that a process has loaded, with its CUDA context; measured on CPUs
 
 
+def trained(config: Config, policy: dict) -> int:
+    """Number of parameters that the trainer learns and publishes: the policy's, or its adapters'."""
+    return parameters(policy) if config.lora is None else adapter_parameters(policy, config.lora)
+
+
 def moments(config: Config, policy: dict) -> float:
     """Bytes of what the trainer's optimizer keeps of a policy: two numbers of each parameter; with Muon, one of each in
     the matrices of the layers, but not of experts.
     """
     if config.trainer.optimizer.kind == "adamw":
-        return ADAM * parameters(policy)
+        return ADAM * trained(config, policy)
+    if config.lora is not None:
+        return FLOAT * trained(config, policy)
     without_layers = parameters(policy | {"num_hidden_layers": 0})
     experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
     of_experts = 3 * policy["hidden_size"] * policy["moe_intermediate_size"] * experts if experts else 0
@@ -77,22 +84,26 @@ def beside(config: Config, policy: dict, role: str) -> float:
     """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads, or a
     checkpoint that it writes.
     """
-    if config.trainer.kind == "mock" or not role.startswith(("trainer", "logprob")):
+    if config.trainer.kind == "mock":
+        return 0.0
+    if role.startswith("generator") and config.lora is not None:  # the frozen weights, which adapters are added to
+        return bytes_of(config) * parameters(policy) / config.engine.tensor_parallel
+    if not role.startswith(("trainer", "logprob")):
         return 0.0
     loading = loaded(config, policy, role, MAPPED + FLOAT)
     if role.startswith("logprob"):
         return loading
     share = config.trainer.replicas / config.trainer.ranks
-    held = (FLOAT * parameters(policy) + moments(config, policy)) * share
+    held = (FLOAT * trained(config, policy) + moments(config, policy)) * share
     return max(loading, held)
 
 
 def gathered(config: Config, policy: dict, role: str) -> float:
     """Bytes of a version's buckets on their way from several ranks to the first. The largest tensor is the embedding:
-    in each rank its part; in the first one also all parts, the whole, and two buckets that wait.
+    in each rank its part; in the first one also all parts, the whole, and two buckets that wait. Adapters are small.
     """
     ranks = config.trainer.ranks // config.trainer.replicas
-    copies = 0 if ranks == 1 else 1 / ranks + (4 if role == "trainer" else 0)
+    copies = 0 if ranks == 1 or config.lora is not None else 1 / ranks + (4 if role == "trainer" else 0)
     return copies * bytes_of(config) * policy["vocab_size"] * policy["hidden_size"]
 
 
@@ -203,41 +214,44 @@ def _rotated_heads(policy: dict) -> float:
 
 
 def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
-    P, V = parameters(policy), policy["vocab_size"]
+    P, V, T = parameters(policy), policy["vocab_size"], trained(config, policy)
+    frozen = 0 if config.lora is None else P
     longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
     group = max(longest, min(config.trainer.tokens_per_pass, config.rl.group_size * longest))
     step = config.rl.groups_per_step * config.rl.group_size * longest
     trainer, element = config.trainer, bytes_of(config)
     if role in ("trainer", "trainer_rank"):
-        share, tokens = trainer.replicas * P / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
+        share, tokens = trainer.replicas / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
         # A rank that adds up gradients once a step keeps its own whole until then.
-        kept = FLOAT * P / trainer.tensor_parallel if trainer.ranks > 1 and trainer.gradient_sync == "step" else 0.0
+        kept = FLOAT * T / trainer.tensor_parallel if trainer.ranks > 1 and trainer.gradient_sync == "step" else 0.0
         return {
-            "weights and gradients": 2 * FLOAT * share,
-            "optimizer": moments(config, policy) * share / P,
-            "snapshot": element * share,
+            "weights and gradients": FLOAT * (frozen + 2 * T) * share,
+            "optimizer": moments(config, policy) * share,
+            "snapshot": element * T * share,
             "buckets": gathered(config, policy, role),
             "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
-            "logits": head(policy, element, trainer.tensor_parallel, entropy=config.rl.entropy_coef > 0),
+            "logits": head(policy, element, trainer.tensor_parallel, not frozen, config.rl.entropy_coef > 0),
             "RoPE table": rope_table(config, policy),
             **({"gradients before they are added up": kept} if kept else {}),
         }
     if role in ("logprob", "logprob_rank"):
         ranks = config.logprob.ranks
-        models = 2 if config.rl.kl_coef > 0 else 1
+        # Without its adapters the policy is the usual reference.
+        own = not frozen or config.model.reference_path not in ("", config.model.path)
+        models = 2 if config.rl.kl_coef > 0 and own else 1
         found = {
-            "weights": element * P / ranks * models,
+            "weights": element * (P * models + (T if frozen else 0)) / ranks,
             "activations": activations(policy, element, group) / policy["num_hidden_layers"],
             "logits": head(policy, element, config.logprob.tensor_parallel, trained=False),
             "RoPE table": rope_table(config, policy) * models,
         }
         if ranks == 1:
-            return found | {"arriving weights": element * P}
+            return found | {"arriving weights": element * T}
         # Each rank keeps its share of two versions: one waits for the other ranks, one arrives, tensor by tensor. The
         # embedding is the largest tensor that arrives, and the largest that a pass gathers.
         largest = V * policy["hidden_size"]
         return found | {
-            "arriving weights": 2 * element * P / ranks + element * largest,
+            "arriving weights": 2 * element * T / ranks + (0 if frozen else element * largest),
             "gathered weights": element * largest / config.logprob.tensor_parallel,
         }
     if role == "generator" and config.engine.kind == "torch":
@@ -259,7 +273,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # Weights count twice: the engine's own forward pass has its own matrices besides the module's.
         return {
             "weights": 2 * element * P,
-            "arriving weights": element * P,
+            "arriving weights": element * T,
             "RoPE table": rope_table(config, policy) * (1 + _rotated_heads(policy) / 2),
             "KV cache": kv_bytes_per_token(policy, element) * cached,
             "distributions": of_token * config.engine.slots * verified * V,
@@ -271,7 +285,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         shares = min(ranks, policy["num_key_value_heads"])
         # Each of several ranks keeps its part of two versions: one waits for the other ranks, one arrives, tensor by
         # tensor. The embedding is the largest tensor that arrives, and the largest block that is loaded.
-        arriving = P if ranks == 1 else 2 * P / ranks + 2 * V * policy["hidden_size"]
+        arriving = T if ranks == 1 else 2 * T if frozen else 2 * P / ranks + 2 * V * policy["hidden_size"]
         # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
         return {
             "weights": element * P / ranks,
@@ -280,7 +294,7 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         }
     if role == "generator" and config.engine.kind == "sglang":
         # twice: a copy, and a file in memory
-        return {"arriving weights": 2 * element * P, "weights on their way to the server": 2 * element * P}
+        return {"arriving weights": 2 * element * T, "weights on their way to the server": 2 * element * P}
     if role == "draft_adapter":
         return _of_draft(config, group, longest)
     return {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncspec.models.shape import Lora
+
 
 def parameters(policy: dict) -> int:
     """Number of parameters of a policy, from its config.json; with experts, those of all experts."""
@@ -13,6 +15,18 @@ def parameters(policy: dict) -> int:
     of_heads = 2 * H if kind.startswith("qwen3") else H * (heads + 2 * kv_heads) if kind == "qwen2" else 0
     layer = D * H * (heads + 2 * kv_heads) + heads * H * D + 3 * D * width + D * experts + 2 * D + of_heads
     return policy["num_hidden_layers"] * layer + D + V * D * (1 if policy.get("tie_word_embeddings") else 2)
+
+
+def adapter_parameters(policy: dict, lora: Lora) -> int:
+    """Number of parameters of a policy's adapters, from its config.json. Experts have none."""
+    D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    heads, kv_heads = policy["num_attention_heads"], policy["num_key_value_heads"]
+    sides = 0
+    if lora.targets != "mlp":
+        sides += D + H * (heads + 2 * kv_heads) + heads * H + D
+    if lora.targets != "attention" and not (policy.get("num_experts") or policy.get("num_local_experts", 0)):
+        sides += 3 * (D + policy["intermediate_size"])
+    return policy["num_hidden_layers"] * lora.rank * sides
 
 
 def active_parameters(policy: dict) -> int:
