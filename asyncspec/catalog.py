@@ -161,6 +161,17 @@ _OURS = (
         "tokens whose distance is above 0.1, of those that were scored by the version that sampled them; in float32 "
         "none, if each generator has the weights that it names",
     ),
+    Metric(
+        "lora/version_gap",
+        "nats",
+        "with adapters, every ten steps: the same distance, over tokens that were also scored without adapters",
+    ),
+    Metric(
+        "lora/base_gap",
+        "nats",
+        "mean distance of these tokens' logprobs from those under the policy without adapters, of the nearest "
+        "generator; below `lora/version_gap` if its engine has no adapters",
+    ),
     Metric("correction/weight_mean", "", "mean importance weight proximal / behavior, after truncation or masking"),
     Metric(
         "correction/truncated", "share", "tokens with a weight below `rl.correction_low` or above `rl.correction_high`"

@@ -302,7 +302,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
 
     from asyncspec.console import terminal
 
-    policy = PolicyShape.from_hf(resolve_path(config.model.path)).to_hf()
+    policy = PolicyShape.from_hf(resolve_path(config.model.path), config.model.backend).to_hf()
     judged = judge(config, policy, placed, names, nodes)
     console = terminal(width=max(100, shutil.get_terminal_size().columns))
     size = (

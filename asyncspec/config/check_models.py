@@ -24,7 +24,8 @@ _DRAFTS = {
 
 def check_models(config: Config) -> None:
     """Check that the policy has a supported architecture and divides among the ranks as configured."""
-    policy, shape = _read_json("model.path", config.model.path), _shape("model.path", config.model.path)
+    policy = _read_json("model.path", config.model.path)
+    shape = _shape("model.path", config.model.path, config.model.backend)
     if not (resolve_path(config.model.path) / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.path={config.model.path!r}: there is no tokenizer.json; expected a Hugging Face directory with one"
@@ -43,6 +44,7 @@ def check_models(config: Config) -> None:
                 f"{name}={math.gcd(heads, parallel)}"
             )
     check_division.check(config, "policy", shape)
+    _check_backend(config)
     _check_adapters(config, shape)
     if config.engine.kind in ("vllm", "sglang") and policy.get("num_nextn_predict_layers"):
         raise ConfigError(
@@ -51,6 +53,32 @@ def check_models(config: Config) -> None:
         )
     _check_reference(config, shape)
     _check_draft(config, policy, shape)
+
+
+def _check_backend(config: Config) -> None:
+    """Check that nothing is asked of transformers that only torchtitan's models do."""
+    if config.model.backend != "transformers":
+        return
+    lookups = ("none", "ngram", "suffix")
+    for name, value, fits, expected, nearest in (
+        ("engine.kind", config.engine.kind, config.engine.kind in ("vllm", "sglang"), "vllm or sglang", "vllm"),
+        (
+            "speculation.method",
+            config.speculation.method,
+            config.speculation.method in lookups,
+            "none, ngram or suffix",
+            "ngram",
+        ),
+        ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel == 1, "1", "1"),
+        ("logprob.tensor_parallel", config.logprob.tensor_parallel, config.logprob.tensor_parallel == 1, "1", "1"),
+        ("trainer.compile", config.trainer.compile, not config.trainer.compile, "false", "false"),
+        ("model.lora.rank", config.model.lora.rank, not config.model.lora.rank, "0", "0"),
+    ):
+        if not fits:
+            raise ConfigError(
+                f"{name}={value!r}: expected {expected} with model.backend=transformers; nearest valid choice: "
+                f"{name}={nearest}"
+            )
 
 
 def _check_adapters(config: Config, shape: PolicyShape) -> None:
@@ -63,8 +91,8 @@ def _check_adapters(config: Config, shape: PolicyShape) -> None:
     least = min(shape.dim, shape.head_dim * shape.n_heads, shape.dim if shape.experts else shape.hidden_dim)
     if lora.rank > least:
         raise ConfigError(
-            f"model.lora.rank={lora.rank}: expected at most {least}, the shorter side of the policy's matrices; nearest "
-            f"valid choice: model.lora.rank={least}"
+            f"model.lora.rank={lora.rank}: expected at most {least}, the shorter side of the policy's matrices; "
+            f"nearest valid choice: model.lora.rank={least}"
         )
     if lora.targets == "mlp" and shape.experts is not None:
         raise ConfigError(
@@ -80,7 +108,8 @@ def _check_adapters(config: Config, shape: PolicyShape) -> None:
 
 def _check_reference(config: Config, policy: PolicyShape) -> None:
     if config.model.reference_path and config.rl.kl_coef > 0:
-        found = _shape("model.reference_path", config.model.reference_path).vocab_size
+        shape = _shape("model.reference_path", config.model.reference_path, config.model.backend)
+        found = shape.vocab_size
         if found != policy.vocab_size:
             raise ConfigError(
                 f"model.reference_path={config.model.reference_path!r}: has vocab_size={found}; expected "
@@ -88,7 +117,7 @@ def _check_reference(config: Config, policy: PolicyShape) -> None:
                 "takes the policy of model.path"
             )
         needed = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
-        if (positions := _shape("model.reference_path", config.model.reference_path).longest) < needed:
+        if (positions := shape.longest) < needed:
             raise ConfigError(
                 f"model.reference_path={config.model.reference_path!r}: has {positions} positions; expected at least "
                 f"{needed}, for prompt and response; nearest valid choice: sampling.max_response_tokens="
@@ -96,10 +125,10 @@ def _check_reference(config: Config, policy: PolicyShape) -> None:
             )
 
 
-def _shape(name: str, path: str) -> PolicyShape:
+def _shape(name: str, path: str, backend: str) -> PolicyShape:
     """Return the shape of a policy that a field names."""
     try:
-        return PolicyShape.from_hf(resolve_path(path))
+        return PolicyShape.from_hf(resolve_path(path), backend)
     except CheckpointError as error:
         shipped = f"; {name}={default_of(name)} is the shipped one" if default_of(name) else ""
         raise ConfigError(f"{name}={path!r}: {first_line(error)}{shipped}") from None
@@ -153,7 +182,7 @@ def _read_json(name: str, path: str) -> dict:
 
 def check_lengths(config: Config) -> None:
     """Check that prompt, response and proposed tokens fit the policy's max_position_embeddings."""
-    positions = _shape("model.path", config.model.path).longest
+    positions = _shape("model.path", config.model.path, config.model.backend).longest
     drafted = 1 + config.longest_draft if config.drafting else 0
     room = positions - config.engine.max_prompt_tokens - drafted
     if room < 1:

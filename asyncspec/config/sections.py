@@ -40,6 +40,12 @@ class ModelConfig:
         "dtype in which policy and draft compute; the trainer keeps weights, sums and optimizer state in float32",
         choices=("float32", "bfloat16"),
     )
+    backend: str = knob(
+        "torchtitan",
+        "the library that computes the policy in trainer and logprob: torchtitan; or transformers, for families that "
+        "torchtitan does not have, with engine.kind=vllm or sglang",
+        choices=("torchtitan", "transformers"),
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

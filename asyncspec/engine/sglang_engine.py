@@ -61,7 +61,7 @@ class SglangEngine(QueueingEngine):
         """
         path = resolve_path(config.model.path)
         limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
-        super().__init__(PolicyShape.from_hf(path), config.engine.slots, *limits)
+        super().__init__(PolicyShape.from_hf(path, config.model.backend), config.engine.slots, *limits)
         self.draft_version = 0
         self._temperature, self._drafting = config.sampling.temperature, config.drafting
         self._answers: queue.SimpleQueue[tuple[int, Answer | ServerError]] = queue.SimpleQueue()

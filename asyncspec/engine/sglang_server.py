@@ -149,10 +149,11 @@ def check(config: Config, server: Server) -> None:
         ConfigError: the server serves another architecture, or its speculation has other settings.
     """
     info = server.ask("/server_info", answer=Info)
-    ours, field = PolicyShape.from_hf(resolve_path(config.model.path)), f"engine.url={server.url!r}"
+    backend, field = config.model.backend, f"engine.url={server.url!r}"
+    ours = PolicyShape.from_hf(resolve_path(config.model.path), backend)
     start = f"a server started with --model-path {resolve_path(config.model.path).resolve()}"
     try:
-        theirs = PolicyShape.from_hf(Path(info.model_path))
+        theirs = PolicyShape.from_hf(Path(info.model_path), backend)
     except CheckpointError as error:
         raise ConfigError(f"{field}: serves {info.model_path!r}: {first_line(error)}; expected {start}") from None
     for name, value in dataclasses.asdict(ours).items():

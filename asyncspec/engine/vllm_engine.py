@@ -130,7 +130,7 @@ class VllmEngine(QueueingEngine):
             raise ConfigError(wrong)
         path = resolve_path(config.model.path)
         limits = config.engine.max_prompt_tokens, config.sampling.max_response_tokens
-        super().__init__(PolicyShape.from_hf(path), config.engine.slots, *limits)
+        super().__init__(PolicyShape.from_hf(path, config.model.backend), config.engine.slots, *limits)
         self.version = self.draft_version = 0
         self.device, self.kv_at_swap, self._sampling = device, config.engine.kv_at_swap, config.sampling
         self._entered, self._remembers = 0, config.speculation.method == "suffix"

@@ -112,7 +112,8 @@ def check_memory(config: configuration.Config, total: float | None = None) -> No
         ConfigError: it does not.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if total is None else total
-    policy = PolicyShape.from_hf(configuration.resolve_path(config.model.path)).to_hf()
+    path = configuration.resolve_path(config.model.path)
+    policy = PolicyShape.from_hf(path, config.model.backend).to_hf()
     parts = estimate.at_least(config, policy, list(actor_names(config).values()))
     if (needed := sum(parts.values())) > total:
         cache = parts.get("KV cache", 0.0)

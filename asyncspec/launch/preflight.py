@@ -41,13 +41,14 @@ def check_models(config: configuration.Config) -> None:
         ConfigError: a file cannot be used.
     """
     policy, method = configuration.resolve_path(config.model.path), config.speculation.method
+    backend = config.model.backend
     checks: dict[str, tuple[str, Callable[[], object]]] = {
-        "model.path": (config.model.path, lambda: contents.check_policy(policy))
+        "model.path": (config.model.path, lambda: contents.check_policy(policy, backend))
     }
     if (reference := config.model.reference_path) and config.rl.kl_coef > 0:
         checks["model.reference_path"] = (
             reference,
-            lambda: contents.check_policy(configuration.resolve_path(reference)),
+            lambda: contents.check_policy(configuration.resolve_path(reference), backend),
         )
     if draft := config.draft_directory:
         checks["speculation.draft_path"] = (
@@ -187,7 +188,8 @@ def _check_data(config: configuration.Config) -> None:
             if not config.environment.name or config.environment.reward_from == "data.reward":
                 reward = RewardWorker(data.reward, data.weights, data.reward_pattern, columns(problems))
                 stack.enter_context(closing(reward))
-            _check_prompts(config, tokenizer, problems, held_out, PolicyShape.from_hf(path).vocab_size)
+            vocabulary = PolicyShape.from_hf(path, config.model.backend).vocab_size
+            _check_prompts(config, tokenizer, problems, held_out, vocabulary)
             if reward is not None:
                 reward.wait_until_loaded(config.deployment.start_timeout_s)
             if environments is not None:

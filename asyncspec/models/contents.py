@@ -89,12 +89,19 @@ def eagle3_tensors(shape: DraftShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_policy(directory: Path) -> PolicyShape:
+def check_policy(directory: Path, backend: str = "torchtitan") -> PolicyShape:
     """Check a policy's directory, and return the policy's shape. The file may also hold the policy's MTP module.
+
+    Args:
+        backend: see `PolicyShape.from_hf`.
 
     Raises:
         CheckpointError: a file is missing or torn, a field is not supported, or the tensors do not fit config.json.
     """
+    if backend == "transformers":
+        from asyncspec.models import foreign
+
+        return foreign.check(directory)
     shape, found = PolicyShape.from_hf(directory), read_headers(directory)
     # Old files hold the frequencies of RoPE, which config.json gives.
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq") or name.startswith(MTP_PREFIX)}

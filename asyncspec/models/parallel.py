@@ -160,14 +160,16 @@ class Ranks:
             model.parallelize(self._dims)
             if model.enable_weight_tying:  # sharding the two one by one has untied them
                 model.lm_head.weight = model.tok_embeddings.weight
-        apply_fsdp_to_decoder(
-            model,
-            self._dims.get_mesh(["dp_replicate", "fsdp"] if self.replicas > 1 else ["fsdp"]),
-            param_dtype=getattr(torch, self.dtype) if self.dtype else None,
-            reduce_dtype=getattr(torch, self.reduce_dtype),
-            pp_enabled=False,
-            reshard_after_forward_policy="default" if trained else "always",
-        )
+        mesh = self._dims.get_mesh(["dp_replicate", "fsdp"] if self.replicas > 1 else ["fsdp"])
+        dtypes = {
+            "param_dtype": getattr(torch, self.dtype) if self.dtype else None,
+            "reduce_dtype": getattr(torch, self.reduce_dtype),
+        }
+        if (own := getattr(model, "apply_fsdp", None)) is not None:  # a model of transformers
+            own(mesh, **dtypes)
+        else:
+            policy = "default" if trained else "always"
+            apply_fsdp_to_decoder(model, mesh, pp_enabled=False, reshard_after_forward_policy=policy, **dtypes)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # gloo cannot divide while it sums, and nothing has to be divided

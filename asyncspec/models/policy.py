@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from asyncspec.loading import compiling_later
 from asyncspec.models import fill as filling
-from asyncspec.models import lora
+from asyncspec.models import foreign, lora
 from asyncspec.models.attention import CausalAttention
 from asyncspec.models.contents import check_policy
 from asyncspec.models.export import write_policy
+from asyncspec.models.foreign import ForeignPolicy
 from asyncspec.models.rope import rope_config
 from asyncspec.models.shape import Lora, PolicyShape
 
@@ -235,7 +236,7 @@ def inputs_of(model: Decoder, layers) -> Iterator[dict[int, torch.Tensor]]:
     inputs on the way.
     """
     inputs: dict[int, torch.Tensor] = {}
-    modules = [*model.layers.values(), model.lm_head]
+    modules = [*model.layers.values(), model.lm_head] if layers else []
     hooks = [
         modules[layer].register_forward_pre_hook(lambda _, given, layer=layer: inputs.update({layer: whole(given[0])}))
         for layer in layers
@@ -281,7 +282,7 @@ def load(
     return model, shape
 
 
-def fill(model: Decoder, directory: Path, device: str, seed: int = 0) -> None:
+def fill(model: Decoder | ForeignPolicy, directory: Path, device: str, seed: int = 0) -> None:
     """Give a `skeleton`, sharded or not, memory on a device, and fill it from a Hugging Face directory, in place.
 
     Args:
@@ -290,6 +291,9 @@ def fill(model: Decoder, directory: Path, device: str, seed: int = 0) -> None:
     Raises:
         CheckpointError: a file cannot be read, or a value is not finite.
     """
+    if isinstance(model, ForeignPolicy):
+        foreign.fill(model, directory, device)
+        return
     filling.allocate(model, first_rope(model), device)
     _share_rope(model)
     shape = PolicyShape.from_hf(directory)
@@ -313,23 +317,30 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def skeleton(shape: PolicyShape, positions: int = 0, adapters: Lora | None = None) -> Decoder:
+def skeleton(shape: PolicyShape, positions: int = 0, adapters: Lora | None = None) -> Decoder | ForeignPolicy:
     """Return a policy without values, on the meta device: for its names and shapes, or for `fill`.
 
     Args:
         positions, adapters: see `build`.
+
+    Raises:
+        CheckpointError: transformers is to compute it, and refuses it.
     """
+    if shape.config_json:
+        return foreign.build(shape)
     with torch.device("meta"):
         return build(shape, positions, adapters)
 
 
-def to_hf(model: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_hf(model: Decoder | ForeignPolicy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a policy's tensors with the names and layout of a Hugging Face checkpoint.
 
     Args:
         model: a policy of this shape, for example from `skeleton`; unchanged afterwards.
         tensors: named as in `named_parameters`: all of them, or with a skeleton some.
     """
+    if isinstance(model, ForeignPolicy):
+        return foreign.to_hf(tensors)
     own = {name: model.get_parameter(name) for name in tensors}
     try:
         _register(model, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
@@ -372,6 +383,8 @@ def save(
     """
     if parts is None:
         parts = ({name: parameter} for name, parameter in model.named_parameters())
+    if shape.config_json:
+        return foreign.save(shape, directory, source, dtype, parts)
     whole = skeleton(shape, 1)
     write_policy(lambda part: to_hf(whole, part), shape, directory, source, mtp, dtype, parts)
 

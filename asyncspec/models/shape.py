@@ -5,11 +5,13 @@ A field that is missing has the default of transformers. Imports no torch, so th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncspec.errors import first_line
 from asyncspec.models import CheckpointError
 from asyncspec.models.fields import check_usual, check_whole, complete
 from asyncspec.models.headers import read_json
@@ -113,32 +115,82 @@ class PolicyShape:
     other_eos_token_ids: tuple[int, ...] = ()  # other tokens that end a response
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None  # qwen3_moe
+    config_json: str = ""  # the text of config.json, if transformers computes the policy; "": torchtitan does
 
     @classmethod
-    def from_hf(cls, directory: Path) -> PolicyShape:
+    def from_hf(cls, directory: Path, backend: str = "torchtitan") -> PolicyShape:
         """Read config.json, and from generation_config.json the tokens that end a response.
+
+        Args:
+            backend: the library that computes the policy, "torchtitan" or "transformers".
 
         Raises:
             CheckpointError: a file is missing, unreadable, or describes another architecture.
         """
         where = directory / "config.json"
         cfg = read_json(where)
+        if backend == "transformers":
+            return cls._foreign(directory, cfg)
         kind = cfg.get("model_type")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise CheckpointError(f"{where}: model_type={kind!r}: expected {_choices()}")
+            raise CheckpointError(
+                f"{where}: model_type={kind!r}: expected {_choices()}; model.backend=transformers trains others"
+            )
         if (found := cfg.get("architectures") or [ARCHITECTURES[kind]]) != [ARCHITECTURES[kind]]:
             raise CheckpointError(
                 f"{where}: architectures={found}: expected ['{ARCHITECTURES[kind]}']; a policy's model_type is "
                 f"{_choices()}"
             )
-        generation = directory / "generation_config.json"
-        more = read_json(generation).get("eos_token_id") if generation.is_file() else None
         try:
-            return cls._of(kind, cfg, more)
+            return cls._of(kind, cfg, _more_ends(directory))
         except KeyError as error:
             raise CheckpointError(f"{where}: field {error} is missing") from None
         except (TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: {error}") from None
+
+    @classmethod
+    def _foreign(cls, directory: Path, given: Mapping[str, Any]) -> PolicyShape:
+        """Read what all models of text have in common, as transformers reads it. It knows the rest."""
+        where = directory / "config.json"
+        try:
+            from transformers import AutoConfig
+        except ImportError:
+            raise CheckpointError(
+                f"{where}: transformers is not installed; expected pip install 'asyncspec[transformers]'"
+            ) from None
+        try:
+            found = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # of many types
+            raise CheckpointError(f"{where}: transformers refuses it: {first_line(error)}") from None
+        if found.get_text_config() is not found:
+            raise CheckpointError(
+                f"{where}: model_type={found.model_type!r}: also has other inputs; expected a model of text alone"
+            )
+        names = (*_SIZES, "tie_word_embeddings", "pad_token_id", "eos_token_id")
+        try:
+            read = {name: getattr(found, name, None) for name in names}
+            cfg = complete({"rms_norm_eps": 1e-6, **read}, _SIZES)
+            first, *others = _ends(cfg, _more_ends(directory))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        return cls(
+            vocab_size=cfg["vocab_size"],
+            dim=cfg["hidden_size"],
+            n_layers=cfg["num_hidden_layers"],
+            n_heads=cfg["num_attention_heads"],
+            n_kv_heads=cfg["num_key_value_heads"],
+            head_dim=cfg["head_dim"],
+            hidden_dim=cfg["intermediate_size"],
+            max_positions=cfg["max_position_embeddings"],
+            rope_theta=0.0,
+            norm_eps=0.0,
+            tied=bool(cfg["tie_word_embeddings"]),
+            eos_token_id=first,
+            pad_token_id=cfg["pad_token_id"],
+            model_type=str(found.model_type),
+            other_eos_token_ids=tuple(others),
+            config_json=json.dumps(given),
+        )
 
     @classmethod
     def _of(cls, kind: str, given: Mapping[str, Any], more_ends: Any) -> PolicyShape:
@@ -175,6 +227,11 @@ class PolicyShape:
         )
 
     def to_hf(self) -> dict:
+        if self.config_json:
+            sizes = {"hidden_size": self.dim, "num_hidden_layers": self.n_layers, "num_attention_heads": self.n_heads}
+            sizes |= {"num_key_value_heads": self.n_kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab_size}
+            sizes |= {"intermediate_size": self.hidden_dim, "tie_word_embeddings": self.tied}
+            return json.loads(self.config_json) | sizes
         cfg = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
@@ -238,6 +295,12 @@ class PolicyShape:
         """
         n = self.n_layers
         return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)
+
+
+def _more_ends(directory: Path) -> Any:
+    """Return eos_token_id of generation_config.json; None if it has none."""
+    generation = directory / "generation_config.json"
+    return read_json(generation).get("eos_token_id") if generation.is_file() else None
 
 
 def _ends(cfg: Mapping[str, Any], more: Any) -> list[int]:

@@ -28,7 +28,7 @@ def write(config: Config, directory: Path, parts: Iterable[Mapping[str, torch.Te
         OSError: a file cannot be written.
     """
     source, of = resolve_path(config.model.path), config.lora
-    shape, kind = PolicyShape.from_hf(source), getattr(torch, dtype)
+    shape, kind = PolicyShape.from_hf(source, config.model.backend), getattr(torch, dtype)
     if of is None:
         policy.save(None, shape, directory, source, mtp, kind, parts)
         return

@@ -31,7 +31,7 @@ def write_policy(config: Config, path: Path, directory: Path, dtype: str) -> Non
     from asyncspec.rl.exporting import write
 
     source = resolve_path(config.model.path)
-    shape = PolicyShape.from_hf(source)
+    shape = PolicyShape.from_hf(source, config.model.backend)
     model, module = policy.skeleton(shape, 1, config.lora), None
     if config.draft_trainer == "trainer":
         module = mtp.load(resolve_path(config.draft_directory), shape, model.lm_head.weight, 1)

@@ -65,7 +65,7 @@ class Learner:
 
         c = self.config
         path = resolve_path(c.model.path)
-        self.shape = check_policy(path)
+        self.shape = check_policy(path, c.model.backend)
         self.model = policy.skeleton(self.shape, c.positions, c.lora)
         if not self.ranks.sharded:
             policy.fill(self.model, path, self.device, c.seed)
@@ -81,6 +81,10 @@ class Learner:
         if self.ranks.sharded:
             policy.fill(self.model, resolve_path(c.model.path), self.device, c.seed)
             self.ranks.meet("loaded", work.start_s(c))
+        if self.shape.config_json:
+            from asyncspec.models.foreign import check_head
+
+            check_head(self.model, self.device)
         keep = c.draft.top_tokens if c.draft_trainer == "trainer" else None
         self.accumulator = GradientAccumulator(self.model, c, self.ranks, keep)
         self._hold()

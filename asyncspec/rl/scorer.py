@@ -68,12 +68,11 @@ class Scorer:
     def _read(self, path: str, adapters: Lora | None):
         from asyncspec.models import policy
 
-        dtype, positions = getattr(torch, self.config.model.dtype), self.config.positions
-        if self.ranks.sharded:
-            shape = check_policy(resolve_path(path))
-            model = policy.cast(policy.skeleton(shape, positions, adapters), dtype)
-        else:
-            model, shape = policy.load(resolve_path(path), self.device, positions, dtype, adapters)
+        dtype, positions, directory = getattr(torch, self.config.model.dtype), self.config.positions, resolve_path(path)
+        shape = check_policy(directory, self.config.model.backend)
+        model = policy.cast(policy.skeleton(shape, positions, adapters), dtype)
+        if not self.ranks.sharded:
+            policy.fill(model, directory, self.device)
         return model.requires_grad_(False), shape
 
     def join(self, store_host: str, store_port: int, collective_s: float) -> None:

@@ -85,7 +85,7 @@ class Endpoint:
         Raises:
             OSError: its address cannot be used.
         """
-        c, shape = config.sampling, PolicyShape.from_hf(resolve_path(config.model.path))
+        c, shape = config.sampling, PolicyShape.from_hf(resolve_path(config.model.path), config.model.backend)
         room = config.engine.max_prompt_tokens + c.max_response_tokens
         limits = Limits(
             ANY,  # the generator decides whether there is room, and cuts the episode off if not
