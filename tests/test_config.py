@@ -191,7 +191,7 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
             {"model_type": "gpt2"},
             "steps=1",
             "model_type='gpt2': expected 'qwen3', 'qwen2', 'llama', 'mistral', 'qwen3_moe'; "
-            "model.path=asset:tiny/policy is the shipped one",
+            "model.backend=transformers trains others; model.path=asset:tiny/policy is the shipped one",
         ),
         (
             {

@@ -162,6 +162,8 @@ RUNNING = {
     "models.eagle3:load": "a value is not finite, which only who reads all values finds",
     "models.mtp:MTP.load_hf": "a value is not finite, which only who reads all values finds",
     "models.fill:fill": "a value is not finite, which only who reads all values finds",
+    "models.foreign:fill": "the same, and the disk fails while a file is read",
+    "models.foreign:check_head": "the family scales or caps its logits, which only a pass finds",
     "models.fill:_mapped": "the disk fails while a file is read",
     "models.gather:_Job.next": "another version is gathered before this one is sent",
     "models.parallel:Ranks.meet": "a rank was lost while it loaded",
