@@ -19,12 +19,12 @@ from test_parallel import shape as shape_of
 from asyncspec.config import Config, TrainerConfig, load, resolve_path
 from asyncspec.errors import ConfigError
 from asyncspec.launch import estimate
-from asyncspec.models import lora, lora_files, policy, sizes
+from asyncspec.models import frozen, lora, lora_files, policy, sizes
 from asyncspec.models.parallel import Ranks
 from asyncspec.models.shape import Lora
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.batch import from_message, to_message
-from asyncspec.rl.observed import adapter_gaps, without_adapters
+from asyncspec.rl.observed import adapter_gaps, without_adapters, wrong_generators
 from asyncspec.rl.scorer import Scorer
 from asyncspec.wire.layout import Layout
 
@@ -72,7 +72,7 @@ def test_a_merged_policy_computes_what_policy_and_adapters_do_apart(tmp_path, ki
     assert (expected - before(tokens())).abs().max() > 0.1
     with lora.disabled(apart):
         assert torch.equal(apart(tokens()), before(tokens()))
-    tensors = policy.Base(directory, of, torch.float32).merged(lora.trained(apart))
+    tensors = frozen.Base(directory, of, torch.float32).merged(lora.trained(apart))
     assert set(tensors) == {name for name, _ in before.named_parameters()}
     whole, _ = policy.load(directory)
     for version in range(3):  # each version is made of the frozen weights, so nothing adds up
@@ -225,6 +225,8 @@ def test_a_generator_without_its_adapters_is_named_however_little_was_learned(sc
     for sampled, wrong in ((proximal, False), (base, True)):
         gaps = adapter_gaps([(group, scored | {"behavior": sampled + rounding})])["generator0"]
         assert without_adapters(*gaps) is wrong, gaps
+        said = wrong_generators([(group, scored | {"behavior": sampled + rounding})])
+        assert ("generator0" in said and "its engine has no adapters" in said["generator0"]) is wrong
     older = scored | {"behavior": base, "versions": np.full(count, 2, np.int32)}
     assert adapter_gaps([(group, older)]) == {}  # nothing is said of tokens of another version
 

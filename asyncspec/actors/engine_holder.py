@@ -20,7 +20,7 @@ from asyncspec.wire.layout import Layout
 from asyncspec.wire.weights import Receiver
 
 if TYPE_CHECKING:
-    from asyncspec.models.policy import Base
+    from asyncspec.models.frozen import Base
 
 
 class EngineHolder(Actor):
@@ -77,7 +77,7 @@ class EngineHolder(Actor):
     def _keep_base(self) -> None:
         """Keep the frozen weights, if the versions that arrive are adapters."""
         if (lora := self.config.lora) is not None:
-            from asyncspec.models.policy import Base
+            from asyncspec.models.frozen import Base
 
             keep = partial(self.engine.keep, "policy") if self.ranks.size > 1 else None
             path, dtype = resolve_path(self.config.model.path), getattr(torch, self.config.model.dtype)

@@ -32,7 +32,7 @@ from asyncspec.errors import first_line
 from asyncspec.lag import check_lag
 from asyncspec.ledger.checkpoint import export_of
 from asyncspec.rl.learner import Learner
-from asyncspec.rl.observed import WRONG_GAP, adapter_gaps, observed, same_version_gaps, without_adapters
+from asyncspec.rl.observed import observed, wrong_generators
 from asyncspec.timing.rollouts import shown
 from asyncspec.timing.spans import now
 from asyncspec.wire import messages as m
@@ -152,10 +152,7 @@ class Trainer(Actor):
         with self._part("train", step):
             stats, skipped = self.learner.take_step(step, work.groups, lambda: self._update(step), self._notice)
         stats |= observed(step, work.groups, self.config.rl)
-        if stats.get("sampling/same_version_gap", 0.0) > WRONG_GAP:
-            self._name_wrong(work.groups)
-        if "lora/base_gap" in stats:
-            self._name_unadapted(work.groups)
+        self._name_wrong(work.groups)
         with self._part("prepare", step):
             self._publish(step + 1)
         end = now()
@@ -180,23 +177,10 @@ class Trainer(Actor):
         sampling = self.config.sampling
         if sampling.top_p < 1 or sampling.top_k:  # then its logprobs are of another distribution
             return
-        for generator, gap in same_version_gaps(groups).items():
-            if gap > WRONG_GAP and generator not in self._named:
+        for generator, wrong in wrong_generators(groups).items():
+            if generator not in self._named:
                 self._named.add(generator)
-                self._notice(
-                    f"the logprobs of {generator} differ by {gap:.2f} on average from a fresh pass of the same "
-                    "version: its weights did not arrive whole, or its engine computes something else"
-                )
-
-    def _name_unadapted(self, groups: list[tuple[m.Group, m.Arrays]]) -> None:
-        """Name each generator, once, whose tokens come from the policy without the adapters of the version it names."""
-        for generator, gaps in adapter_gaps(groups).items():
-            if without_adapters(*gaps) and generator not in self._named:
-                self._named.add(generator)
-                self._notice(
-                    f"the logprobs of {generator} differ by {gaps[0]:.2g} on average from the version that it names, "
-                    f"and by {gaps[1]:.2g} from the policy without adapters: its engine has no adapters"
-                )
+                self._notice(wrong)
 
     def _save_due(self) -> bool:
         every, new = self.config.checkpoint.every, self.step_index - self.saved_version

@@ -11,7 +11,6 @@ Shape suffixes: I inputs, O outputs of a matrix, R the rank.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -136,10 +135,3 @@ def matrices(adapters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
         if name.endswith(A):
             stem = name.removesuffix(A)
             yield f"{stem}.weight", a_RI, adapters[stem + B]
-
-
-def layer_of(name: str) -> str:
-    """Return the beginning of the names of a layer's tensors, "layers.3."."""
-    found = re.match(r"layers\.\d+\.", name)
-    assert found is not None  # only matrices of layers have adapters
-    return found[0]

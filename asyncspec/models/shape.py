@@ -174,14 +174,7 @@ class PolicyShape:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: {error}") from None
         return cls(
-            vocab_size=cfg["vocab_size"],
-            dim=cfg["hidden_size"],
-            n_layers=cfg["num_hidden_layers"],
-            n_heads=cfg["num_attention_heads"],
-            n_kv_heads=cfg["num_key_value_heads"],
-            head_dim=cfg["head_dim"],
-            hidden_dim=cfg["intermediate_size"],
-            max_positions=cfg["max_position_embeddings"],
+            **_sizes(cfg),
             rope_theta=0.0,
             norm_eps=0.0,
             tied=bool(cfg["tie_word_embeddings"]),
@@ -207,14 +200,7 @@ class PolicyShape:
         theta, scaling = read_rope(cfg)
         first, *others = _ends(cfg, more_ends)
         return cls(
-            vocab_size=cfg["vocab_size"],
-            dim=cfg["hidden_size"],
-            n_layers=cfg["num_hidden_layers"],
-            n_heads=cfg["num_attention_heads"],
-            n_kv_heads=cfg["num_key_value_heads"],
-            head_dim=cfg["head_dim"],
-            hidden_dim=cfg["intermediate_size"],
-            max_positions=cfg["max_position_embeddings"],
+            **_sizes(cfg),
             rope_theta=theta,
             norm_eps=cfg["rms_norm_eps"],
             tied=bool(cfg["tie_word_embeddings"]),
@@ -295,6 +281,20 @@ class PolicyShape:
         """
         n = self.n_layers
         return (2, n // 2, n - 3) if n >= 7 else (n - 3, n - 2, n - 1)
+
+
+def _sizes(cfg: Mapping[str, Any]) -> dict[str, int]:
+    """Return a policy's sizes, by their names in `PolicyShape`."""
+    return {
+        "vocab_size": cfg["vocab_size"],
+        "dim": cfg["hidden_size"],
+        "n_layers": cfg["num_hidden_layers"],
+        "n_heads": cfg["num_attention_heads"],
+        "n_kv_heads": cfg["num_key_value_heads"],
+        "head_dim": cfg["head_dim"],
+        "hidden_dim": cfg["intermediate_size"],
+        "max_positions": cfg["max_position_embeddings"],
+    }
 
 
 def _more_ends(directory: Path) -> Any:

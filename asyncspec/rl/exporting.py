@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from asyncspec.config import Config, resolve_path
-from asyncspec.models import lora_files, policy
+from asyncspec.models import frozen, lora_files, policy
 from asyncspec.models.shape import PolicyShape
 
 ADAPTER = "adapter"  # the directory of the adapters beside the policy that they were added to
@@ -34,6 +34,6 @@ def write(config: Config, directory: Path, parts: Iterable[Mapping[str, torch.Te
         return
     adapters = {name: tensor for part in parts for name, tensor in part.items()}
     if config.checkpoint.export_merged:
-        policy.save(None, shape, directory, source, mtp, kind, policy.merged(source, adapters, of))
+        policy.save(None, shape, directory, source, mtp, kind, frozen.merged(source, adapters, of))
         directory = directory / ADAPTER
     lora_files.write(directory, adapters, of, shape, config.model.path, kind)

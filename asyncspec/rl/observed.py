@@ -69,6 +69,24 @@ def adapter_gaps(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, tuple[
     return gaps
 
 
+def wrong_generators(groups: Sequence[tuple[m.Group, m.Arrays]]) -> dict[str, str]:
+    """Return each generator whose logprobs are not those of the version that it names, and a line that says so."""
+    found = {}
+    for generator, gap in same_version_gaps(groups).items():
+        if gap > WRONG_GAP:
+            found[generator] = (
+                f"the logprobs of {generator} differ by {gap:.2f} on average from a fresh pass of the same version: "
+                "its weights did not arrive whole, or its engine computes something else"
+            )
+    for generator, (of_version, of_base) in adapter_gaps(groups).items():
+        if without_adapters(of_version, of_base):
+            found[generator] = (
+                f"the logprobs of {generator} differ by {of_version:.2g} on average from the version that it names, "
+                f"and by {of_base:.2g} from the policy without adapters: its engine has no adapters"
+            )
+    return found
+
+
 def without_adapters(of_version: float, of_base: float) -> bool:
     """Whether these two of `adapter_gaps` say that a generator goes on without its adapters."""
     return of_version > MOVED and of_version > 2 * of_base
