@@ -177,6 +177,12 @@ _OURS = (
         "correction/truncated", "share", "tokens with a weight below `rl.correction_low` or above `rl.correction_high`"
     ),
     Metric("correction/kl_behavior_proximal", "nats", "estimated KL divergence of proximal from behavior policy"),
+    Metric(
+        "experts/max_violation",
+        "",
+        "with a mixture: tokens of a layer's busiest expert over the mean of its experts, less 1; mean over layers",
+    ),
+    Metric("experts/unused", "share", "experts that no token of the optimizer step was sent to"),
     Metric("grad/norm", "", "norm of the gradient before clipping"),
     Metric("grad/skipped", "count", "steps that were skipped because the gradient was not finite"),
     Metric("optimizer/lr", "", "learning rate of the step; of its last optimizer step, if there are several"),

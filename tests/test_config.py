@@ -216,6 +216,24 @@ def test_wrong_inputs_are_found_before_anything_starts(override, expected, tmp_p
             "logprob.tensor_parallel=2: expected 1 with a mixture-of-experts policy",
         ),
         (
+            {
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            ("trainer.ranks=6", "trainer.expert_parallel=6"),
+            "trainer.expert_parallel=6: expected a divisor of the policy's 4 experts; nearest valid choice: "
+            "trainer.expert_parallel=2",
+        ),
+        (
+            {},
+            ("logprob.ranks=2", "logprob.expert_parallel=2"),
+            "logprob.expert_parallel=2: expected 1: the policy has no experts; nearest valid choice: "
+            "logprob.expert_parallel=1",
+        ),
+        (
             {"num_key_value_heads": 1},
             ("logprob.ranks=2", "logprob.tensor_parallel=2"),
             "logprob.tensor_parallel=2: expected a divisor of the policy's 1 key-value heads; nearest valid choice: "

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from asyncspec import catalog
 from asyncspec.catalog import KNOWN_AS
 from asyncspec.config import Config, RLConfig
-from asyncspec.models import head
-from asyncspec.models.policy import hidden_states
+from asyncspec.models import experts, head
+from asyncspec.models.policy import build, hidden_states
+from asyncspec.models.shape import Experts
 from asyncspec.rl import loss as losses
 from asyncspec.rl.accumulate import GradientAccumulator
 from asyncspec.rl.loss import Tokens, policy_loss
@@ -172,3 +174,21 @@ def test_the_catalog_has_every_well_known_name():
     known = {metric.name for metric in catalog.METRICS}
     assert {name for pair in KNOWN_AS for name in pair} <= known
     assert set(losses.REPORTED) | set(observed(5, GROUPS, RLConfig())) <= known
+
+
+def test_the_load_of_experts_is_that_of_the_tokens_that_the_routers_sent(small_shape):
+    model, chosen = build(replace(small_shape, model_type="qwen3_moe", experts=Experts(8, 2, 24, normed=True))), []
+    model.init_states()
+    for layer in model.layers.values():
+        layer.moe.router.register_forward_hook(lambda _, given, found: chosen.append(found[1].flatten().tolist()))
+    experts.reset(model)
+    hidden_states(model, torch.randint(0, small_shape.vocab_size, (2, 9)))
+    count = model.layers["0"].moe.router.num_experts
+    loads = [[each.count(expert) for expert in range(count)] for each in chosen]
+    assert len(loads) == len(model.layers)
+    assert experts.balance(model, None) == {
+        "experts/max_violation": pytest.approx(np.mean([max(each) / np.mean(each) - 1 for each in loads])),
+        "experts/unused": pytest.approx(np.mean([n == 0 for each in loads for n in each])),
+    }
+    experts.reset(model)
+    assert experts.balance(model, None) == {}

@@ -117,6 +117,10 @@ def _check_ranks(config: Config) -> None:
     replicas, data = config.trainer.replicas, ranks // parallel
     expected = f"a divisor of {data}, the number of data-parallel ranks"
     _need(config, data % replicas == 0, "trainer.replicas", expected, math.gcd(replicas, data))
+    for who, each in ("trainer", ranks // replicas), ("logprob", config.logprob.ranks):
+        sharing = value_of(config, f"{who}.expert_parallel")
+        expected = f"a divisor of {each}, the {who} ranks that hold a copy of the policy"
+        _need(config, each % sharing == 0, f"{who}.expert_parallel", expected, math.gcd(each, sharing))
     if config.trainer.compile and config.deployment.device != "cuda":  # on GPUs it generates no C++
         _need(config, cxx_compiler() is not None, "trainer.compile", CXX, "false")
     if config.draft_trainer == "trainer":

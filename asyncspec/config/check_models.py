@@ -43,6 +43,13 @@ def check_models(config: Config) -> None:
                 f"{name}={parallel}: expected a divisor of the policy's {heads} key-value heads; nearest valid choice: "
                 f"{name}={math.gcd(heads, parallel)}"
             )
+    for name in ("trainer.expert_parallel", "logprob.expert_parallel"):
+        parallel, count = value_of(config, name), 1 if shape.experts is None else shape.experts.count
+        if count % parallel:
+            expected = f"a divisor of the policy's {count} experts" if shape.experts else "1: the policy has no experts"
+            raise ConfigError(
+                f"{name}={parallel}: expected {expected}; nearest valid choice: {name}={math.gcd(count, parallel)}"
+            )
     check_division.check(config, "policy", shape)
     _check_backend(config)
     _check_adapters(config, shape)

@@ -265,6 +265,12 @@ class TrainerConfig:
     tensor_parallel: int = knob(
         1, "trainer ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
     )
+    expert_parallel: int = knob(
+        1,
+        "trainer ranks that share out the experts of a mixture, to which they send their tokens; 1: each rank gathers "
+        "all experts of a layer",
+        least=1,
+    )
     replicas: int = knob(
         1,
         "copies of the policy among the ranks, each sharded over ranks / replicas of them (HSDP); with one copy on "
@@ -299,6 +305,9 @@ class LogprobConfig:
     ranks: int = knob(1, "processes of each logprob actor, which shard one policy with FSDP", least=1)
     tensor_parallel: int = knob(
         1, "logprob ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
+    )
+    expert_parallel: int = knob(
+        1, "logprob ranks that share out the experts of a mixture, as trainer.expert_parallel does", least=1
     )
     threads: int = knob(1, "CPU threads of each logprob rank", least=1)
 

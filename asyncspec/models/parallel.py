@@ -17,7 +17,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -29,6 +29,7 @@ from asyncspec.models.gather import Gatherer, ShardedSnapshot
 from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import own_address
 
+SPMD_BACKEND = "partial_dtensor"  # torchtitan's default needs a later torch than 2.13
 _SIOCGIFADDR = 0x8915
 _interfaces: dict[str, str] = {}  # variables of the environment that `_use_interface` has set
 
@@ -45,6 +46,7 @@ class Ranks:
         dtype: str = "",
         replicas: int = 1,
         reduce_dtype: str = "float32",
+        expert_parallel: int = 1,
     ) -> None:
         """
         Args:
@@ -54,9 +56,10 @@ class Ranks:
             dtype: the dtype that float32 weights are cast to for computing; "": they are not cast.
             replicas: the number of copies of the model among the ranks; each is sharded.
             reduce_dtype: the dtype in which the ranks add up gradients.
+            expert_parallel: the number of ranks that divide the experts of each layer.
         """
         self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
-        self.replicas, self.reduce_dtype = replicas, reduce_dtype
+        self.replicas, self.reduce_dtype, self.expert_parallel = replicas, reduce_dtype, expert_parallel
         self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
         self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
         self.store: dist.Store | None = None  # where the ranks leave word for each other; set by `join`
@@ -102,10 +105,10 @@ class Ranks:
             cp=1,
             tp=T,
             pp=1,
-            ep=1,
+            ep=self.expert_parallel,
             world_size=self.size,
-            spmd_backend="partial_dtensor",
-        )  # the default backend needs a later torch than 2.13
+            spmd_backend=SPMD_BACKEND,
+        )
         self._dims.build_mesh()
         # A receiver may come late to a broadcast, and then its group may be formed anew: until then a bucket waits.
         patience = timedelta(seconds=MEET_S + REGROUP_S + join_s)
@@ -156,11 +159,12 @@ class Ranks:
         from torch.distributed.fsdp import FSDPModule
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
-        if self.tensor_parallel > 1:
+        if self.tensor_parallel > 1 or self.expert_parallel > 1:
             model.parallelize(self._dims)
             if model.enable_weight_tying:  # sharding the two one by one has untied them
                 model.lm_head.weight = model.tok_embeddings.weight
-        mesh = self._dims.get_mesh(["dp_replicate", "fsdp"] if self.replicas > 1 else ["fsdp"])
+        copies = ["dp_replicate"] if self.replicas > 1 else []
+        mesh = self._dims.get_mesh([*copies, "fsdp"])
         dtypes = {
             "param_dtype": getattr(torch, self.dtype) if self.dtype else None,
             "reduce_dtype": getattr(torch, self.reduce_dtype),
@@ -168,8 +172,14 @@ class Ranks:
         if (own := getattr(model, "apply_fsdp", None)) is not None:  # a model of transformers
             own(mesh, **dtypes)
         else:
+            if self.expert_parallel > 1:
+                of_experts = {"ep_degree": self.expert_parallel, "edp_mesh": self._dims.get_mesh([*copies, "efsdp"])}
+            else:
+                of_experts = {}
             policy = "default" if trained else "always"
-            apply_fsdp_to_decoder(model, mesh, pp_enabled=False, reshard_after_forward_policy=policy, **dtypes)
+            apply_fsdp_to_decoder(
+                model, mesh, pp_enabled=False, reshard_after_forward_policy=policy, **of_experts, **dtypes
+            )
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # gloo cannot divide while it sums, and nothing has to be divided
@@ -208,6 +218,16 @@ def share(parameter: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for size, first in zip(sizes, firsts))
 
 
+def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return parameters in lists, of which each has those that the same mesh of ranks divides: torch computes with them
+    together. With expert parallelism another mesh divides the experts.
+    """
+    found: dict[object, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [*found.values()]
+
+
 def reset_fsdp_state(model) -> None:
     """Drop what FSDP records in each forward pass for the backward pass, which never comes if nothing is trained. Does
     nothing to a model without FSDP.
@@ -233,7 +253,7 @@ def drop_kept_gradients(model) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
@@ -253,8 +273,10 @@ def _tell_torchtitan(kind: str) -> None:
 
     utils.device_type, utils.device_module = kind, getattr(torch, kind)
     import torchtitan.distributed.parallel_dims as dims
+    import torchtitan.distributed.utils as utils_of_ranks
 
     dims.device_type = kind
+    utils_of_ranks.set_spmd_backend(SPMD_BACKEND)  # which `ParallelDims` does not tell the dispatchers of experts
 
 
 def _use_interface(name: str) -> None:

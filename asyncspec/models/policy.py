@@ -45,7 +45,7 @@ with compiling_later():
     from torchtitan.models.common.decoder import Decoder
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.nn_modules import RMSNorm
-    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
@@ -78,7 +78,7 @@ class ExactExperts(GroupedExperts):
 
 # torchtitan's block and model, and the function that says how ranks shard the model, see models/parallel.py.
 _LLAMA = Llama3TransformerBlock, Llama3Model, partial(set_llama3_sharding_config, enable_sp=True)
-_QWEN3 = Qwen3TransformerBlock, Qwen3Model, partial(set_qwen3_sharding_config, enable_sp=True, enable_ep=False)
+_QWEN3 = Qwen3TransformerBlock, Qwen3Model, partial(set_qwen3_sharding_config, enable_sp=True, enable_ep=True)
 
 
 # Fan-in initialization, with residual outputs scaled by depth: deep and narrow policies train from scratch too.
@@ -195,7 +195,7 @@ def _feed_forward(shape: PolicyShape) -> dict:
                     num_experts=experts.count,
                     param_init={"w1_EFD": _fan_in, "w2_EDF": residual, "w3_EFD": _fan_in},
                 ),
-                token_dispatcher=LocalTokenDispatcher.Config(num_experts=experts.count, top_k=experts.per_token),
+                token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=experts.count, top_k=experts.per_token),
             ),
         )
     }

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from asyncspec.config import Config
 from asyncspec.ledger import checkpoint
-from asyncspec.models import packed
+from asyncspec.models import experts, packed
 from asyncspec.models.packed import Row, Scores
-from asyncspec.models.parallel import Ranks, drop_kept_gradients, sync_gradients
+from asyncspec.models.parallel import Ranks, by_mesh, drop_kept_gradients, sync_gradients
+from asyncspec.models.policy import whole
 from asyncspec.rl.advantage import shaped_rewards
 from asyncspec.rl.batch import Part, Pool, pack
 from asyncspec.rl.loss import REPORTED, Tokens, divisor, policy_loss
@@ -69,6 +69,7 @@ class GradientAccumulator:
         if self.to_sync:
             drop_kept_gradients(self.model)
         self.to_sync = False
+        experts.reset(self.model)
         self._collected: list[tuple[m.Group, m.Arrays]] = []  # whose advantages need the whole step
         self.tokens, self.responses, self.tokens_with_signal, self.sums = 0, 0, 0, defaultdict(float)
 
@@ -202,17 +203,19 @@ class GradientAccumulator:
         tokens, responses, with_signal, *sums = totals.tolist()
         divided_by = divisor(self.rl, tokens, responses, self.config.sampling.max_response_tokens)
         settings = self.config.trainer.optimizer
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        for grad in grads:
-            grad /= divided_by
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        parts = by_mesh(parameter for parameter in self.model.parameters() if parameter.grad is not None)
+        norm = torch.zeros((), device=self.device)
+        for part in parts:
+            for parameter in part:
+                parameter.grad /= divided_by
+            norm = torch.hypot(norm, whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in part])))
         if not norm.isfinite():
             raise FloatingPointError(f"gradient norm {float(norm)}: the step was not taken")
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.max_grad_norm, norm)
+        for part in parts:
+            torch.nn.utils.clip_grads_with_norm_(part, settings.max_grad_norm, norm)
         stats = {name: value / with_signal for name, value in zip(REPORTED, sums)} if with_signal else {}
         lr = learning_rate(settings, self.updates, self.config.steps * self.rl.updates_per_step)
-        stats |= {"grad/norm": float(norm), "optimizer/lr": lr}
+        stats |= {"grad/norm": float(norm), "optimizer/lr": lr, **experts.balance(self.model, self.ranks)}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

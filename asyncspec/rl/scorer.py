@@ -33,7 +33,8 @@ class Scorer:
             rank: rank of this process in the logprob actor.
         """
         self.config, self.device = config, device
-        self.ranks = Ranks(name, rank, config.logprob.ranks, config.logprob.tensor_parallel)
+        logprob = config.logprob
+        self.ranks = Ranks(name, rank, logprob.ranks, logprob.tensor_parallel, expert_parallel=logprob.expert_parallel)
         self.reference, self.aux_layers = None, ()  # the reference is a model of its own, or `_base`
         self.supervising = False  # whether the next group also makes supervision for the draft
         self.comparing = False  # whether the groups until `collect` are also scored without the policy's adapters

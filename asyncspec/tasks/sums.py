@@ -43,3 +43,8 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
 def parity(prompt: str, response: str, answer: str) -> float:
     """Return a reward that random weights earn about half of the time, so that there is something to train."""
     return float(len(response) % 2)
+
+
+def sevens(prompt: str, response: str, answer: str) -> float:
+    """Return the share of sevens in the response, which any policy with digits can learn from random weights."""
+    return response.count("7") / max(1, len(response))
