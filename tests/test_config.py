@@ -86,6 +86,16 @@ VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
             "logprob.tensor_parallel=1",
         ),
         (
+            "trainer.context_parallel=2",
+            "trainer.context_parallel=2: expected a divisor of 1, the trainer ranks that do not divide the same "
+            "matrices; nearest valid choice: trainer.context_parallel=1",
+        ),
+        (
+            "trainer.expert_parallel=2",
+            "trainer.expert_parallel=2: expected a divisor of 1, the trainer ranks that hold a copy of the policy; "
+            "nearest valid choice: trainer.expert_parallel=1",
+        ),
+        (
             "trainer.replicas=2",
             "trainer.replicas=2: expected a divisor of 1, the number of data-parallel ranks; nearest valid choice: "
             "trainer.replicas=1",

@@ -124,8 +124,8 @@ def work(rank, config, tied, kind, steps, dtype, algorithm, port, results):
     """Take the same steps as one of several ranks. A rank without a group of its own adds nothing."""
     torch.set_num_threads(1)
     layouts.BUCKET_BYTES = 16000
-    sizes = config.ranks, config.tensor_parallel, dtype, config.replicas, config.reduce_dtype, config.expert_parallel
-    ranks = Ranks("trainer", rank, *sizes)
+    sizes = config.ranks, config.tensor_parallel, dtype, config.replicas, config.reduce_dtype
+    ranks = Ranks("trainer", rank, *sizes, config.expert_parallel, config.context_parallel)
     ranks.join("127.0.0.1", port, "cpu", 60, 60)
     model, gathered = policy(tied, kind), {}
     ranks.shard(model, trained=True, recompute=config.recompute)
@@ -194,6 +194,11 @@ def worked(config, tied, kind, steps=2, dtype="float32", algorithm="grpo"):
         ("qwen3_moe", False, TrainerConfig(ranks=4, expert_parallel=2, gradient_sync="step")),
         ("qwen3_moe", True, TrainerConfig(ranks=4, expert_parallel=2, replicas=2, recompute=True)),
         ("qwen3_moe", False, TrainerConfig(ranks=4, expert_parallel=4)),
+        ("qwen3", True, TrainerConfig(ranks=2, context_parallel=2)),
+        ("llama", False, TrainerConfig(ranks=4, context_parallel=2, recompute=True, gradient_sync="step")),
+        ("qwen2", True, TrainerConfig(ranks=4, tensor_parallel=2, context_parallel=2)),
+        ("qwen3", False, TrainerConfig(ranks=4, context_parallel=4)),
+        ("qwen3_moe", True, TrainerConfig(ranks=2, context_parallel=2, expert_parallel=2)),
     ],
 )
 @pytest.mark.slow
@@ -215,7 +220,12 @@ def test_several_ranks_take_the_same_steps_as_one(kind, tied, trainer):
 
 
 @pytest.mark.parametrize(
-    "trainer", [TrainerConfig(ranks=2), pytest.param(TrainerConfig(ranks=2, tensor_parallel=2), marks=pytest.mark.slow)]
+    "trainer",
+    [
+        TrainerConfig(ranks=2),
+        pytest.param(TrainerConfig(ranks=2, tensor_parallel=2), marks=pytest.mark.slow),
+        TrainerConfig(ranks=2, context_parallel=2),
+    ],
 )
 def test_ranks_take_the_same_step_with_an_algorithm_of_responses_steps_and_entropies(trainer):
     """Tolerance of the gradient as above. Muon computes in bfloat16, which rounds by 2**-8 of a step."""
@@ -244,7 +254,14 @@ def test_compiled_layers_have_the_same_gradient(recompute):
         torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()) + 1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("trainer", [TrainerConfig(), TrainerConfig(ranks=2, reduce_dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        TrainerConfig(),
+        TrainerConfig(ranks=2, reduce_dtype="bfloat16"),
+        pytest.param(TrainerConfig(ranks=2, context_parallel=2), marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_compute_in_16_bits_but_keep_and_publish_32(trainer):
     """Tolerance: bfloat16 rounds by up to 2**-8 of a number. A hundred such roundings, forward and backward through
     three layers, change the gradient by a few hundredths (measured: 0.033) and Adam's step a little more (0.046,

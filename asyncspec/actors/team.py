@@ -56,7 +56,7 @@ class Team:
         """
         counts = [worker.passes(*part) for part in parts]
         for rank, outbox in enumerate(self.outboxes, start=1):
-            part = rank // self.ranks.tensor_parallel
+            part = rank // self.ranks.sharing
             done = 0
             if part < len(parts):
                 outbox.put(*parts[part])

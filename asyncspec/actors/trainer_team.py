@@ -43,7 +43,7 @@ class TrainerTeam(Team):
                 self.breathe()
             last = ends and number == len(rounds)
             for rank, outbox in enumerate(self.outboxes, start=1):
-                outbox.put(*to_message(step, passes[rank // self.ranks.tensor_parallel], last))
+                outbox.put(*to_message(step, passes[rank // self.ranks.sharing], last))
             found.append(self.together(partial(self.learner.accumulator.run, passes[0], last)))
         return [each for each in found if each is not None]
 

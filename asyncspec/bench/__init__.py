@@ -78,6 +78,9 @@ BENCHMARKS = {
         "asyncspec.bench.publish", "whether weights arrive while the trainer computes, and do not slow it", 3
     ),
     "trainer": Listed("asyncspec.bench.trainer", "packed passes with shared prompts, against padded passes", 5),
+    "context": Listed(
+        "asyncspec.bench.context", "the memory of trainer ranks that share a sequence of up to 65,536 tokens", 15
+    ),
     "adapter": Listed(
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
     ),

@@ -177,13 +177,13 @@ def peak(path: str, length: int, results) -> None:
     config = load_config("tiny")
     load = smollm2_load(config, layers=2, lengths=[length] * 4)
     PATHS[path](smollm2_load(config, layers=1, lengths=[2] * 4), config)  # loads kernels
-    before = _memory("VmRSS")
+    before = memory_of("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     PATHS[path](load, config)
-    results.put(_memory("VmHWM") - before)
+    results.put(memory_of("VmHWM") - before)
 
 
-def _memory(name: str) -> int:
+def memory_of(name: str) -> int:
     """Return a field of this process's status, in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
 

@@ -112,6 +112,12 @@ def _check_ranks(config: Config) -> None:
         expected, nearest = f"a divisor of {who}.ranks={ranks}", math.gcd(ranks, parallel)
         _need(config, ranks % parallel == 0, f"{who}.tensor_parallel", expected, nearest)
     ranks, parallel, groups = config.trainer.ranks, config.trainer.tensor_parallel, config.rl.groups_per_step
+    sharing, most = config.trainer.context_parallel, ranks // parallel
+    expected = f"a divisor of {most}, the trainer ranks that do not divide the same matrices"
+    _need(config, most % sharing == 0, "trainer.context_parallel", expected, math.gcd(most, sharing))
+    in_16_bits = sharing == 1 or config.deployment.device != "cuda" or config.model.dtype == "bfloat16"
+    _need(config, in_16_bits, "model.dtype", "bfloat16 with trainer.context_parallel on GPUs", "bfloat16")
+    parallel *= sharing
     expected = f"at most {groups} data-parallel ranks, one for each of rl.groups_per_step"
     _need(config, ranks // parallel <= groups, "trainer.ranks", expected, groups * parallel)
     replicas, data = config.trainer.replicas, ranks // parallel

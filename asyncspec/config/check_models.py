@@ -78,6 +78,7 @@ def _check_backend(config: Config) -> None:
         ),
         ("trainer.tensor_parallel", config.trainer.tensor_parallel, config.trainer.tensor_parallel == 1, "1", "1"),
         ("logprob.tensor_parallel", config.logprob.tensor_parallel, config.logprob.tensor_parallel == 1, "1", "1"),
+        ("trainer.context_parallel", config.trainer.context_parallel, config.trainer.context_parallel == 1, "1", "1"),
         ("trainer.compile", config.trainer.compile, not config.trainer.compile, "false", "false"),
         ("model.lora.rank", config.model.lora.rank, not config.model.lora.rank, "0", "0"),
     ):

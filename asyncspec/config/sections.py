@@ -265,6 +265,12 @@ class TrainerConfig:
     tensor_parallel: int = knob(
         1, "trainer ranks that split each weight matrix and process the same groups; 1: no tensor parallelism", least=1
     )
+    context_parallel: int = knob(
+        1,
+        "trainer ranks that share the tokens of each pass, so that each keeps a part of the activations; for long "
+        "responses; 1: a rank has whole passes",
+        least=1,
+    )
     expert_parallel: int = knob(
         1,
         "trainer ranks that share out the experts of a mixture, to which they send their tokens; 1: each rank gathers "

@@ -229,7 +229,8 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
             "optimizer": moments(config, policy) * share,
             "snapshot": element * T * share,
             "buckets": gathered(config, policy, role),
-            "activations": activations(policy, element, tokens, trainer.recompute) / trainer.tensor_parallel,
+            "activations": activations(policy, element, tokens, trainer.recompute)
+            / (trainer.tensor_parallel * trainer.context_parallel),
             "logits": head(policy, element, trainer.tensor_parallel, not frozen, config.rl.entropy_coef > 0),
             "RoPE table": rope_table(config, policy),
             **({"gradients before they are added up": kept} if kept else {}),

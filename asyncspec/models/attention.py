@@ -122,6 +122,13 @@ class Packing:
             )
         return self._kept[segment.start]
 
+    def attend(self, q_LNH, k_LNH, v_LNH, scale, enable_gqa) -> torch.Tensor:
+        """Return the attention of the row's tokens, out_LNH."""
+        # Lone responses are whole sequences, which need no varlen attention.
+        shared = any(len(segment.lengths) > 1 for segment in self.segments)
+        attend = _by_documents if shared and q_LNH.is_cuda and q_LNH.element_size() == 2 else _by_segments
+        return attend(self, q_LNH, k_LNH, v_LNH, scale, enable_gqa)
+
     def documents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """Return the row as documents for torch's varlen attention: each prompt, and each response after its prompt.
 
@@ -167,10 +174,7 @@ class CausalAttention(Module):
         """
         if attention_masks is None:
             return _attend(q_BLNH, k_BLNH, v_BLNH, scale, enable_gqa, is_causal=True)
-        # Lone responses are whole sequences, which need no varlen attention.
-        shared = any(len(segment.lengths) > 1 for segment in attention_masks.segments)
-        attend = _by_documents if shared and q_BLNH.is_cuda and q_BLNH.element_size() == 2 else _by_segments
-        return attend(attention_masks, q_BLNH[0], k_BLNH[0], v_BLNH[0], scale, enable_gqa).unsqueeze(0)
+        return attention_masks.attend(q_BLNH[0], k_BLNH[0], v_BLNH[0], scale, enable_gqa).unsqueeze(0)
 
 
 def _attend(q_BLNH, k_BLNH, v_BLNH, scale, enable_gqa, **masked):

@@ -32,7 +32,7 @@ def balance(model, ranks: Ranks | None) -> dict[str, float]:
         return {}
     load_ME = torch.stack(counts).double()
     if ranks is not None:
-        ranks.sum_over_groups(load_ME)
+        ranks.sum_over_tokens(load_ME)
     if not load_ME.sum():
         return {}
     violation_M = load_ME.amax(1) / load_ME.mean(1) - 1

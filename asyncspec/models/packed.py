@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from asyncspec.models import head
 from asyncspec.models.attention import Packing
+from asyncspec.models.context import SharedPacking, gathered
 from asyncspec.models.policy import features, inputs_of
 
 
@@ -60,7 +62,15 @@ def empty_row(device: str = "cpu") -> Row:
     return row_of([[0]], [[np.zeros(1)]], device)
 
 
-def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers=(), entropy: bool = False) -> Scores:
+def run(
+    model,
+    row: Row,
+    temperature: float,
+    keep: int | None = None,
+    aux_layers=(),
+    entropy: bool = False,
+    context: dist.ProcessGroup | None = None,
+) -> Scores:
     """Run one pass of a policy that is whole or sharded over several ranks. Collective if it is sharded.
 
     Args:
@@ -69,20 +79,34 @@ def run(model, row: Row, temperature: float, keep: int | None = None, aux_layers
         aux_layers: layers whose inputs are returned, detached; n_layers, one past the last, means the hidden states
             after the final norm.
         entropy: whether to compute entropies, see `head.chosen`.
+        context: the ranks that share the row's tokens; each returns what is chosen for all of them, and neither `keep`
+            nor `aux_layers` is given then. None: this rank has the row.
     """
-    before = row.packing.predicting()
+    packing, tokens_1L, positions_1L = row.packing, row.tokens_1L, row.packing.positions()
+    before, token_T, mine = packing.predicting(), row.token_T, None
+    if context is not None:
+        packing = SharedPacking.of_group(packing, context)
+        tokens_1L, positions_1L = (packing.part(each[0]).unsqueeze(0) for each in (tokens_1L, positions_1L))
+        mine, before = packing.own_predicting()
+        token_T = token_T[mine]
     own = model.lm_head.__dict__.get("forward")  # torchtitan's, if the head is divided
     # The policy must be called as a whole, so the head's forward pass is replaced inside it.
     model.lm_head.forward = lambda hidden_1LD: _choose(
-        model.lm_head.weight, hidden_1LD, before, row.token_T, temperature, keep, entropy
+        model.lm_head.weight, hidden_1LD, before, token_T, temperature, keep, entropy
     )
     try:
         with inputs_of(model, {0, *aux_layers} if aux_layers else ()) as inputs:
-            found = model(row.tokens_1L, row.packing.positions(), row.packing)
+            found = model(tokens_1L, positions_1L, packing)
     finally:
         del model.lm_head.forward
         if own is not None:
             model.lm_head.forward = own
+    if mine is not None:
+        logprob_T, entropy_T = (
+            None if own_U is None else gathered(packing, own_U, mine, len(row.token_T))
+            for own_U in (found.logprob_T, found.entropy_T)
+        )
+        return Scores(head.Chosen(logprob_T, entropy_T=entropy_T))
     return Scores(found, *features({layer: tensor.detach()[0] for layer, tensor in inputs.items()}, aux_layers))
 
 

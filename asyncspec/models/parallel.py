@@ -7,6 +7,8 @@ shards of the same part of each matrix. With replicas, the rows are divided even
     4 ranks, tensor_parallel=2:    0 1    read one group
                                    2 3    read another
 
+With context parallelism, the ranks of several rows read the same groups and share their tokens, see context.py.
+
 The trainer publishes weights from a snapshot of each rank's shards, see gather.py. Of the weights that a logprob actor
 receives, each rank keeps its `share`. So the whole model never has to fit on one rank's device.
 """
@@ -47,6 +49,7 @@ class Ranks:
         replicas: int = 1,
         reduce_dtype: str = "float32",
         expert_parallel: int = 1,
+        context_parallel: int = 1,
     ) -> None:
         """
         Args:
@@ -57,10 +60,13 @@ class Ranks:
             replicas: the number of copies of the model among the ranks; each is sharded.
             reduce_dtype: the dtype in which the ranks add up gradients.
             expert_parallel: the number of ranks that divide the experts of each layer.
+            context_parallel: the number of ranks that share the tokens of a row, each with its `tensor_parallel`.
         """
         self.name, self.rank, self.size, self.tensor_parallel, self.dtype = name, rank, size, tensor_parallel, dtype
         self.replicas, self.reduce_dtype, self.expert_parallel = replicas, reduce_dtype, expert_parallel
-        self.data_size, self.data_rank = size // tensor_parallel, rank // tensor_parallel
+        self.context_parallel, self.context = context_parallel, None
+        self.sharing = tensor_parallel * context_parallel  # ranks that process the same groups
+        self.data_size, self.data_rank = size // self.sharing, rank // self.sharing
         self.sharded = size > 1 or dtype not in ("", "float32")  # False: one process, without torch.distributed
         self.store: dist.Store | None = None  # where the ranks leave word for each other; set by `join`
 
@@ -98,18 +104,19 @@ class Ranks:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  torchtitan's backend for axes of one rank
         from torchtitan.distributed import ParallelDims
 
-        T = self.tensor_parallel
         self._dims = ParallelDims(
             dp_replicate=self.replicas,
             dp_shard=self.data_size // self.replicas,
-            cp=1,
-            tp=T,
+            cp=self.context_parallel,
+            tp=self.tensor_parallel,
             pp=1,
             ep=self.expert_parallel,
             world_size=self.size,
             spmd_backend=SPMD_BACKEND,
         )
         self._dims.build_mesh()
+        if self.context_parallel > 1:
+            self.context = self._dims.get_mesh("cp").get_group()
         # A receiver may come late to a broadcast, and then its group may be formed anew: until then a bucket waits.
         patience = timedelta(seconds=MEET_S + REGROUP_S + join_s)
         self._gatherer = Gatherer(list(range(self.size // self.replicas)), self.rank, device, patience)
@@ -186,9 +193,21 @@ class Ranks:
                 module.set_force_sum_reduction_for_comms(True)
 
     def sum_over_groups(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values that were counted over groups, in place; each row of ranks counts once. Collective."""
+        """Sum values that were counted over groups, in place. Collective.
+
+        Ranks that process the same groups count once.
+        """
+        return self._sum(values, self.sharing)
+
+    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum values that were counted over the tokens of passes, in place; tensor-parallel ranks, which have the same
+        tokens, count once. Collective.
+        """
+        return self._sum(values, self.tensor_parallel)
+
+    def _sum(self, values: torch.Tensor, alike: int) -> torch.Tensor:
         if self.sharded:
-            if self.rank % self.tensor_parallel:
+            if self.rank % alike:
                 values.zero_()
             dist.all_reduce(values)
         return values

@@ -166,13 +166,13 @@ class GradientAccumulator:
         sync = last or self.sync_each_pass
         sync_gradients(self.model, sync)
         self.to_sync = not sync
-        temperature = self.config.sampling.temperature
+        temperature, context = self.config.sampling.temperature, None if self.ranks is None else self.ranks.context
         if not parts:
             row = packed.empty_row(self.device)
-            (0 * packed.run(self.model, row, temperature).chosen.logprob_T.sum()).backward()
+            (0 * packed.run(self.model, row, temperature, context=context).chosen.logprob_T.sum()).backward()
             return None
         row, aux_layers = pack(parts, self.device), (len(self.model.layers),) if self.keep is not None else ()
-        scores = packed.run(self.model, row, temperature, self.keep, aux_layers, entropy=True)
+        scores = packed.run(self.model, row, temperature, self.keep, aux_layers, entropy=True, context=context)
         arrays = {
             name: torch.from_numpy(np.concatenate([part.arrays[name] for part in parts])).to(self.device)
             for name in parts[0].arrays

@@ -48,8 +48,8 @@ class Learner:
     def __init__(self, config: Config, run_dir: Path, device: str, rank: int = 0) -> None:
         self.config, self.run_dir, self.device = config, run_dir, device
         t = config.trainer
-        sizes = t.ranks, t.tensor_parallel, config.model.dtype, t.replicas, t.reduce_dtype, t.expert_parallel
-        self.ranks = Ranks("trainer", rank, *sizes)
+        sizes = t.ranks, t.tensor_parallel, config.model.dtype, t.replicas, t.reduce_dtype
+        self.ranks = Ranks("trainer", rank, *sizes, t.expert_parallel, t.context_parallel)
         self.skipped = self.skipped_in_a_row = 0  # steps whose gradient was not finite
         self.more_state: Callable[[], dict] = dict  # returns further entries for a checkpoint
         self.visit: Callable[[], None] = lambda: None  # called in a thread before a checkpoint's files are written
