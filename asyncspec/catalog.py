@@ -183,6 +183,11 @@ _OURS = (
         "with a mixture: tokens of a layer's busiest expert over the mean of its experts, less 1; mean over layers",
     ),
     Metric("experts/unused", "share", "experts that no token of the optimizer step was sent to"),
+    Metric(
+        "experts/replayed_otherwise",
+        "share",
+        "with rl.routing_replay: of the generator's choices those that the trainer's router would not have made",
+    ),
     Metric("grad/norm", "", "norm of the gradient before clipping"),
     Metric("grad/skipped", "count", "steps that were skipped because the gradient was not finite"),
     Metric("optimizer/lr", "", "learning rate of the step; of its last optimizer step, if there are several"),

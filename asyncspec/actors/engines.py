@@ -55,6 +55,7 @@ def make_engine(config: Config, device: str, index: int = 0, ranks: Ranks | None
         sampling=Sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
         kv_at_swap=config.engine.kv_at_swap,
         kept=config.kept,
+        routing=config.rl.routing_replay,
         device=device,
         dtype=getattr(torch, config.model.dtype),
     )

@@ -96,4 +96,5 @@ def completion_of(episode: Episode, shared: int) -> Completion:
         reached_at=summed(turn.reached_at for turn in turns),
         accepted_at=summed(turn.accepted_at for turn in turns),
         loss_mask=tensors["loss_mask"],
+        experts=turns[-1].experts,  # the last turn's prompt was all that came before it
     )

@@ -32,6 +32,7 @@ from asyncspec.actors.episodes import Episodes
 from asyncspec.actors.generator_rank import FORGET, HOLD, LENGTH, STEP, SWAP
 from asyncspec.actors.team import Team
 from asyncspec.config import resolve_path
+from asyncspec.engine import routes
 from asyncspec.engine.protocol import Completion
 from asyncspec.environments.choose import renderer_of
 from asyncspec.environments.pool import Environments
@@ -297,6 +298,8 @@ class Generator(EngineHolder):
         }
         if group.ended is not None:
             arrays["loss_mask"] = np.concatenate([c.loss_mask.numpy() for c in completions])
+        if completions[0].experts is not None:
+            arrays |= routes.arrays_of(completions, len(ticket.prompt_tokens))
         truncated = [bool(c.truncated) for c in completions]
         if ticket.evaluation:
             read = shown(ticket, arrays, rewards, truncated) if ticket.shown else None

@@ -50,6 +50,11 @@ def check_models(config: Config) -> None:
             raise ConfigError(
                 f"{name}={parallel}: expected {expected}; nearest valid choice: {name}={math.gcd(count, parallel)}"
             )
+    if config.rl.routing_replay and (shape.experts is None or config.engine.kind != "torch"):
+        why = "the policy has no experts" if shape.experts is None else "engine.kind=torch alone tells its experts"
+        raise ConfigError(
+            f"rl.routing_replay=True: {why}; expected False; nearest valid choice: rl.routing_replay=false"
+        )
     check_division.check(config, "policy", shape)
     _check_backend(config)
     _check_adapters(config, shape)

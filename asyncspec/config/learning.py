@@ -110,6 +110,11 @@ class RLConfig:
     overlong_penalty: float = knob(
         1.0, "reward that a response of sampling.max_response_tokens loses with rl.overlong_buffer", least=0
     )
+    routing_replay: bool = knob(
+        False,
+        "with a mixture of experts: trainer and logprob send each token to the experts to which the generator sent it "
+        "(R3); the reference chooses its own",
+    )
     mask_truncated: bool = knob(
         False, "leave truncated responses out of the loss; their rewards still count in the advantages of the others"
     )

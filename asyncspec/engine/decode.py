@@ -16,6 +16,7 @@ from asyncspec.engine.graphs import TOKENS, Graphs
 from asyncspec.engine.kv_cache import Spans
 from asyncspec.engine.layers import PolicyLayer, RMSNorm, RoPE, layer_shape
 from asyncspec.engine.matrix import Derived, Matrix
+from asyncspec.engine.routes import Routes
 from asyncspec.models.policy import PolicyShape
 from asyncspec.speculation.drafter import Packed
 
@@ -25,12 +26,15 @@ class DecodeModel:
 
     lm_head: Matrix
 
-    def __init__(self, model, shape: PolicyShape, slots: int, positions: int, backend: Backend) -> None:
+    def __init__(
+        self, model, shape: PolicyShape, slots: int, positions: int, backend: Backend, routing: bool = False
+    ) -> None:
         """
         Args:
             model: a torchtitan model from `models.policy.build`, in the back end's dtype. Call `reload` before the
                 first pass, and whenever its parameters have changed.
             slots, positions: rows of the cache, and positions in each.
+            routing: whether the experts of each token are kept.
         """
         blocks = model.layers.values()
         layers = layer_shape(shape, head_norms=next(iter(blocks)).attention.q_norm is not None)
@@ -41,6 +45,8 @@ class DecodeModel:
         self.layers = [
             PolicyLayer(block, layers, index, self.cache, self.derived) for index, block in enumerate(blocks)
         ]
+        mixtures = [layer.mlp for layer in self.layers] if routing else []
+        self.routes = Routes(mixtures, slots, positions, self.embedding.device) if routing else None
         self.graphs: Graphs | None = None
         # In float32 torch's grouped products synchronize with the host, so a pass with experts cannot be captured.
         self._captures, self._rows = shape.experts is None or backend.dtype is torch.bfloat16, slots
@@ -83,6 +89,12 @@ class DecodeModel:
             )
         return hidden_BLD, kept_BLD
 
+    def copy(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
+        """Copy what the passes left at the first `length` positions of each source to its row."""
+        self.cache.copy(sources, rows, length)
+        if self.routes is not None:
+            self.routes.copy(sources, rows, length)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, [..., V], of hidden states from `hidden_states`, [..., D]."""
         return self.lm_head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
@@ -90,7 +102,7 @@ class DecodeModel:
     def _pass(
         self, token_BL, position_BL, spans: Spans, aux_layers, first_row: int, packed: Packed | None = None
     ) -> list[torch.Tensor]:
-        access = self.cache.at(first_row, position_BL, spans, packed)
+        access, given_BL = self.cache.at(first_row, position_BL, spans, packed), position_BL
         if packed is not None:
             at_T1 = torch.from_numpy(packed.at_T).unsqueeze(1)
             token_BL, position_BL = token_BL.flatten()[at_T1], position_BL.flatten()[at_T1]
@@ -101,6 +113,8 @@ class DecodeModel:
             if index in aux_layers:
                 kept.append(space.x.tensor.clone())
             layer(space, access, rotation)
+        if self.routes is not None:
+            self.routes.write(first_row, given_BL, packed)
         hidden_TD = self.norm(space)
         if len(self.layers) in aux_layers:
             kept.append(hidden_TD)

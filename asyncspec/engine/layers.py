@@ -169,7 +169,9 @@ class Mixture:
         """
         self.modules, self.derived = (norm, moe), derived
         self.per_token, self.normed = moe.router.top_k, moe.router.route_norm
-        self._expert_E = torch.arange(moe.router.num_experts, device=norm.weight.device)
+        self.count = moe.router.num_experts
+        self._expert_E = torch.arange(self.count, device=norm.weight.device)
+        self.expert_TK: torch.Tensor | None = None  # int64, of the last pass
 
     def reload(self) -> None:
         (norm, moe), experts = self.modules, self.modules[1].routed_experts.inner_experts
@@ -184,6 +186,7 @@ class Mixture:
         space.normalize()
         x_TD, normed_TD = space.x.tensor, space.unit.tensor
         score_TK, expert_TK = self.router(normed_TD.float()).softmax(-1).topk(self.per_token, sorted=False)
+        self.expert_TK = expert_TK
         if self.normed:
             score_TK = score_TK / score_TK.sum(-1, keepdim=True)
         expert_N, order_N = expert_TK.flatten().sort(stable=True)

@@ -154,7 +154,7 @@ class PromptReader:
         for row, (request, start) in enumerate(zip(requests, starts), first_row):
             if start:
                 source = self.kept.row(request.follows)
-                self.decode.cache.copy([source], [row], start)
+                self.decode.copy([source], [row], start)
                 self.drafter.copy([source], [row])
         new_UL = padded([prompt[start:] for prompt, start in zip(prompts, starts)], width)
         logits_UV = self.fill(first_row, new_UL, length_U - start_U, True, start_U if any(starts) else None)

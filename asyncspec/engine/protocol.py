@@ -73,6 +73,9 @@ class Completion:
     # verifications that reached this proposal: it existed, and all proposals before it were accepted
     reached_at: Sequence[int] = ()
     accepted_at: Sequence[int] = ()  # verifications that accepted this proposal
+    # uint8 or int16 [P + T - 1, M, K], the experts of all tokens of prompt and response but the last, as in
+    # wire.messages.Group; None: the engine was not asked for them
+    experts: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None  # of an episode: uint8 [T], see wire.messages.Group; None: all were sampled
 
 

@@ -15,6 +15,7 @@ import torch
 
 from asyncspec.engine import kv_cache
 from asyncspec.engine.protocol import Completion, Partial, Sample, at_least
+from asyncspec.engine.routes import Routes
 from asyncspec.models.shape import PolicyShape
 from asyncspec.speculation import counter_rng
 from asyncspec.speculation.drafter import Slots
@@ -118,6 +119,21 @@ class Rows:
             self.samples[row] = sample
         return rows
 
+    def needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
+        """Return how many tokens of each row the policy must run over, int64 [B]; None: all.
+
+        These are the row's last token, and its proposals before the first one that would end the row, as a stop token
+        or at the limit. Nothing is sampled after that one.
+        """
+        B, K = draft_BK.shape
+        needed_B = self.limit_S.numpy()[:B] - self.tokens.length[:B]
+        stop_BK = self.stops_V.numpy()[draft_BK.numpy()]
+        if stop_BK.any():
+            needed_B = np.minimum(needed_B, np.where(stop_BK.any(1), stop_BK.argmax(1), K) + 1)
+        elif found_B is None and needed_B.min() > K:
+            return None
+        return np.minimum(needed_B, K + 1 if found_B is None else found_B + 1)
+
     def commit(self, token_BJ, p_BJV, count_B, version: int) -> torch.Tensor:
         """Append the first count_B tokens of each row, cut at the stop token and the length limit.
 
@@ -163,16 +179,21 @@ class Rows:
         self.reached_SJ[row_B, np.minimum(offered, emitted_B)] += 1
         self.accepted_SJ[row_B, accepted_B] += 1
 
-    def retire(self, rows: Sequence[int]) -> list[Completion]:
-        """Return the completions of these rows, and free the rows."""
+    def retire(self, rows: Sequence[int], routes: Routes | None = None) -> list[Completion]:
+        """Return the completions of these rows, with the experts that `routes` has, and free the rows."""
         held, at = (self.tokens.token_SP, self.logprob_SP, self.version_SP), rows
         if rows and self.tokens.device.type != "cpu":
             # fetch the rows together, so that the host does not wait for each one
             held, at = [tensor[rows].cpu() for tensor in held], range(len(rows))
-        return [self._completion(row, *(tensor[i] for tensor in held)) for row, i in zip(rows, at)]
+        return [self._completion(routes, row, *(tensor[i] for tensor in held)) for row, i in zip(rows, at)]
 
     def _completion(
-        self, row: int, token_P: torch.Tensor, logprob_P: torch.Tensor, version_P: torch.Tensor
+        self,
+        routes: Routes | None,
+        row: int,
+        token_P: torch.Tensor,
+        logprob_P: torch.Tensor,
+        version_P: torch.Tensor,
     ) -> Completion:
         sample = self.samples[row]
         start, end = len(sample.request.prompt), int(self.tokens.length[row])
@@ -193,6 +214,7 @@ class Rows:
             started_at=sample.started_at,
             reached_at=at_least(self.reached_SJ[row]),
             accepted_at=at_least(self.accepted_SJ[row]),
+            experts=None if routes is None else routes.of(row, end - 1),
         )
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class TorchEngine(QueueingEngine):
         sampling: Sampling = AS_IS,
         kv_at_swap: str = "keep",
         kept: int = 0,
+        routing: bool = False,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -63,6 +64,7 @@ class TorchEngine(QueueingEngine):
                 "recompute" fills it again under the new weights.
             kept: of how many conversations the KV cache is kept between two turns. A turn of another one begins with
                 prefilling all of it.
+            routing: whether completions tell the experts of each token.
             dtype: dtype of the policy and the draft, float32 or bfloat16. Distributions and logprobs are always
                 computed in float32.
         """
@@ -76,7 +78,7 @@ class TorchEngine(QueueingEngine):
         # One row more than slots, for exchanging two rows; after it the rows for prompts, and those that are kept.
         rows = slots + 1 + PROMPT_ROWS + kept
         self.backend, self.tokens = backend_for(device, dtype), Slots(rows, positions, device)
-        self.decode = DecodeModel(self.model, shape, rows, positions, self.backend)
+        self.decode = DecodeModel(self.model, shape, rows, positions, self.backend, routing)
         target = Target(self.model, self.tokens, sampling, self.backend)
         self.drafter = NoDrafter() if make_drafter is None else make_drafter(target)
         self.aux_layers = self.drafter.aux_layers
@@ -289,7 +291,7 @@ class TorchEngine(QueueingEngine):
         if K:
             token_BJ = torch.cat([token_BJ, proposal.draft_BK], 1)
             if self.backend.packs:
-                needed_B = self._needed(proposal.draft_BK, found_B) if verified_B is None else verified_B + 1
+                needed_B = self.rows.needed(proposal.draft_BK, found_B) if verified_B is None else verified_B + 1
         p_BJV, observed = self._read(token_BJ, length_B1, needed_B)
         if K:
             token_BJ, count_B = verify(
@@ -350,27 +352,12 @@ class TorchEngine(QueueingEngine):
         row_N = range(len(own_B)) if packed is None else (packed.at_T // L).tolist()
         return sampling_distributions(logits, [own_B[row] or self.sampling for row in row_N])
 
-    def _needed(self, draft_BK: torch.Tensor, found_B: np.ndarray | None) -> np.ndarray | None:
-        """Return how many tokens of each row the policy must run over, int64 [B]; None: all.
-
-        These are the row's last token, and its proposals before the first one that would end the row, as a stop token
-        or at the limit. Nothing is sampled after that one.
-        """
-        B, K = draft_BK.shape
-        needed_B = self.rows.limit_S.numpy()[:B] - self.tokens.length[:B]
-        stop_BK = self.rows.stops_V.numpy()[draft_BK.numpy()]
-        if stop_BK.any():
-            needed_B = np.minimum(needed_B, np.where(stop_BK.any(1), stop_BK.argmax(1), K) + 1)
-        elif found_B is None and needed_B.min() > K:
-            return None
-        return np.minimum(needed_B, K + 1 if found_B is None else found_B + 1)
-
     def _retired(self, rows: list[int]) -> list[Completion]:
         """Return the completions of these rows and free the rows."""
         for row in rows:
             if (sample := self.rows.samples[row]) is not None and sample.request.keeps:
                 self._keep(row, sample.request.request_id)
-        done = self.rows.retire(rows)
+        done = self.rows.retire(rows, self.decode.routes)
         for row in rows:
             self.drafter.leave(row)
         return done
@@ -396,7 +383,7 @@ class TorchEngine(QueueingEngine):
         While features are not kept, the drafter's rows are reset instead: a copy would be useless, and costs as much
         as a hundredth of a step.
         """
-        self.decode.cache.copy(sources, rows, length)
+        self.decode.copy(sources, rows, length)
         if self._keeping:
             self.drafter.copy(sources, rows)
         else:

@@ -73,7 +73,7 @@ class SharedPacking(Packing):
 
     def part(self, values_L: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of values of the row's tokens; zeros past the end."""
-        whole = values_L.new_zeros(2 * self.size * self.piece)
+        whole = values_L.new_zeros(2 * self.size * self.piece, *values_L.shape[1:])
         whole[: self.tokens] = values_L
         return whole[self.own_C]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from asyncspec.models import head
+from asyncspec.models import experts, head
 from asyncspec.models.attention import Packing
 from asyncspec.models.context import SharedPacking, gathered
 from asyncspec.models.policy import features, inputs_of
@@ -26,11 +26,13 @@ class Row(NamedTuple):
     tokens_1L: int64, without the last token of each response.
     packing: where prompts and responses lie.
     token_T: int64, all response tokens.
+    experts_LMK: int, the experts that the generator chose for each token in each layer; None: they are not replayed.
     """
 
     tokens_1L: torch.Tensor
     packing: Packing
     token_T: torch.Tensor
+    experts_LMK: torch.Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -46,15 +48,25 @@ class Scores(NamedTuple):
     embeds_LD: torch.Tensor | None = None
 
 
-def row_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[np.ndarray]], device: str = "cpu") -> Row:
-    """Pack prompts and the responses of each, at least one and none of them empty."""
+def row_of(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[np.ndarray]],
+    device: str = "cpu",
+    chosen_experts: Sequence[np.ndarray] = (),
+) -> Row:
+    """Pack prompts and the responses of each, at least one and none of them empty.
+
+    Args:
+        chosen_experts: of each prompt and its responses what the generator chose for the row's tokens, int [l, M, K].
+    """
     sizes, tokens = [], []
     for prompt, its in zip(prompts, responses):
         sizes.append((len(prompt), [len(response) for response in its]))
         tokens += [np.asarray(prompt, np.int64), *(np.asarray(response[:-1], np.int64) for response in its)]
     chosen = np.concatenate([response for its in responses for response in its]).astype(np.int64)
     packed = torch.from_numpy(np.concatenate(tokens)).unsqueeze(0)
-    return Row(packed.to(device), Packing.of(sizes, device), torch.from_numpy(chosen).to(device))
+    replayed = torch.from_numpy(np.concatenate(chosen_experts)).to(device) if chosen_experts else None
+    return Row(packed.to(device), Packing.of(sizes, device), torch.from_numpy(chosen).to(device), replayed)
 
 
 def empty_row(device: str = "cpu") -> Row:
@@ -83,12 +95,14 @@ def run(
             nor `aux_layers` is given then. None: this rank has the row.
     """
     packing, tokens_1L, positions_1L = row.packing, row.tokens_1L, row.packing.positions()
-    before, token_T, mine = packing.predicting(), row.token_T, None
+    before, token_T, mine, replayed = packing.predicting(), row.token_T, None, row.experts_LMK
     if context is not None:
         packing = SharedPacking.of_group(packing, context)
         tokens_1L, positions_1L = (packing.part(each[0]).unsqueeze(0) for each in (tokens_1L, positions_1L))
         mine, before = packing.own_predicting()
         token_T = token_T[mine]
+        replayed = None if replayed is None else packing.part(replayed)
+    experts.replay(model, replayed)
     own = model.lm_head.__dict__.get("forward")  # torchtitan's, if the head is divided
     # The policy must be called as a whole, so the head's forward pass is replaced inside it.
     model.lm_head.forward = lambda hidden_1LD: _choose(

@@ -5,7 +5,7 @@ One definition serves trainer, logprob and engine. Trainer and logprob run the m
 (models/packed.py). The engine runs the same parameters over a slot KV cache (engine/decode.py).
 
 Shape suffixes: B batch, L positions, D model dimension, V vocabulary, N heads, H head size, A auxiliary layers; E
-experts, F hidden dimension of an expert, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
+experts, F hidden dimension of an expert.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +27,7 @@ from asyncspec.models import fill as filling
 from asyncspec.models import foreign, lora
 from asyncspec.models.attention import CausalAttention
 from asyncspec.models.contents import check_policy
+from asyncspec.models.experts import ExactExperts, ReplayRouter
 from asyncspec.models.export import write_policy
 from asyncspec.models.foreign import ForeignPolicy
 from asyncspec.models.rope import rope_config
@@ -43,7 +43,7 @@ with compiling_later():
         make_router_config,
     )
     from torchtitan.models.common.decoder import Decoder
-    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.moe import RoutedExperts
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
@@ -53,27 +53,6 @@ with compiling_later():
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
     from torchtitan.protocols.state_dict_adapter import StateDictAdapter
-
-
-class ExactExperts(GroupedExperts):
-    """A mixture's feed-forward networks, computed in the dtype of their parameters. torchtitan's own class rounds
-    everything to bfloat16.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
-
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        w1_EFD, w2_EDF, w3_EFD = (
-            w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
-        ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
-
-        def times(x_RI: torch.Tensor, weight_EOI: torch.Tensor) -> torch.Tensor:
-            return self._grouped_mm(A=x_RI, B_t=weight_EOI.transpose(-2, -1), offs=ends_E)
-
-        return times(F.silu(times(x_RD, w1_EFD)) * times(x_RD, w3_EFD), w2_EDF)
 
 
 # torchtitan's block and model, and the function that says how ranks shard the model, see models/parallel.py.
@@ -180,13 +159,15 @@ def _feed_forward(shape: PolicyShape) -> dict:
         "moe": make_moe_config(
             num_experts=experts.count,
             load_balance_coeff=None,  # a bias for load balance would not be in the policy that others load
-            router=make_router_config(
-                dim=shape.dim,
-                num_experts=experts.count,
-                gate_param_init=weight,
-                top_k=experts.per_token,
-                score_func="softmax",
-                route_norm=experts.normed,
+            router=ReplayRouter.like(
+                make_router_config(
+                    dim=shape.dim,
+                    num_experts=experts.count,
+                    gate_param_init=weight,
+                    top_k=experts.per_token,
+                    score_func="softmax",
+                    route_norm=experts.normed,
+                )
             ),
             routed_experts=RoutedExperts.Config(
                 inner_experts=ExactExperts.Config(

@@ -176,6 +176,7 @@ class GradientAccumulator:
         arrays = {
             name: torch.from_numpy(np.concatenate([part.arrays[name] for part in parts])).to(self.device)
             for name in parts[0].arrays
+            if "experts" not in name
         }
         tokens, logprob_T, entropy_T = sampled_of(arrays, scores.chosen.logprob_T, scores.chosen.entropy_T)
         loss, stats = policy_loss(logprob_T, tokens, self.rl, self.loss, entropy_T)

@@ -18,13 +18,14 @@ from asyncspec.wire.messages import Arrays, Pass
 if TYPE_CHECKING:
     from asyncspec.models.packed import Row
 
-PER_RESPONSE = ("lengths", "advantages")  # arrays with one entry for each response; the others have one for each token
+PER_RESPONSE = ("lengths", "advantages")  # arrays with one entry for each response
+PER_PROMPT_TOKEN = ("prompt_experts",)  # and with one for each token of the prompt; the others have one for each token
 
 
 class Part(NamedTuple):
     """A prompt and some of its responses.
 
-    arrays: lengths int32 [R], perhaps advantages float32 [R], and arrays of [T].
+    arrays: lengths int32 [R], perhaps advantages float32 [R], prompt_experts as in `Group`, and arrays of [T].
     """
 
     prompt: list[int]
@@ -41,8 +42,17 @@ class Part(NamedTuple):
         rows = np.concatenate([np.arange(ends[r] - self.arrays["lengths"][r], ends[r]) for r in responses])
         return Part(
             self.prompt,
-            {name: array[responses if name in PER_RESPONSE else rows] for name, array in self.arrays.items()},
+            {
+                name: array if name in PER_PROMPT_TOKEN else array[responses if name in PER_RESPONSE else rows]
+                for name, array in self.arrays.items()
+            },
         )
+
+    @property
+    def experts(self) -> np.ndarray:
+        """What the generator chose for the tokens of the prompt and of all responses but their last, [l, M, K]."""
+        responses = np.split(self.arrays["experts"], np.cumsum(self.arrays["lengths"])[:-1])
+        return np.concatenate([self.arrays["prompt_experts"], *(response[:-1] for response in responses)])
 
 
 def pack(parts: Sequence[Part], device: str = "cpu") -> Row:
@@ -50,7 +60,8 @@ def pack(parts: Sequence[Part], device: str = "cpu") -> Row:
     from asyncspec.models.packed import row_of  # loads torchtitan
 
     responses = [np.split(part.arrays["tokens"], np.cumsum(part.arrays["lengths"])[:-1]) for part in parts]
-    return row_of([part.prompt for part in parts], responses, device)
+    experts = [part.experts for part in parts if "experts" in part.arrays]
+    return row_of([part.prompt for part in parts], responses, device, experts)
 
 
 def to_message(step: int, parts: Sequence[Part], last: bool = True) -> tuple[Pass, Arrays]:
@@ -65,7 +76,9 @@ def from_message(message: Pass, arrays: Arrays) -> list[Part]:
         return []
     ends = np.cumsum(message.responses)[:-1]
     token_ends = np.cumsum(arrays["lengths"])[np.cumsum(message.responses) - 1][:-1]
-    pieces = {n: np.split(array, ends if n in PER_RESPONSE else token_ends) for n, array in arrays.items()}
+    prompt_ends = np.cumsum([len(prompt) for prompt in message.prompts])[:-1]
+    at = dict.fromkeys(PER_RESPONSE, ends) | dict.fromkeys(PER_PROMPT_TOKEN, prompt_ends)
+    pieces = {n: np.split(array, at.get(n, token_ends)) for n, array in arrays.items()}
     return [Part(prompt, {n: each[i] for n, each in pieces.items()}) for i, prompt in enumerate(message.prompts)]
 
 

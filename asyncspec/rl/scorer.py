@@ -115,7 +115,7 @@ class Scorer:
         return len(self._divided(group, arrays))
 
     def _divided(self, group: m.Group, arrays: m.Arrays) -> list[Part]:
-        used = {name: arrays[name] for name in ("tokens", "lengths")}
+        used = {name: arrays[name] for name in ("tokens", "lengths", "experts", "prompt_experts") if name in arrays}
         return divide(Part(group.ticket.prompt_tokens, used), self.config.trainer.tokens_per_pass)
 
     @torch.no_grad()
@@ -148,6 +148,7 @@ class Scorer:
         """Run a row for each score but the first. Collective."""
         from asyncspec.models import lora, packed
 
+        row = row._replace(experts_LMK=None)
         for name in self.scores[1:]:
             if name == "reference" and self.reference is not None:
                 yield name, packed.run(self.reference, row, temperature)

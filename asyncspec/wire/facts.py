@@ -96,9 +96,11 @@ def sampled_lengths(arrays: Arrays) -> np.ndarray:
 
 
 def checksum(arrays: Arrays) -> int:
-    """Return a checksum of a group's tokens, of which of them the policy sampled, and of their versions."""
-    found = 0
-    for array in (arrays["tokens"], arrays["versions"], arrays["lengths"], sampled(arrays)):
+    """Return a checksum of a group's tokens, of which of them the policy sampled, of their versions, and of the experts
+    to which they were sent.
+    """
+    found, experts = 0, [arrays[name] for name in ("experts", "prompt_experts") if name in arrays]
+    for array in (arrays["tokens"], arrays["versions"], arrays["lengths"], sampled(arrays), *experts):
         found = zlib.crc32(array.tobytes(), found)
     return found
 

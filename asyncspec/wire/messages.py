@@ -67,6 +67,10 @@ class Group(Message, frozen=True):
 
     With an environment also loss_mask uint8 [T]: 1 for a token that the policy sampled, 0 for one that the environment
     wrote. Such a token has the version -1 and a behavior of 0, and its other logprobs mean nothing.
+
+    With rl.routing_replay also experts [T, M, K] and prompt_experts [P, M, K], uint8 or int16: the K experts in each of
+    M layers to which the generator sent each token of the responses and of the prompt. Those of a response's last
+    token, which it did not have to compute, mean nothing.
     """
 
     ticket: Ticket
