@@ -43,7 +43,8 @@ RUN_FILES = (
     RunFile("wandb/", "the files of wandb, and the id of its run, with `logging.backends=wandb`"),
     RunFile("logs/", "one log file for each actor"),
     RunFile(
-        "checkpoint/", "the result: the final policy, and the draft if it was adapted, as Hugging Face directories"
+        "checkpoint/",
+        "the result, as Hugging Face directories: the policy, with its adapters, and the draft if it was adapted",
     ),
     RunFile("exports/", "the policy as a Hugging Face directory, step-N, every `checkpoint.export_every` steps"),
     RunFile("checkpoints/", "what `--resume` starts from: trainer-VERSION and draft-VERSION"),

@@ -10,8 +10,11 @@ It serves to measure what weights of that size cost. It learns nothing useful.
 
 Of other families it makes small policies, without a draft; `sevens` is a reward that random weights can learn from.
 
-    scripts/make_random.py DIRECTORY --family gemma3_text
+    scripts/make_random.py DIRECTORY --family qwen3_moe
     asyncspec train model.path=DIRECTORY speculation.method=ngram data.reward=asyncspec.tasks.sums:sevens
+    scripts/make_random.py DIRECTORY --family gemma3_text
+    asyncspec train model.path=DIRECTORY model.backend=transformers engine.kind=vllm speculation.method=ngram \
+        data.reward=asyncspec.tasks.sums:sevens
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ SMALL_FAMILY = {
     "max_position_embeddings": 1024,
 }
 FAMILIES = {
-    "gemma3_text": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "mistral": {"sliding_window": 16},
     "qwen2": {"hidden_size": 128, "intermediate_size": 256},  # its heads take what the width gives them
     "qwen3_moe": {

@@ -87,13 +87,13 @@ VLLM = ("engine.kind=vllm", "speculation.draft_length=3")
         ),
         (
             "trainer.context_parallel=2",
-            "trainer.context_parallel=2: expected a divisor of 1, the trainer ranks that do not divide the same "
-            "matrices; nearest valid choice: trainer.context_parallel=1",
+            "trainer.context_parallel=2: expected a divisor of 1 (trainer.ranks=1, trainer.tensor_parallel=1); nearest "
+            "valid choice: trainer.context_parallel=1",
         ),
         (
             "trainer.expert_parallel=2",
-            "trainer.expert_parallel=2: expected a divisor of 1, the trainer ranks that hold a copy of the policy; "
-            "nearest valid choice: trainer.expert_parallel=1",
+            "trainer.expert_parallel=2: expected a divisor of 1, the ranks that hold a copy of the policy "
+            "(trainer.ranks=1); nearest valid choice: trainer.expert_parallel=1",
         ),
         (
             "trainer.replicas=2",

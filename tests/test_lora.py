@@ -89,7 +89,7 @@ def test_peft_loads_the_files(tmp_path, kind):
 
     directory, shape = saved(kind, tmp_path / "policy", tied=kind == "qwen2")
     ours = moved(policy.load(directory, adapters=ALL)[0])
-    lora_files.write(tmp_path / "adapter", lora.trained(ours), ALL, shape, str(directory), torch.float32)
+    lora_files.write(tmp_path / "adapter", lora.trained(ours), ALL, shape, torch.float32, str(directory))
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), tmp_path / "adapter")
     torch.testing.assert_close(theirs(tokens()).logits, ours(tokens()), atol=1e-4, rtol=0)
 

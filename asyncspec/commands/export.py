@@ -21,7 +21,8 @@ def add_parser(commands) -> None:
         help="make a Hugging Face directory of a checkpoint of a run, and push it to a hub",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Make a Hugging Face directory of a checkpoint of a run, which need not have ended. Tokenizer,\n"
-        "chat template and other files are those of the run's model.path. With --push, push it to a hub:\n"
+        "chat template and other files are those of the run's model.path. Adapters are merged, and lie\n"
+        "beside in peft's form. With --push, push the directory to a hub:\n"
         "HF_TOKEN is a token that may write there, and HF_ENDPOINT another hub than huggingface.co.",
     )
     export.add_argument("directory", metavar="RUN", help="directory of a run")
@@ -116,6 +117,7 @@ def _write(config: Config, path: Path, directory: Path, dtype: str) -> None:
     """
     from asyncspec.rl.from_checkpoint import write_policy
 
+    config.checkpoint.export_merged = True  # what a run leaves out can be had from here
     config.model.path = text = fetched_model("model.path=", config.model.path)
     fetched_weights("model.path=", text)  # tensors that training does not change are in its files
     if not resolve_path(text).is_dir():

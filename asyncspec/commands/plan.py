@@ -45,8 +45,8 @@ def add_parser(commands) -> None:
     add("--lag", type=int, metavar="L", help="policy lag (default: 1; with --run that of the run)")
     add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")
     add("--group-size", type=int, default=16, metavar="N", help="rollouts of a prompt (default: 16)")
-    add("--tokens", type=float, default=4000, metavar="N", help="mean tokens of a response (default: 4000)")
-    add("--most-tokens", type=int, default=16384, metavar="N", help="most tokens of a response (default: 16384)")
+    add("--tokens", type=float, metavar="N", help="mean tokens of a response (default: 4000, or half of the most)")
+    add("--most-tokens", type=int, metavar="N", help="most tokens of a response (default: 16384, or what fits)")
     add("--sigma", type=float, default=0.8, metavar="S", help="spread of the logarithm of lengths (default: 0.8)")
     add("--method", default="eagle3", choices=METHODS, help="what drafts (default: eagle3)")
     add("--acceptance", type=float, default=2.8, metavar="A", help="acceptance length with 3 proposals (default: 2.8)")
@@ -107,6 +107,8 @@ def _job(args) -> Job:
     _need(2 <= args.group_size <= most, "group-size", args.group_size, f"2 to {most}, for {MOST_ROLLOUTS} rollouts")
     model = _model(args.model)
     room = model.get("max_position_embeddings", MOST_TOKENS) - MOST_DRAFT - 1
+    args.most_tokens = min(16384, room) if args.most_tokens is None else args.most_tokens
+    args.tokens = min(4000.0, args.most_tokens / 2) if args.tokens is None else args.tokens
     _need(2 <= args.most_tokens <= room, "most-tokens", args.most_tokens, f"2 to {room}")
     shorter = f"1 to less than --most-tokens {args.most_tokens}"
     _need(1 <= args.tokens < args.most_tokens, "tokens", args.tokens, shorter)

@@ -128,6 +128,11 @@ def _of_run(checkpoint: str, run_dir: Path) -> list[str]:
         run_dir / "checkpoint" / "draft",
         run_config(checkpoint, run_dir),
     )
+    if (policy / "adapter_config.json").is_file():
+        raise UserError(
+            f"CHECKPOINT {checkpoint}: checkpoint/policy has adapters alone; expected merged weights; nearest valid "
+            f"choice: the directory that `asyncspec export {checkpoint}` makes"
+        )
     if not (policy / "config.json").is_file():
         raise UserError(
             f"CHECKPOINT {checkpoint}: the run has no checkpoint/policy yet; expected one that has ended; `asyncspec "

@@ -113,7 +113,7 @@ def _check_ranks(config: Config) -> None:
         _need(config, ranks % parallel == 0, f"{who}.tensor_parallel", expected, nearest)
     ranks, parallel, groups = config.trainer.ranks, config.trainer.tensor_parallel, config.rl.groups_per_step
     sharing, most = config.trainer.context_parallel, ranks // parallel
-    expected = f"a divisor of {most}, the trainer ranks that do not divide the same matrices"
+    expected = f"a divisor of {most} (trainer.ranks={ranks}, trainer.tensor_parallel={parallel})"
     _need(config, most % sharing == 0, "trainer.context_parallel", expected, math.gcd(most, sharing))
     in_16_bits = sharing == 1 or config.deployment.device != "cuda" or config.model.dtype == "bfloat16"
     _need(config, in_16_bits, "model.dtype", "bfloat16 with trainer.context_parallel on GPUs", "bfloat16")
@@ -125,7 +125,8 @@ def _check_ranks(config: Config) -> None:
     _need(config, data % replicas == 0, "trainer.replicas", expected, math.gcd(replicas, data))
     for who, each in ("trainer", ranks // replicas), ("logprob", config.logprob.ranks):
         sharing = value_of(config, f"{who}.expert_parallel")
-        expected = f"a divisor of {each}, the {who} ranks that hold a copy of the policy"
+        expected = f"a divisor of {each}, the ranks that hold a copy of the policy ({who}.ranks="
+        expected += f"{value_of(config, f'{who}.ranks')})"
         _need(config, each % sharing == 0, f"{who}.expert_parallel", expected, math.gcd(each, sharing))
     if config.trainer.compile and config.deployment.device != "cuda":  # on GPUs it generates no C++
         _need(config, cxx_compiler() is not None, "trainer.compile", CXX, "false")

@@ -51,10 +51,12 @@ def check_models(config: Config) -> None:
                 f"{name}={parallel}: expected {expected}; nearest valid choice: {name}={math.gcd(count, parallel)}"
             )
     if config.rl.routing_replay and (shape.experts is None or config.engine.kind != "torch"):
-        why = "the policy has no experts" if shape.experts is None else "engine.kind=torch alone tells its experts"
-        raise ConfigError(
-            f"rl.routing_replay=True: {why}; expected False; nearest valid choice: rl.routing_replay=false"
-        )
+        if shape.experts is None:
+            why, nearest = "the policy has no experts; expected False", "rl.routing_replay=false"
+        else:
+            why = f"engine.kind={config.engine.kind} does not tell its experts; expected the embedded engine with it"
+            nearest = "engine.kind=torch, or rl.routing_replay=false"
+        raise ConfigError(f"rl.routing_replay=True: {why}; nearest valid choice: {nearest}")
     check_division.check(config, "policy", shape)
     _check_backend(config)
     _check_adapters(config, shape)
@@ -96,6 +98,11 @@ def _check_backend(config: Config) -> None:
 
 def _check_adapters(config: Config, shape: PolicyShape) -> None:
     if (lora := config.lora) is None:
+        if not config.checkpoint.export_merged:
+            raise ConfigError(
+                "checkpoint.export_merged=False: there are no adapters to export alone (model.lora.rank=0); expected "
+                "True; nearest valid choice: checkpoint.export_merged=true"
+            )
         return
     if config.trainer.kind == "mock":
         raise ConfigError(

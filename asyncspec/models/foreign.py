@@ -31,7 +31,7 @@ from asyncspec.models.attention import Packing
 from asyncspec.models.headers import compare, read_headers
 from asyncspec.models.hf_files import carried, write_checkpoint
 from asyncspec.models.parallel import local, share
-from asyncspec.models.shape import PolicyShape
+from asyncspec.models.shape import ARCHITECTURES, PolicyShape
 
 PREFIX = "inner."
 HEAD_TOLERANCE = 1e-3  # of logits, relative to the largest
@@ -210,6 +210,13 @@ def check(directory: Path) -> PolicyShape:
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if model.tied:
         ignored |= {"lm_head.weight"} & set(found)
+    if missing := sorted(set(expected) - set(found)):
+        own = shape.model_type in ARCHITECTURES
+        raise CheckpointError(
+            f"{directory}: tensor {missing[0]} is missing ({len(missing)} in all): files of model_type="
+            f"{shape.model_type!r} have other names than its model in transformers, or the files are incomplete; "
+            "expected the same names" + ("; nearest valid choice: model.backend=torchtitan" if own else "")
+        )
     compare(directory, found, expected, ignored)
     return shape
 

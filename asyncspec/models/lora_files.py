@@ -23,13 +23,20 @@ _PREFIX = "base_model.model."
 
 
 def write(
-    directory: Path, adapters: Mapping[str, torch.Tensor], of: Lora, shape: PolicyShape, base: str, dtype: torch.dtype
+    directory: Path,
+    adapters: Mapping[str, torch.Tensor],
+    of: Lora,
+    shape: PolicyShape,
+    dtype: torch.dtype,
+    base: str,
+    revision: str = "",
 ) -> None:
     """Write a directory with the two files.
 
     Args:
         adapters: named as in `lora.trained`.
-        base: the policy that they were trained for, a directory or a model on a hub.
+        base: the policy that they were trained for, a directory, or OWNER/NAME on a hub.
+        revision: its commit there.
 
     Raises:
         OSError: a file cannot be written.
@@ -46,6 +53,7 @@ def write(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision or None,
         "r": of.rank,
         "lora_alpha": of.alpha,
         "lora_dropout": 0.0,

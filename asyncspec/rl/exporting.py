@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from asyncspec.config import Config, resolve_path
+from asyncspec.config import Config, hub, resolve_path
 from asyncspec.models import frozen, lora_files, policy
 from asyncspec.models.shape import PolicyShape
 
@@ -36,4 +36,6 @@ def write(config: Config, directory: Path, parts: Iterable[Mapping[str, torch.Te
     if config.checkpoint.export_merged:
         policy.save(None, shape, directory, source, mtp, kind, frozen.merged(source, adapters, of))
         directory = directory / ADAPTER
-    lora_files.write(directory, adapters, of, shape, config.model.path, kind)
+    name = hub.pinned(config.model.path)
+    base = (str(source.absolute()), "") if name is None else (name.repository, name.revision)
+    lora_files.write(directory, adapters, of, shape, kind, *base)
