@@ -5,12 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from engines import engine_of
 from engines import run as generate
 from groups import copied, plain_logprobs, random_group
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import in_ranks
 
+from asyncspec.actors.driven import cut
 from asyncspec.config import Config, RLConfig, TrainerConfig
 from asyncspec.drafters.make import drafter_maker
 from asyncspec.engine import routes
@@ -66,12 +69,12 @@ def test_an_engine_that_is_not_asked_tells_nothing(mixture):
     assert all(done.experts is None for done in generate(engine_of(shape, model, None), PROMPTS).values())
 
 
-def told(model, arrays, prompt, seed=0):
+def told(model, arrays, prompt, seed=0, count=5):
     """Return the arrays of a group with random experts, no two the same for a token."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(count):
-        scores = torch.rand(count, len(model.layers), 5, generator=generator)
+    def random(tokens):
+        scores = torch.rand(tokens, len(model.layers), count, generator=generator)
         return scores.topk(2, -1)[1].to(torch.uint8).numpy()
 
     return arrays | {"experts": random(len(arrays["tokens"])), "prompt_experts": random(len(prompt))}
@@ -180,3 +183,73 @@ def test_a_group_has_the_experts_of_its_tokens(mixture):
     assert np.array_equal(own[:first], done[0].experts[3:].numpy()) and not own[first : first + 4].any()
     second = own[len(longer.tokens) :][: len(done[1].tokens) - 1]
     assert np.array_equal(second, done[1].experts[3:].numpy())
+
+
+def shared_row(rank, shape, state, part, sizes, port, results):
+    """Run a replayed pass as one of the ranks that share its row; tell logprobs, gradients and metrics."""
+    torch.set_num_threads(1)
+    ranks = Ranks("trainer", rank, 2, **sizes)
+    ranks.join("127.0.0.1", port, "cpu", 60, 60)
+    model = build(shape)
+    model.load_state_dict(state)
+    ranks.shard(model, trained=True)
+    experts.reset(model)
+    found = packed.run(model, pack([part]), 1.0, context=ranks.context).chosen.logprob_T
+    found.sum().backward()
+    grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+    results.put((rank, found.detach().numpy(), grads, experts.balance(model, ranks)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sizes", [{"context_parallel": 2}, {"context_parallel": 2, "expert_parallel": 2}])
+def test_a_shared_row_is_replayed_like_a_whole_one(mixture, sizes):
+    """Its end is padded; the experts of padding must not upset those of other tokens. Tolerance: float32 sums."""
+    shape = replace(mixture[0], experts=Experts(4, 2, 24, normed=True))  # as many as two ranks share out
+    torch.manual_seed(9)
+    model = build(shape)
+    model.init_states()
+    prompt = [2, 3, 5, 1, 4]
+    group, arrays = random_group(0, prompt, [7, 2, 11], seed=3)
+    arrays = told(model, arrays, prompt, count=4)
+    part = Part(prompt, {name: arrays[name] for name in ("tokens", "lengths", "experts", "prompt_experts")})
+    assert len(pack([part]).tokens_1L[0]) % 4  # there is padding
+    said = {rank: rest for rank, *rest in in_ranks(2, shared_row, shape, model.state_dict(), part, sizes)}
+    experts.reset(model)
+    found = packed.run(model, pack([part]), 1.0).chosen.logprob_T
+    found.sum().backward()
+    for rank in range(2):
+        np.testing.assert_allclose(said[rank][0], found.detach().numpy(), atol=1e-5)
+        for name, parameter in model.named_parameters():
+            largest = float(parameter.grad.abs().max())
+            np.testing.assert_allclose(said[rank][1][name], parameter.grad.numpy(), atol=1e-5 * largest + 1e-7)
+        one = experts.balance(model, None)["experts/replayed_otherwise"]
+        assert said[rank][2]["experts/replayed_otherwise"] == pytest.approx(one)
+
+
+def test_a_token_that_is_told_the_same_expert_twice_has_its_router_choose(mixture):
+    """An environment's last words, and padding, come without choices. Other tokens are not disturbed."""
+    _, model = mixture
+    prompt = [2, 3, 5, 1]
+    group, arrays = random_group(0, prompt, [9], seed=3)
+    own = chosen_by(model, [*prompt, *arrays["tokens"].tolist()])[:, :, [1, 0]].to(torch.uint8).numpy()
+    arrays |= {"experts": own[4:].copy(), "prompt_experts": own[:4]}
+    found = []
+    for known in (9, 5, 0):
+        arrays["experts"][known:] = 0
+        part = Part(prompt, {name: arrays[name] for name in ("tokens", "lengths", "experts", "prompt_experts")})
+        found.append(packed.run(model, pack([part]), 1.0).chosen.logprob_T)
+    experts.replay(model, None)
+    for each in found:
+        torch.testing.assert_close(each, plain_logprobs(model, prompt, arrays), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_a_completion_that_is_cut_has_the_experts_of_what_is_left(mixture, count):
+    shape, model = mixture
+    done = generate(engine_of(shape, model, None, routing=True), PROMPTS[:1])[0, 0]
+    left = max(1, len(done.tokens) - count)
+    short = cut(done, left)
+    assert len(short.experts) == 3 + left - 1
+    arrays = routes.arrays_of([short], 3)
+    assert len(arrays["experts"]) == left and np.array_equal(arrays["experts"][:-1], done.experts[3 : 2 + left].numpy())

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from groups import random_group
 from runs import in_ranks
 from safetensors.torch import load_file
 
-from asyncspec.config import load, resolve_path
+from asyncspec.config import Config, OptimizerConfig, TrainerConfig, load, resolve_path
 from asyncspec.errors import ConfigError
 from asyncspec.models import CheckpointError, contents, foreign, packed, policy
 from asyncspec.models.parallel import Ranks
 from asyncspec.models.shape import PolicyShape
+from asyncspec.rl.accumulate import GradientAccumulator
 
 TINY = resolve_path("asset:tiny/policy")
 WINDOW = 16  # shorter than the sequences here
@@ -107,6 +109,27 @@ def test_a_filled_policy_has_the_buffers_of_transformers(tmp_path, kind):
     }
 
 
+def trainer_of(model, ranks=None):
+    # a large eps keeps Adam's steps smooth where a gradient is near zero
+    optimizer = OptimizerConfig(lr=1e-2, warmup_steps=0, eps=1e-3)
+    return GradientAccumulator(model, Config(trainer=TrainerConfig(optimizer=optimizer)), ranks)
+
+
+def steps(accumulator, rank):
+    """Take two optimizer steps, of a group in each data rank."""
+    for step in range(2):
+        for number in range(2):
+            group, arrays = random_group(2 * step + number, [3, 4, 5], [6, 9], seed=number, vocabulary=64)
+            group.rewards[:] = [0.0, 1.0]
+            rounds = accumulator.add(group, arrays)
+        rounds += accumulator.flush()
+        if rank:  # the first rank counts
+            accumulator.tokens = accumulator.responses = accumulator.tokens_with_signal = 0
+        for index, passes in enumerate(rounds):
+            accumulator.run(passes[rank], last=index == len(rounds) - 1)
+        accumulator.step()
+
+
 def work(rank, directory, count, port, results):
     torch.set_num_threads(1)
     ranks = Ranks("trainer", rank, count)
@@ -115,10 +138,17 @@ def work(rank, directory, count, port, results):
     ranks.shard(model, trained=True, recompute=rank >= 0)
     policy.fill(model, directory, "cpu")
     foreign.check_head(model, "cpu")
+    accumulator = trainer_of(model, ranks)
+    steps(accumulator, rank)
+    state = accumulator.state()  # finds each parameter by its name
+    stepped = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+    assert state and not any(p.grad is not None and p.grad.to_local().any() for p in model.parameters())
+    policy.fill(model, directory, "cpu")
     logprob_T = packed.run(model, row(rank)[0], 1.0).chosen.logprob_T
     logprob_T.sum().backward()
     grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
-    results.put((rank, logprob_T.detach().numpy(), grads, sum(p.to_local().numel() for p in model.parameters())))
+    held = sum(p.to_local().numel() for p in model.parameters())
+    results.put((rank, logprob_T.detach().numpy(), grads, stepped, held))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -133,6 +163,11 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path, kind):
         found = packed.run(model, row(rank)[0], 1.0).chosen.logprob_T
         np.testing.assert_allclose(said[rank][0], found.detach().numpy(), atol=1e-5)
         found.sum().backward()
+    alone, _ = loaded(tmp_path)
+    steps(trainer_of(alone), 0)
+    for name, parameter in alone.named_parameters():
+        np.testing.assert_allclose(said[0][2][name], parameter.detach().numpy(), atol=1e-5)
+        assert not torch.equal(parameter, model.get_parameter(name))
     total = sum(p.numel() for p in model.parameters())
     for name, parameter in model.named_parameters():
         largest = float(parameter.grad.abs().max())

@@ -127,9 +127,11 @@ def _plain(message: dict[str, Any]) -> Message:
 
 def cut(completion: Completion, count: int) -> Completion:
     """Return a completion with its first `count` tokens."""
+    experts, left = completion.experts, len(completion.tokens) - count
     return replace(
         completion,
         tokens=completion.tokens[:count],
         logprobs=completion.logprobs[:count],
         versions=completion.versions[:count],
+        experts=None if experts is None else experts[: len(experts) - left],
     )

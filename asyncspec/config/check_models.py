@@ -108,7 +108,8 @@ def _check_adapters(config: Config, shape: PolicyShape) -> None:
         raise ConfigError(
             f"model.lora.rank={lora.rank}: expected 0 with trainer.kind=mock; nearest valid choice: model.lora.rank=0"
         )
-    least = min(shape.dim, shape.head_dim * shape.n_heads, shape.dim if shape.experts else shape.hidden_dim)
+    heads = shape.dim if lora.targets == "mlp" else shape.head_dim * shape.n_heads
+    least = min(shape.dim, heads, shape.dim if shape.experts or lora.targets == "attention" else shape.hidden_dim)
     if lora.rank > least:
         raise ConfigError(
             f"model.lora.rank={lora.rank}: expected at most {least}, the shorter side of the policy's matrices; "

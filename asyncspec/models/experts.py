@@ -1,7 +1,8 @@
 """A mixture's router and experts as trainer and logprob compute them, and how evenly its tokens are spread.
 
 Routing replay: a token may be sent to the experts that the generator chose for it, in the place of those that the
-router would choose now. The router's own scores weigh them, so it learns as before. (R3, arXiv 2510.11370.)
+router would choose now. The router's own scores weigh them, so it learns as before. (R3, arXiv 2510.11370.) A token
+without such a choice, for example padding, is told the same expert twice; the router chooses for it.
 
 Shape suffixes: B batch, L positions, D model dimension, M layers with experts, E experts of a layer, K experts of a
 token, F hidden dimension of an expert, R tokens sorted by their expert, I and O inputs and outputs of a matrix.
@@ -64,9 +65,13 @@ class ReplayRouter(TokenChoiceTopKRouter):
         weight_BLK, own_BLK, score_BLE = super().forward(x_BLD, expert_bias_E)
         if self.told_LK is None:
             return weight_BLK, own_BLK, score_BLE
-        told_BLK = self.told_LK.view_as(own_BLK)
-        self.told += told_BLK.numel()
-        self.otherwise += (told_BLK.unsqueeze(-1) != own_BLK.unsqueeze(-2)).all(-1).sum()
+        told_BLK, chosen_BL1 = self.told_LK.view_as(own_BLK), 1
+        if self.top_k > 1:  # torchtitan counts an expert once a token, so one that is told twice would upset all tokens
+            chosen_BL1 = (told_BLK[..., :1] != told_BLK[..., 1:2]).long()
+            told_BLK = torch.where(chosen_BL1.bool(), told_BLK, own_BLK)
+        otherwise_BLK = (told_BLK.unsqueeze(-1) != own_BLK.unsqueeze(-2)).all(-1)
+        self.told += (torch.ones_like(own_BLK) * chosen_BL1).sum()
+        self.otherwise += otherwise_BLK.sum()
         weight_BLK = score_BLE.gather(-1, told_BLK)
         if self.route_norm:
             weight_BLK = weight_BLK / (weight_BLK.sum(-1, keepdim=True) + 1e-20)

@@ -30,7 +30,7 @@ from asyncspec.models import CheckpointError
 from asyncspec.models.attention import Packing
 from asyncspec.models.headers import compare, read_headers
 from asyncspec.models.hf_files import carried, write_checkpoint
-from asyncspec.models.parallel import local, share
+from asyncspec.models.parallel import local, release, share
 from asyncspec.models.shape import ARCHITECTURES, PolicyShape
 
 PREFIX = "inner."
@@ -231,6 +231,7 @@ def check_head(model: ForeignPolicy, device: str) -> None:
     """
     tokens_BL = torch.arange(8, device=device).unsqueeze(0) % model.inner.config.vocab_size
     ours, theirs = model(tokens_BL), model(tokens_BL, theirs=True)
+    release(model)
     apart, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not apart <= HEAD_TOLERANCE * max(1.0, largest) * (1 if ours.dtype is torch.float32 else 100):
         raise CheckpointError(

@@ -15,14 +15,12 @@ receives, each rank keeps its `share`. So the whole model never has to fit on on
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -32,7 +30,6 @@ from asyncspec.wire.layout import Layout
 from asyncspec.wire.transport import own_address
 
 SPMD_BACKEND = "partial_dtensor"  # torchtitan's default needs a later torch than 2.13
-_SIOCGIFADDR = 0x8915
 _interfaces: dict[str, str] = {}  # variables of the environment that `_use_interface` has set
 
 
@@ -257,6 +254,18 @@ def reset_fsdp_state(model) -> None:
         model.reset_iter_state()
 
 
+def release(model) -> None:
+    """Give back the weights that a forward pass has gathered, so that the parameters are this rank's shards again. Does
+    nothing to a model without FSDP.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    reset_fsdp_state(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def sync_gradients(model, now: bool) -> None:
     """Choose whether the next backward pass adds up the ranks' gradients. If not, each rank keeps its own whole. Does
     nothing to a model without FSDP.
@@ -309,13 +318,8 @@ def _use_interface(name: str) -> None:
 
 
 def _interface(address: str) -> str:
-    """Return the name of the network interface with this address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # the interface has no address
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
+    """Return the name of the network interface that has this address."""
+    for name, held in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in held):
+            return name
     raise RuntimeError(f"no network interface has the address {address}")
