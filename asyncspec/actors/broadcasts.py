@@ -4,10 +4,10 @@ See wire/weights.py.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 from asyncspec.wire import messages as m
+from asyncspec.wire.transport import listening
 
 MOST_BROKEN = 10  # epochs that may fail in a row with no version received in between
 
@@ -35,7 +35,7 @@ class Broadcasts:
 
         self._send = send
         # Open the socket here: the store itself would listen on all interfaces.
-        listener = socket.create_server((host, 0))
+        listener = listening(host)
         self.port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from asyncspec.config import Config
+from asyncspec.wire.transport import host_and_port, listening, url
 
 ROUND_TRIPS = 20
 
@@ -52,12 +53,12 @@ def meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
     here.address = torchrun.address(store, "doctor/own/".__add__, rank, size)
-    listener = socket.create_server((here.address, 0))
-    store.set(f"doctor/address/{rank}", f"{here.address}:{listener.getsockname()[1]}")
+    listener = listening(here.address)
+    store.set(f"doctor/address/{rank}", url(here.address, listener.getsockname()[1]))
     for other in range(size):
-        host, _, other_port = store.get(f"doctor/address/{other}").decode().rpartition(":")
+        host, other_port = host_and_port(store.get(f"doctor/address/{other}").decode())
         try:
-            socket.create_connection((host, int(other_port)), timeout=5).close()
+            socket.create_connection((host, other_port), timeout=5).close()
         except OSError as error:
             here.findings.append(
                 Finding(

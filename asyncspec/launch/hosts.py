@@ -68,11 +68,11 @@ class Address:
         Raises:
             OSError, ValueError: the name cannot be resolved.
         """
-        return socket.gethostbyname(self.host)
+        return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0]
 
     def url(self) -> str:
         """Return the address for Monarch. It must be the one that the host itself uses: `serve` uses the IP address."""
-        return self.whole or f"tcp://{self.ip()}:{self.port}"
+        return self.whole or transport.url(self.ip(), self.port)
 
     def answers(self) -> bool | None:
         """Whether a process listens at this address; None if not even the host answers."""
@@ -132,7 +132,7 @@ def serve(text: str) -> int:
         ip = address.ip()
         if not host and ip.startswith("127."):  # a host often resolves its own name to loopback
             ip = transport.own_address(_ELSEWHERE, address.port)
-        socket.create_server((ip, address.port)).close()
+        transport.listening(ip, address.port).close()
     except (OSError, ValueError) as error:
         number = getattr(error, "errno", 0)
         why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
@@ -140,7 +140,9 @@ def serve(text: str) -> int:
     interrupt = InterruptFlag()
     with scratch.directory() as sockets:
         with scratch.monarch_in(sockets):
-            served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=f"tcp://{ip}:{address.port}")
+            served = monarch.start_worker_loop_forever(
+                ca="trust_all_connections", address=transport.url(ip, address.port)
+            )
             ended = _ended(served)  # it starts meanwhile
         interrupt.arm()
         print(

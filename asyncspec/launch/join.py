@@ -140,8 +140,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
 def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag) -> None:
     """Play the node from one start of all actors to their end."""
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)  # each start has its own keys
-    address, port = found.address.removeprefix("tcp://").rsplit(":", 1)
-    host = transport.own_address(address, int(port))
+    host = transport.own_address(*transport.host_and_port(found.address))
     specs = roles.specs(config, found.version, node, host)
 
     def ended(now: bool = False) -> bool:

@@ -13,6 +13,7 @@ from asyncspec.config import topology
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import estimate
 from asyncspec.models.shape import PolicyShape
+from asyncspec.wire.transport import listening
 
 THREADS = 14  # threads of an actor, and the process that starts it; measured
 _CONNECTED_S = 5.0  # for this host to reach itself
@@ -26,7 +27,7 @@ def check_host(config: configuration.Config) -> str:
     """
     host = "127.0.0.1" if config.deployment.host == "auto" else config.deployment.host
     try:
-        server = socket.create_server((host, 0))
+        server = listening(host)
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
         raise ConfigError(
             f"deployment.host={host!r}: {getattr(error, 'strerror', None) or error}; expected an address of this host; "

@@ -12,7 +12,7 @@ import zmq
 from asyncspec.deadlines import CONTROL_LINGER_S
 from asyncspec.wire.codec import WireError, decode, encode
 from asyncspec.wire.messages import Message
-from asyncspec.wire.transport import Watched, bind, make_socket, raise_limits, receive_frames
+from asyncspec.wire.transport import Watched, bind, connect, make_socket, raise_limits, receive_frames
 
 MAX_CONTROL_BYTES = 64 << 20  # largest frame that is accepted
 
@@ -58,7 +58,7 @@ class ControlClient(Watched):
         self.socket.identity = name.encode()
         self._watch()
         self._lost_at = 0.0
-        self.socket.connect(address)
+        connect(self.socket, address)
         self.rejected = 0
 
     def send(self, body: Message) -> None:

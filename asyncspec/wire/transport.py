@@ -115,16 +115,52 @@ def make_socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> z
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address from which this host reaches another one."""
-    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return probe.getsockname()[0]
+    """Return the address from which this host reaches another one: IPv4 or IPv6, whichever it reaches it by.
+
+    Raises:
+        OSError: the host has no address, or there is no way to any of its addresses.
+    """
+    wrong: OSError | None = None
+    for family, kind, _, _, where in sockets.getaddrinfo(host, port, type=sockets.SOCK_DGRAM):
+        try:
+            with sockets.socket(family, kind) as probe:
+                probe.connect(where)  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            wrong = wrong or error
+    raise wrong or OSError(f"{host} has no address")
+
+
+def url(host: str, port: int | str) -> str:
+    """Return the address of a port for ZeroMQ."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return what `url` was made of."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def listening(host: str, port: int = 0) -> sockets.socket:
+    """Return a TCP socket that listens at this host's address, at any free port if the port is 0.
+
+    Raises:
+        OSError: it is not an address of this host, or the port is taken.
+    """
+    return sockets.create_server((host, port), family=sockets.AF_INET6 if ":" in host else sockets.AF_INET)
+
+
+def connect(socket: zmq.Socket, address: str) -> None:
+    """Connect to an address that `url` has made."""
+    socket.ipv6 = "[" in address
+    socket.connect(address)
 
 
 def bind(socket: zmq.Socket, host: str) -> str:
     """Bind to a free port of `host`; return the address for others to connect to."""
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return f"tcp://{host}:{port}"
+    socket.ipv6 = ":" in host
+    return url(host, socket.bind_to_random_port(url(host, "").removesuffix(":")))
 
 
 class HasSocket(Protocol):
@@ -295,7 +331,7 @@ class Outbox(Watched):
         # the consumer recognizes this producer by its identity when it connects again
         self.socket.identity = b"o" + os.urandom(15)
         self._watch()
-        self.socket.connect(self.address)
+        connect(self.socket, self.address)
         self.socket.send(_OPEN)
 
     def redirect(self, address: str) -> None:
