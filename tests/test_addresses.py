@@ -1,9 +1,16 @@
-"""The address that a torchrun worker gives to the others: two hosts, which are network namespaces of this one."""
+"""The addresses at which hosts reach each other. Hosts are network namespaces of this one."""
+
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from runs import check_finished
 
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.errors import UserError
+from asyncspec.wire import transport
+
+SCRIPT = Path(__file__).parents[1] / "launch" / "async.py"
 
 WORKER = """
 import os
@@ -61,3 +68,53 @@ def test_two_nodes_on_one_host_use_loopback(tmp_path):
         assert found == ["127.0.0.1"] * 4
     finally:
         hosts.close()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_has_only_ipv6_trains(tmp_path):
+    """Also ranks that shard a policy, whose groups torch makes."""
+    try:
+        hosts = Hosts(2, version=6)
+    except UserError as error:
+        pytest.skip(str(error))
+    job = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "rl.groups_per_step=4", "data.eval_prompts=8"]
+    job.append("deployment.nodes=trainer:2+logprob,generator")
+    try:
+        running = []
+        for node in range(2):
+            flags = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-port", "29514"]
+            arguments = ["-m", "torch.distributed.run", *flags, "--master-addr", hosts.address(0), str(SCRIPT), *job]
+            running.append((hosts.start(node, arguments, tmp_path / f"{node}.log"), tmp_path / f"{node}.log"))
+        for process, output in running:
+            assert process.wait(240) == 0, output.read_text()
+    finally:
+        hosts.close()
+    check_finished(tmp_path / "run", 2)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_sockets_and_stores_listen_and_connect_at_both_kinds_of_addresses(host):
+    try:
+        transport.listening(host).close()
+    except OSError as error:
+        pytest.skip(f"{host}: {error}")
+    assert transport.own_address(host, 9) == host
+    assert transport.host_and_port(transport.url(host, 29500)) == (host, 29500)
+    listener = transport.listening(host)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set("key", "value")
+    assert dist.TCPStore(host, port, is_master=False).get("key") == b"value"
+    inbox = transport.Inbox(host, 2)
+    outbox = transport.Outbox(inbox.address)
+    try:
+        deadline = 100
+        while not outbox.credits and deadline:
+            transport.wait([outbox], 0.1)
+            len(inbox)
+            outbox.flush()
+            deadline -= 1
+        assert outbox.credits == 2 and inbox.address == transport.url(host, transport.host_and_port(inbox.address)[1])
+    finally:
+        outbox.close(0)
+        inbox.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncspec.errors import UserError
 
-NETWORK = "10.77.0"
+NETWORK, NETWORK6 = "10.77.0", "fd00:77:"
 RATE, DELAY = "10gbit", "100us"
 SHAPERS = {
     "rate and delay": ("netem", "delay", DELAY, "rate", RATE),
@@ -25,13 +25,16 @@ SHAPERS = {
 class Hosts:
     """Hosts in network namespaces. Call `close`, because namespaces outlive the process that made them."""
 
-    def __init__(self, count: int, name: str = f"as{os.getpid() % 10000}") -> None:
+    def __init__(self, count: int, name: str = f"as{os.getpid() % 10000}", version: int = 4) -> None:
         """Make the namespaces and connect them.
+
+        Args:
+            version: of the only addresses that the hosts have, 4 or 6.
 
         Raises:
             UserError: this account may not make namespaces, or the tools for it are not installed.
         """
-        self.count, self.name = count, name
+        self.count, self.name, self.version = count, name, version
         if os.geteuid() or not shutil.which("ip"):
             raise UserError(
                 "bench deployment: expected root and the ip command (Debian: iproute2) to make network namespaces"
@@ -44,7 +47,9 @@ class Hosts:
                 _ip("netns", "add", namespace)
                 _ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", namespace)
                 _ip("link", "set", outside, "master", name, "up")
-                _ip("-n", namespace, "addr", "add", f"{self.address(i)}/24", "dev", inside)
+                # nodad: the address can be used at once
+                where = ["dev", inside] if version == 4 else ["dev", inside, "nodad"]
+                _ip("-n", namespace, "addr", "add", f"{self.address(i)}/{24 if version == 4 else 64}", *where)
                 _ip("-n", namespace, "link", "set", inside, "up")
                 _ip("-n", namespace, "link", "set", "lo", "up")
             self.shaped = self._shape()
@@ -55,7 +60,7 @@ class Hosts:
             ) from None
 
     def address(self, i: int) -> str:
-        return f"{NETWORK}.{i + 1}"
+        return f"{NETWORK}.{i + 1}" if self.version == 4 else f"{NETWORK6}:{i + 1:x}"
 
     def start(self, i: int, arguments: Sequence[str], output: Path) -> subprocess.Popen:
         """Start a Python process on host i; its output goes to a file."""
