@@ -2,12 +2,13 @@
 
 A pass forward and backward over one sequence of N tokens, as ranks that share its tokens. The policy is random, with
 two layers, and so small that activations are nearly all of the memory. Peaks are of the process with the largest one,
-besides what it held before the pass. Activations are recomputed in the variants named so. On one machine the ranks
-share its cores, so seconds tell how evenly the work is spread and not how fast it gets.
+besides what it held before the pass, sampled a hundred times a second. Activations are recomputed in the variants named
+so. On one machine the ranks share its cores, so seconds tell how evenly the work is spread and not how fast it gets.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,10 +29,36 @@ from asyncspec.models.shape import PolicyShape
 from asyncspec.rl.accumulate import GradientAccumulator
 
 LENGTHS = (8192, 16384, 32768, 65536)
-PROMPT = 64
+PROMPT, SAMPLED_S = 64, 0.01
 SIZES = {"dim": 128, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "hidden_dim": 384}
 # name -> (ranks, recompute)
 WAYS = {"1 rank": (1, False), "2 ranks": (2, False), "1 rank, recomputed": (1, True), "2 ranks, recomputed": (2, True)}
+
+
+def held() -> int:
+    """Return the bytes of this process in memory, or swapped out."""
+    return memory_of("VmRSS") + memory_of("VmSwap")
+
+
+class Peak:
+    """Samples what this process holds, in a thread, while its context is open."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLED_S):
+            self.bytes = max(self.bytes, held())
 
 
 def work(rank: int, ranks: int, recompute: bool, length: int, port: int, results) -> None:
@@ -50,14 +77,13 @@ def work(rank: int, ranks: int, recompute: bool, length: int, port: int, results
     for tokens in (PROMPT, length):  # the first pass loads kernels
         made = group_of(np.random.default_rng(0), 0, PROMPT, np.array([tokens - PROMPT + 1]), shape.vocab_size)
         made[0].rewards[:] = [1.0]
-        before = memory_of("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        start = time.perf_counter()
-        for (passes,) in [*accumulator.add(*made, np.ones(1, np.float32)), *accumulator.flush()]:
-            accumulator.run(passes)
+        before, start = held(), time.perf_counter()
+        with Peak() as peak:
+            for (passes,) in [*accumulator.add(*made, np.ones(1, np.float32)), *accumulator.flush()]:
+                accumulator.run(passes)
         seconds = time.perf_counter() - start
         accumulator.clear()
-    results.put((memory_of("VmHWM") - before, seconds))
+    results.put((peak.bytes - before, seconds))
     if group.sharded:
         dist.barrier()
         dist.destroy_process_group()
