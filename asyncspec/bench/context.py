@@ -8,6 +8,7 @@ so. On one machine the ranks share its cores, so seconds tell how evenly the wor
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -99,6 +100,8 @@ class ContextBenchmark(Benchmark):
         length, _, way = variant.partition(" ")
         ranks, recompute = WAYS[way]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # By default glibc keeps freed tensors of less than 32 MiB in its heap, so memory would not follow the length.
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(work, args=(ranks, recompute, int(length), store.port, results), nprocs=ranks)
         found = [results.get() for _ in range(ranks)]
