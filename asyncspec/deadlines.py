@@ -4,7 +4,9 @@ Every wait that only another process can end has one of these deadlines. When it
 controller says so in one line that names the process that was waited for.
 """
 
-BEAT_EVERY_S = 0.25  # between two heartbeats of a process
+BEAT_EVERY_S = 0.25  # between two heartbeats of a process, in runs of up to MOST_BEATS * BEAT_EVERY_S actors
+MOST_BEATS = 4000  # heartbeats a second of all actors together, as far as LEAST_BEATS allow
+LEAST_BEATS = 8  # of each actor in deployment.silent_timeout_s
 # Factor on deployment.silent_timeout_s for a process that is still loading, and on deployment.start_timeout_s for a
 # process that waits for others to start.
 LOADING_PATIENCE = 3

@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from versions import SHAPES, tensors
 
 from asyncspec.actors.broadcasts import Broadcasts, broadcast_backend
@@ -169,3 +171,39 @@ def test_a_member_that_comes_late_to_a_broadcast_is_waited_for_and_then_named(mo
     monkeypatch.setattr("asyncspec.wire.broadcast.MEET_S", 60)
     group.until(lambda: group.got == {"generator0": [1], "logprob": [1]})
     group.close()
+
+
+@given(st.data())
+def test_members_that_hear_only_of_changes_know_the_group(data):
+    """Some messages are lost. Who misses one says so, and is told of all members in the next epoch."""
+    heard = {}  # member -> (epoch, members) that it has worked out, or the epoch that it missed
+
+    def send(name, message):
+        lost = data.draw(st.booleans()) and data.draw(st.booleans())
+        epoch, before = heard.get(name, (0, []))
+        if lost:
+            return data.draw(st.booleans())  # the controller may not notice
+        if message.since and message.since != epoch:
+            missed.append((name, message.epoch))
+        else:
+            heard[name] = message.epoch, message.whole(before)
+        return True
+
+    broadcasts, missed = Broadcasts("127.0.0.1", send), []
+    names = [f"g{number}" for number in range(5)]
+    broadcasts.devices = dict.fromkeys(["trainer", *names], "cpu")
+    broadcasts.versions["policy"] = 0
+    broadcasts.make("policy", ["trainer", *names[:3]])
+    for _ in range(data.draw(st.integers(1, 6))):
+        name = data.draw(st.sampled_from(names))
+        if name in broadcasts.members["policy"]:
+            broadcasts.remove(name)
+            heard.pop(name, None)
+        else:
+            broadcasts.add(Hello(name, "", "cpu"), {"policy": False})
+        while missed and len(missed) < 40:
+            broadcasts.broken(Broken(missed[0][0], "policy", missed.pop(0)[1], ""))
+            broadcasts._broken.clear()
+        epoch, members = broadcasts.epochs["policy"], broadcasts.members["policy"]
+        for name in members:
+            assert heard.get(name, (0, []))[0] < epoch or heard[name] == (epoch, members), name

@@ -139,7 +139,8 @@ class Actor(ABC):
         try:
             self.fault("start")
             self.control = ControlClient(self.spec.control_address, self.name)
-            self.heart = Heart(self.spec.control_address, self.name, self.using, self.whole)
+            every_s = work.beat_every_s(self.config)
+            self.heart = Heart(self.spec.control_address, self.name, self.using, self.whole, every_s)
         except Exception:  # nobody but the launcher can be told
             self.log(traceback.format_exc())
             return RAISED
@@ -222,8 +223,9 @@ class Actor(ABC):
                 self._clock_told(message)
             elif isinstance(message, m.Welcome):
                 for consumer, outbox in self._outbox_to.items():
-                    if outbox in self.outboxes and outbox.address != message.addresses[consumer]:
-                        outbox.redirect(message.addresses[consumer])
+                    address = message.addresses.get(consumer, outbox.address)
+                    if outbox in self.outboxes and outbox.address != address:
+                        outbox.redirect(address)
             else:
                 self.handle(message)
         for outbox in self.outboxes:

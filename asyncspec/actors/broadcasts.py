@@ -47,6 +47,8 @@ class Broadcasts:
         self._has: dict[tuple[str, str], int] = {}  # (kind, member) -> the newest version that it has received
         self._lacking: dict[str, list[str]] = {}  # kind -> the receivers of the present epoch's catch-up group
         self._broken: dict[str, int] = {}  # kind -> epochs that failed in a row
+        self._before: dict[str, tuple[int, list[str]]] = {}  # kind -> the last epoch, and its members
+        self._told: dict[tuple[str, str], int] = {}  # (kind, member) -> the newest epoch that it was told of
         self._headless: set[str] = set()  # kinds whose sender is gone and may be replaced
 
     def make(self, kind: str, members: list[str]) -> None:
@@ -60,14 +62,27 @@ class Broadcasts:
         if kind in self._headless:
             return
         self.epochs[kind] += 1
-        members = self.members[kind]
+        members, epoch = self.members[kind], self.epochs[kind]
         backend = broadcast_backend([self.devices[name] for name in members])
+        whole, difference = m.Membership(kind, epoch, list(members), backend), self._difference(kind, backend)
         for name in members:
-            self._send(name, m.Membership(kind, self.epochs[kind], list(members), backend))
+            knows = difference is not None and self._told.get((kind, name)) == difference.since
+            if self._send(name, difference if knows else whole):
+                self._told[kind, name] = epoch
+        self._before[kind] = epoch, list(members)
         lacking = [name for name in members[1:] if self._has.get((kind, name), 0) < self.versions[kind]]
         self._lacking[kind] = lacking
         for name in [members[0], *lacking] if lacking else ():
             self._send(name, m.Membership(kind, self.epochs[kind], [members[0], *lacking], backend, catch_up=True))
+
+    def _difference(self, kind: str, backend: str) -> m.Membership | None:
+        """Return what has changed since the last epoch of a group; None if that does not lead to its members."""
+        since, before = self._before.get(kind, (0, []))
+        now, held = set(self.members[kind]), set(before)
+        came = [name for name in self.members[kind] if name not in held]
+        left = [name for name in before if name not in now]
+        made = m.Membership(kind, self.epochs[kind], came, backend, since=since, left=left)
+        return made if since and made.whole(before) == self.members[kind] else None
 
     @property
     def senders(self) -> dict[str, str]:
@@ -110,6 +125,7 @@ class Broadcasts:
             RuntimeError: too many epochs failed in a row.
         """
         kind = message.kind
+        self._told.pop((kind, message.name), None)
         if kind not in self.members or message.epoch != self.epochs[kind] or kind in self._headless:
             return False
         self._broken[kind] = self._broken.get(kind, 0) + 1

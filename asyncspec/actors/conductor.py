@@ -30,8 +30,8 @@ from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_
 from asyncspec.errors import UserError, first_line
 from asyncspec.faults import Faults
 from asyncspec.wire import messages as m
-from asyncspec.wire import transport
 
+WATCH_EVERY_S = 0.05  # between two looks at all actors
 SLOW_START_S = 4.0  # after this wait the console names the missing actors
 
 
@@ -51,7 +51,8 @@ class Conductor:
         self.left_behind = False  # the launcher, or its host's Ray, is gone
         self.started = False  # all actors are ready, so there may be something to save
         self._parent = os.getppid()
-        self._beaten = 0.0
+        self._beaten = self._watched = 0.0
+        self._beat_every_s = work.beat_every_s(self.config)
 
     def lead(self) -> None:
         """Lead the run from start to end. `Run.stop_reason` and `Run.failure` then say how it ended."""
@@ -181,10 +182,8 @@ class Conductor:
     # Every turn.
     def _listen(self, timeout_s: float) -> None:
         run = self.run
-        # `Schedule.dispatch` flushes the outboxes. It is no longer called once the run is ending.
-        outboxes = () if run.stop_reason else run.outboxes.values()
-        transport.wait([run.server, *outboxes], min(timeout_s, BEAT_EVERY_S))
-        if time.monotonic() - self._beaten > BEAT_EVERY_S:
+        run.wait(min(timeout_s, BEAT_EVERY_S))
+        if time.monotonic() - self._beaten > self._beat_every_s:
             self._beaten = time.monotonic()
             run.crew.tell_launchers(m.Beat("controller"))
         self.switchboard.receive()
@@ -194,7 +193,9 @@ class Conductor:
         if os.getppid() != self._parent:
             self.left_behind = True
             self.run.failure = self.run.stop_reason = "the launcher is gone"
-        self.recovery.watch()
+        if time.monotonic() - self._watched > WATCH_EVERY_S:
+            self._watched = time.monotonic()
+            self.recovery.watch()
 
     def _check_end(self) -> None:
         if self.schedule.finished:

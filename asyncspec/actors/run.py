@@ -5,7 +5,9 @@ One object owns all of this. Recovery, schedule, switchboard and conductor act o
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
+from asyncspec.actors.base import first_name
 from asyncspec.actors.broadcasts import Broadcasts
 from asyncspec.actors.crew import Crew
 from asyncspec.actors.failures import Failures
@@ -14,7 +16,9 @@ from asyncspec.actors.tickets import TicketBook
 from asyncspec.config import Config
 from asyncspec.wire import messages as m
 from asyncspec.wire.control import ControlServer
-from asyncspec.wire.transport import Outbox
+from asyncspec.wire.transport import Outbox, Waiting
+
+_EVERYONES = ("trainer", "logprob", "draft_adapter")  # roles whose inboxes actors of other teams send to
 
 
 class RunFailed(RuntimeError):
@@ -34,11 +38,15 @@ class Run:
         self.crew = Crew(config, server.send)
         self.broadcasts: Broadcasts | None = None  # set once all actors are up
         self.outboxes: dict[str, Outbox] = {}  # to the generators
+        self._waiting = Waiting()
+        self._waiting.add(server)
         self.stop_reason = ""  # why it ends; "": it continues
         self.failure = ""  # what went wrong, in one line for the user
         self.may_restart, self.resuming = may_restart, False  # `resuming`: the launcher should restart all of it
         self.failures = Failures()
         self.moved = time.monotonic()  # when the run last made progress
+        self._addresses: dict[str, str] = {}  # that have been told
+        self._welcomed: set[str] = set()  # the actors that know them
 
     def progress(self) -> None:
         """Note that the run has made progress."""
@@ -74,19 +82,42 @@ class Run:
             self.broadcasts.make("draft", [*sending, *generating])
 
     def welcome(self) -> None:
-        """Send the addresses of all actors to every actor that is up."""
-        broadcasts = self.broadcasts
-        welcome = m.Welcome(
-            self.crew.addresses, self.config.deployment.host, broadcasts.port, dict(broadcasts.versions)
-        )
+        """Send every actor that is up the addresses of those that it may send to: its own ranks, and all actors that
+        others send to. It gets all of them once, and then those that have changed.
+        """
+        known, host, port = self.crew.addresses, self.config.deployment.host, self.broadcasts.port
+        changed = {name: address for name, address in known.items() if self._addresses.get(name) != address}
+        self._addresses = known
+        versions, everyones, teams = dict(self.broadcasts.versions), set(_EVERYONES), defaultdict(list)
+        for member in self.crew.members.values():
+            teams[member.leader].append(first_name(member.name))
+        shared = {name for name in known if self.crew.role_of(name) in everyones}
         for member in self.crew.present:
-            if member.hello is not None:
-                self.server.send(member.name, welcome)
+            if member.hello is None:
+                continue
+            new = member.name not in self._welcomed
+            told = known if new else changed
+            names = shared.union(teams[member.leader]) if new else changed.keys() & shared.union(teams[member.leader])
+            addresses = {name: told[name] for name in names if name in told}
+            if new or addresses:
+                sent = self.server.send(member.name, m.Welcome(addresses, host, port, versions))
+                if sent and not member.condemned:
+                    self._welcomed.add(member.name)
+                else:  # it may not arrive, so it gets all addresses the next time
+                    self._welcomed.discard(member.name)
 
     def open_outbox(self, generator: str) -> None:
         if generator not in self.outboxes:
-            self.outboxes[generator] = Outbox(self.crew.members[generator].hello.address)
+            outbox = self.outboxes[generator] = Outbox(self.crew.members[generator].hello.address)
+            outbox.watched_by(self._waiting)
 
     def close_outbox(self, generator: str) -> None:
         if generator in self.outboxes:
+            self._waiting.drop(self.outboxes[generator])
             self.outboxes.pop(generator).close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a message may have arrived, at most timeout_s. Send tickets for which credit has come back."""
+        for end in self._waiting.wait(timeout_s):
+            if isinstance(end, Outbox):
+                end.flush()

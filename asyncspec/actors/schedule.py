@@ -80,7 +80,7 @@ class Schedule:
         book, outboxes, slots = self.run.book, self.run.outboxes, self.config.engine.slots
         coming = self.next_step < self.config.steps
         first = self.config.eval.pinned or self.clock.version == self.first_step
-        load = book.load(self.run.crew.generators)
+        load = book.load(self.run.crew.generators) if book.pending else {}
         while book.pending and load:
             generator = min(load, key=load.get)
             if load[generator] >= 2 * slots:
@@ -89,8 +89,6 @@ class Schedule:
                 break
             outboxes[generator].put(self.maker.encoded(ticket))
             load[generator] += len(ticket.seeds)
-        for outbox in outboxes.values():
-            outbox.flush()
 
     def show(self) -> None:
         self.run.records.console.status(

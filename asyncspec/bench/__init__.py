@@ -81,6 +81,9 @@ BENCHMARKS = {
     "context": Listed(
         "asyncspec.bench.context", "the memory of trainer ranks that share a sequence of up to 65,536 tokens", 15
     ),
+    "controller": Listed(
+        "asyncspec.bench.controller", "what the controller does for 130, 1,000 and 8,000 actors, played by stubs", 5
+    ),
     "adapter": Listed(
         "asyncspec.bench.adapter", "the trainer's step with a draft adapter that works, is slow or dies", 10
     ),

@@ -20,7 +20,7 @@ from pathlib import Path
 from asyncspec.config import eval_sets
 from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
-from asyncspec.deadlines import BUCKET_BYTES_S, EXIT_GRACE_S, MEET_S
+from asyncspec.deadlines import BEAT_EVERY_S, BUCKET_BYTES_S, EXIT_GRACE_S, LEAST_BEATS, MEET_S, MOST_BEATS
 from asyncspec.models import headers
 from asyncspec.models.sizes import adapter_parameters
 
@@ -116,6 +116,15 @@ def start_s(config: Config) -> float:
     """Seconds that an actor may take to start: to load policy, reference and draft, or to read the data."""
     models = policy_bytes(config) * (2 if config.rl.kl_coef > 0 else 1) + draft_bytes(config)
     return config.deployment.start_timeout_s + _writing_s(config, models) + PATIENCE * data_bytes(config) / DATA
+
+
+def beat_every_s(config: Config) -> float:
+    """Seconds between two heartbeats of an actor. In a large run there are fewer, so that the controller has the time
+    for all of them; but always several in `deployment.silent_timeout_s`.
+    """
+    d, trainer, logprob = config.deployment, config.trainer.ranks, config.logprob.ranks
+    actors = d.generators * config.engine.tensor_parallel + d.logprobs * logprob + trainer
+    return min(max(BEAT_EVERY_S, actors / MOST_BEATS), d.silent_timeout_s / LEAST_BEATS)
 
 
 def turn_s(config: Config) -> float:

@@ -23,7 +23,7 @@ from asyncspec.actors.base import RAISED, RESTART, ActorSpec, first_name, replac
 from asyncspec.actors.crew import replaceable
 from asyncspec.config import Config, work
 from asyncspec.config.topology import GENERATOR_RANK, rank_of
-from asyncspec.deadlines import BEAT_EVERY_S, EXIT_GRACE_S
+from asyncspec.deadlines import EXIT_GRACE_S
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Vigil
@@ -77,11 +77,11 @@ class Supervisor:
         self._vigil = Vigil(config.deployment.silent_timeout_s, math.inf)  # watches the controller
         if "controller" in self.specs:
             self._vigil.expect("controller", work.start_s(config))
-        self._beaten, self._told = 0.0, False
+        self._beaten, self._beat_every_s, self._told = 0.0, work.beat_every_s(config), False
 
     def turn(self) -> None:
         """Beat, do what the controller asks, pass on an interrupt, and kill a frozen controller. Call it often."""
-        if time.monotonic() - self._beaten > BEAT_EVERY_S:
+        if time.monotonic() - self._beaten > self._beat_every_s:
             self._beaten = time.monotonic()
             self._client.send(Beat(self.name))
         while (message := self._client.receive()) is not None:

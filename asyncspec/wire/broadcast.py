@@ -19,6 +19,7 @@ from asyncspec.wire.layout import settle
 from asyncspec.wire.messages import Membership
 from asyncspec.wire.transport import own_address
 
+_NAMED = 8  # members whose names a message has
 _LOOKED_S = 0.05  # most seconds between two looks at the store
 MOST_CTAS = 8  # of a GPU's some hundred multiprocessors: the others compute meanwhile
 
@@ -61,8 +62,10 @@ class BroadcastGroup:
             store = dist.TCPStore(store_host, store_port, is_master=False, timeout=join_timeout)
             self._store = dist.PrefixStore(f"{self.kind}/{self.epoch}{side}", store)
             # The group's own rendezvous would wait for a collective's timeout; joining has another one.
-            self._store.set(f"joined/{me}", "")
-            self._store.wait([f"joined/{member}" for member in self.members], join_timeout)
+            # Counted, because in a large group each member would otherwise ask for the key of each other one.
+            if self._store.add("joined", 1) == size:
+                self._store.set("all joined", "")
+            self._store.wait(["all joined"], join_timeout)
             if membership.backend == "nccl":
                 from asyncspec.wire.nccl import ends_alone
 
@@ -81,7 +84,8 @@ class BroadcastGroup:
 
     @property
     def _named(self) -> str:
-        return f"{self.kind} group, epoch {self.epoch}, members {self.members}"
+        named = ", ".join(self.members[:_NAMED]) + (" and others" if len(self.members) > _NAMED else "")
+        return f"{self.kind} group, epoch {self.epoch}, {len(self.members)} members: {named}"
 
     def meet(self, version: int) -> None:
         """Wait until all members are at the broadcast of a version. Collective.
@@ -89,21 +93,21 @@ class BroadcastGroup:
         Raises:
             BroadcastError: a member did not come within MEET_S, or this member left the epoch.
         """
-        at = [f"at/{version}/{member}" for member in self.members]
-        self._store.set(at[self.members.index(self.me)], "")
-        leads = self.me == self.members[0]
+        at, go, leads = f"at/{version}/".__add__, f"go/{version}", self.me == self.members[0]
+        self._store.set(at(self.me), "")  # for the message below
+        self._store.add(at("all"), 1)
         begun, pause = time.monotonic(), 0.001
-        while not self._store.check(at if leads else [f"go/{version}"]):
+        while not (self._store.add(at("all"), 0) >= len(self.members) if leads else self._store.check([go])):
             if self.ended.wait(pause):
                 raise BroadcastError(f"{self._named}: this member left it")
             pause = min(_LOOKED_S, 1.5 * pause)
             if time.monotonic() - begun > MEET_S:
-                late = [member for member, key in zip(self.members, at) if not self._store.check([key])]
+                late = [member for member in self.members if not self._store.check([at(member)])]
                 raise BroadcastError(
                     f"{self._named}: version {version} waited {MEET_S:.0f} s for {', '.join(late) or self.members[0]}"
                 )
         if leads:
-            self._store.set(f"go/{version}", "")
+            self._store.set(go, "")
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Send (first member) or receive (others) in place. Collective; blocks until done or until the deadline. On a

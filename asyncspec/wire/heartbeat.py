@@ -29,15 +29,18 @@ class Heart:
         name: str,
         using: Mapping[str, int] | None = None,
         whole: Mapping[str, Whole] | None = None,
+        every_s: float = BEAT_EVERY_S,
     ) -> None:
         """
         Args:
             using: kind of weights -> the version that the actor uses now; it may change. None: it uses none.
             whole: kind of weights -> the newest version that the actor has sent or received whole; it may change.
+            every_s: seconds between two heartbeats.
         """
         self._using = {} if using is None else using  # an empty one may be filled later
         self._whole = {} if whole is None else whole
         self.name, self._address, self._turned = name, control_address, time.monotonic()
+        self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
@@ -62,7 +65,7 @@ class Heart:
     def _beat(self) -> None:
         client = ControlClient(self._address, self.name + SUFFIX)
         client.send(Beat(self.name, self.turn_s))  # at once: a process may freeze right after it has loaded
-        while not self._stop.wait(BEAT_EVERY_S):
+        while not self._stop.wait(self._every_s):
             client.send(Beat(self.name, self.turn_s, dict(self._using), dict(self._whole)))
         client.close(0)
 

@@ -6,6 +6,8 @@ of the run's clock (clock.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -195,7 +197,9 @@ class Dismiss(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The addresses of all inboxes, and of the store where broadcast groups meet. Sent again after each replacement."""
+    """The inboxes that an actor may send to, and the store where broadcast groups meet. After a replacement, those that
+    have changed.
+    """
 
     addresses: dict[str, str]  # by the actor's first name
     store_host: str
@@ -204,13 +208,27 @@ class Welcome(Message, frozen=True):
 
 
 class Membership(Message, frozen=True):
-    """The members of a broadcast group in one epoch. The first member sends; the others receive."""
+    """The members of a broadcast group in one epoch. The first member sends; the others receive.
+
+    With `since`, what has changed since that epoch: who has left, and who follows those that stayed.
+    """
 
     kind: str  # policy or draft
     epoch: int
-    members: list[str]
+    members: list[str]  # all of them; with `since` those that have come
     backend: str  # nccl or gloo
     catch_up: bool = False  # a second group of the epoch: the sender, and the members that lack its newest version
+    since: int = 0
+    left: list[str] = []
+
+    def whole(self, before: Sequence[str]) -> list[str]:
+        """Return all members.
+
+        Args:
+            before: the members in the epoch `since`.
+        """
+        left = set(self.left)
+        return [*(name for name in before if name not in left), *self.members] if self.since else self.members
 
 
 class DraftEnded(Message, frozen=True):

@@ -117,6 +117,10 @@ class _Worker:
         """
         if membership.catch_up and membership.epoch != self.epoch:
             return
+        missed = membership.since if membership.since != self.epoch else 0
+        if membership.since and self._lane is not None and not missed:
+            members = membership.whole(self._lane.membership.members)
+            membership = msgspec.structs.replace(membership, members=members, since=0, left=[])
         lane = _Lane(membership, self._device)
         if membership.catch_up:
             self._side = lane
@@ -125,6 +129,8 @@ class _Worker:
             self._lane, self._side = lane, None
 
         def task() -> None:
+            if missed:  # a message was lost with the connection; the controller tells all members again
+                raise BroadcastError(f"{self.kind} group, epoch {membership.epoch}: epoch {missed} was not heard of")
             lane.group = BroadcastGroup(
                 *self._where, membership, timeout_s, self._me, self._device, self.layout.largest
             )
