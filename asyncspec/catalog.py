@@ -36,6 +36,7 @@ RUN_FILES = (
     RunFile("timeline.jsonl", "for each step its groups, the stages they were in, and what the trainer waited for"),
     RunFile("rollouts.jsonl", "rollouts to read: prompt, response, reward, and what was thought of each token"),
     RunFile("ledger.jsonl", "one line for each event in a ticket's life and each fault; `asyncspec audit` reads it"),
+    RunFile("status.json", "who is up, what is waited for, the lag, and when it will end; `asyncspec status` reads it"),
     RunFile("trace.json", "what each actor did and when; open it in Perfetto (https://ui.perfetto.dev)"),
     RunFile("trace-from-step-STEP.json", "the same after the run was resumed at this step"),
     RunFile("trace-from-step-STEP-COUNT.json", "the same, where the run was resumed more than once at this step"),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from asyncspec import __version__
 from asyncspec import config as configuration
 from asyncspec.bench import command
-from asyncspec.commands import export, plan, serve, simulate
+from asyncspec.commands import export, plan, serve, simulate, status
 from asyncspec.config.fields import bounds, describe, hint
 from asyncspec.console import never_fail
 from asyncspec.errors import UserError
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_parser(commands)
     plan.add_parser(commands)
     simulate.add_parser(commands)
+    status.add_parser(commands)
     _add_report(commands)
     _add_audit(commands)
     command.add_parser(commands)

@@ -20,8 +20,8 @@ from asyncspec.config.fields import describe
         (["train", "--lr=1"], "--lr=1: no such flag; nearest: trainer.optimizer.lr=1"),
         (
             ["trian"],
-            "'trian': expected one of train, host, draft, doctor, data, export, serve, plan, simulate, report, audit, "
-            "bench, before any flag; nearest: train",
+            "'trian': expected one of train, host, draft, doctor, data, export, serve, plan, simulate, status, report, "
+            "audit, bench, before any flag; nearest: train",
         ),
         (["bench", "async", "--repeats", "two"], "invalid int value: 'two'"),
         (["bench", "async", "--repeats", "0"], "--repeats 0: expected 1 or more"),

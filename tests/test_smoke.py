@@ -18,6 +18,8 @@ def test_a_run_of_two_steps_passes_its_audit_and_has_a_report(tmp_path):
     command = [sys.executable, "-m", "asyncspec", "report", str(run_dir)]
     assert subprocess.run(command, capture_output=True, text=True).returncode == 0
     assert "<svg" in (run_dir / "report.html").read_text()
+    told = subprocess.run([sys.executable, "-m", "asyncspec", "status", str(run_dir)], capture_output=True, text=True)
+    assert told.returncode == 0 and f"{run_dir}: finished\n  step 2 of 2, " in told.stdout
     metrics = [catalog.pattern(metric.name) for metric in catalog.METRICS]
     names = {name for row in rows(run_dir) for name in row}
     assert [name for name in names if not any(one.fullmatch(name) for one in metrics)] == []

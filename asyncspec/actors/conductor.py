@@ -21,9 +21,11 @@ from collections.abc import Callable
 
 from asyncspec.actors.crew import Life, Member, replaceable
 from asyncspec.actors.failures import Failures
+from asyncspec.actors.prometheus import Endpoint
 from asyncspec.actors.recovery import Recovery
 from asyncspec.actors.run import Run, RunFailed
 from asyncspec.actors.schedule import Schedule
+from asyncspec.actors.status import StatusFile
 from asyncspec.actors.switchboard import Switchboard
 from asyncspec.config import work
 from asyncspec.deadlines import BEAT_EVERY_S, EARLY_STOP_S, KILLED_S, LATE_WORD_S, RESTART_S
@@ -48,6 +50,7 @@ class Conductor:
         self.fault, self.resume, self.log = fault, resume, log
         self.recovery, self.schedule = Recovery(run), Schedule(run, max(0, resume))
         self.switchboard = Switchboard(run, self.recovery, self.schedule)
+        self.status = StatusFile(run, self.schedule)
         self.left_behind = False  # the launcher, or its host's Ray, is gone
         self.started = False  # all actors are ready, so there may be something to save
         self._parent = os.getppid()
@@ -56,7 +59,7 @@ class Conductor:
 
     def lead(self) -> None:
         """Lead the run from start to end. `Run.stop_reason` and `Run.failure` then say how it ended."""
-        run, schedule = self.run, self.schedule
+        run, schedule, endpoint = self.run, self.schedule, self._endpoint()
         try:
             if self.resume >= 0:
                 run.failures = Failures.of(self.records.resume(self.resume))
@@ -68,6 +71,7 @@ class Conductor:
                 self._listen(0.02)
                 self._watch()
                 schedule.show()
+                self.status.write(self._waited_for)
                 self._check_end()
         except RunFailed as error:
             run.failure = run.stop_reason = str(error)
@@ -77,6 +81,19 @@ class Conductor:
                 "controller", f"{type(error).__name__}: {first_line(error)}", isinstance(error, UserError)
             )
         self._end()
+        self.status.write(lambda: "", force=True)
+        if endpoint is not None:
+            endpoint.close()
+
+    def _endpoint(self) -> Endpoint | None:
+        """Serve metrics to Prometheus, if that is asked for. A run goes on without."""
+        if not (address := self.config.logging.prometheus):
+            return None
+        try:
+            return Endpoint(address, lambda: self.records.last_row or {}, lambda: self.status.latest)
+        except OSError as error:
+            self.records.line(f"logging.prometheus={address!r}: {error.strerror or error}; the run goes on without")
+            return None
 
     def _end(self) -> None:
         run, records = self.run, self.records
@@ -162,6 +179,7 @@ class Conductor:
         while missing():
             self._listen(0.1)
             self._watch()
+            self.status.write(lambda: f"{_names(missing())} {what}")
             if self.run.stop_reason:
                 return
             now = time.monotonic()

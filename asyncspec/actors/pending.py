@@ -30,6 +30,9 @@ class Pending:
     def __bool__(self) -> bool:
         return bool(self._training or self._evaluation)
 
+    def __len__(self) -> int:
+        return len(self._training) + len(self._evaluation)
+
     def __iter__(self) -> Iterator[Ticket]:
         yield from self._training
         yield from self._evaluation

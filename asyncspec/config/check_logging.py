@@ -18,6 +18,9 @@ def rules(config: Config) -> Iterator[tuple[bool, str, str, Any]]:
     nearest = [difflib.get_close_matches(name, BACKENDS, 1, 0.0)[0] for name in names]
     held = len(set(names)) == len(names) and all(name in BACKENDS for name in names)
     yield held, "logging.backends", expected, ",".join(dict.fromkeys(nearest))
+    host, _, port = logging.prometheus.rpartition(":")
+    held = not logging.prometheus or (bool(host) and port.isdecimal() and int(port) < 65536)
+    yield held, "logging.prometheus", "HOST:PORT with a port below 65536, or nothing", "127.0.0.1:9400"
     for name, value, fallback in (
         ("logging.project", logging.project, "asyncspec"),
         ("logging.run_name", logging.run_name or "x", "''"),

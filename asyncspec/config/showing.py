@@ -18,6 +18,11 @@ class LoggingConfig:
     )
     project: str = knob("asyncspec", "project of wandb and trackio that the run belongs to")
     run_name: str = knob("", "name of the run in wandb and trackio; empty: the name of run_dir")
+    prometheus: str = knob(
+        "",
+        "address HOST:PORT at which the controller serves the latest metrics for Prometheus, for example 0.0.0.0:9400; "
+        "empty: nowhere",
+    )
     rollouts: int = knob(
         1, "groups of a step, and of an evaluation, whose rollouts are written to rollouts.jsonl; 0: none", least=0
     )

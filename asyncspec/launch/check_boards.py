@@ -28,6 +28,11 @@ def check_boards(config: Config) -> None:
                 f"logging.backends={config.logging.backends!r}: {name} is not installed; expected pip install "
                 f"'asyncspec[{name}]'; nearest valid choice: logging.backends={rest}"
             )
+    if config.logging.prometheus and importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            f"logging.prometheus={config.logging.prometheus!r}: prometheus_client is not installed; expected pip "
+            "install 'asyncspec[prometheus]'; nearest valid choice: logging.prometheus="
+        )
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_key():
         raise ConfigError(
             f"logging.backends={config.logging.backends!r}: wandb has no key; expected `wandb login`, or WANDB_API_KEY "

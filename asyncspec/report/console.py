@@ -37,6 +37,7 @@ class Console:
         self._out = terminal(soft_wrap=True)
         self._started = time.monotonic()
         self._filled: float | None = None  # when the first step ended
+        self._ended = 0.0  # when the last one did
         self._evaluations: list[dict] = []
         k = f"{config.speculation.method}, k={config.speculation.draft_length}" if config.drafting else "no speculation"
         self._bars: Progress | None = None
@@ -91,13 +92,19 @@ class Console:
         for line in lines(evaluation, rollouts):
             self.line(line)
 
+    def left_s(self, done: int) -> float | None:
+        """Return the seconds until the last step is trained, after `done` steps; None if that is not known yet."""
+        measured = done - self.first_step - 1
+        if self._filled is None or measured < 1:
+            return None
+        return (self._ended - self._filled) / measured * (self.config.steps - done)
+
     def step(self, row: dict) -> None:
-        done = row["step"] + 1
+        done, self._ended, left = row["step"] + 1, time.monotonic(), ""
         if self._filled is None:  # the first step includes filling the pipeline; it does not predict the others
-            self._filled, left = time.monotonic(), ""
-        else:
-            seconds = int((time.monotonic() - self._filled) / (done - self.first_step - 1) * (self.config.steps - done))
-            left = f"  left {seconds // 60}:{seconds % 60:02d}"
+            self._filled = self._ended
+        if (seconds := self.left_s(done)) is not None:
+            left = f"  left {int(seconds) // 60}:{int(seconds) % 60:02d}"
         self.line(
             f"step {done:>4}/{self.config.steps}  reward {row['reward/mean']:.3f}  lag "
             f"{row['lag/mean']:.2f}/{row['lag/max']:.0f}  "

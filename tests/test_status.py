@@ -1,0 +1,113 @@
+"""What `asyncspec status` says of a run, and what Prometheus is served."""
+
+import json
+import re
+import time
+import urllib.request
+
+import msgspec
+import pytest
+
+from asyncspec import cli
+from asyncspec.actors.prometheus import Endpoint
+from asyncspec.ledger.status import FILE, Actor, Status
+
+GOING_ON = Status(
+    time=0.0,
+    began=0.0,
+    ended="",
+    failure="",
+    step=30,
+    steps=120,
+    version=31,
+    lag=1.0,
+    most_lag=1,
+    step_s=1.25,
+    left_s=130.0,
+    score=0.75,
+    up={"generator": 2, "trainer": 1},
+    others=[
+        Actor("logprob.1", "logprob", "starting", 3.0, "OSError: no"),
+        Actor("generator2", "generator", "cut off", 9.5),
+    ],
+    more=4,
+    waiting=5,
+    generating=6,
+    generated=7,
+    waits_for="ticket 553 of step 34, in generator0",
+)
+
+
+def written(folder, **fields):
+    """Write a run's directory with this status."""
+    (folder / "config.yaml").write_text("steps: 120\n")
+    made = msgspec.structs.replace(GOING_ON, **{"time": time.time(), **fields})
+    (folder / FILE).write_bytes(msgspec.json.encode(made))
+    return made
+
+
+def told(capsys, folder, *flags):
+    code = cli.main(["status", str(folder), *flags])
+    return code, capsys.readouterr().out
+
+
+def test_the_status_names_who_is_up_what_is_waited_for_the_lag_and_the_end(tmp_path, capsys):
+    written(tmp_path)
+    code, said = told(capsys, tmp_path)
+    assert code == 0 and said.splitlines() == [
+        f"{tmp_path}: running, last word 0 s ago",
+        "  step 30 of 120, 1.25 s a step, ends in about 2 min 10 s, held-out score 0.750",
+        "  lag 1 of 1 allowed; version 31 is published",
+        "  tickets: 5 waiting, 6 in generators, 7 generated",
+        "  up: 2 generator, 1 trainer",
+        "  logprob.1 is starting, last heard 3.0 s before: OSError: no",
+        "  generator2 is cut off, last heard 9.5 s before",
+        "  4 more are not ready",
+        "  waits for: ticket 553 of step 34, in generator0",
+    ]
+    code, said = told(capsys, tmp_path, "--json")
+    found = json.loads(said)
+    assert code == 0 and found["state"] == "running" and found["up"] == GOING_ON.up and found["age_s"] < 5
+
+
+@pytest.mark.parametrize(
+    "fields, code, said",
+    [
+        ({"ended": "finished"}, 0, ": finished"),
+        ({"ended": "interrupted"}, 1, ": stopped early: interrupted"),
+        ({"ended": "x", "failure": "trainer failed: no"}, 1, ": failed: trainer failed: no"),
+        ({"time": time.time() - 4000}, 1, ": silent: its controller has written nothing for 1 h 6 min; see "),
+    ],
+)
+def test_the_exit_code_says_whether_the_run_goes_on(tmp_path, capsys, fields, code, said):
+    written(tmp_path, **fields)
+    found, text = told(capsys, tmp_path)
+    assert found == code and said in text.splitlines()[0]
+
+
+def test_a_directory_without_a_status_gives_one_line(tmp_path, capsys):
+    for prepare, said in (
+        (lambda: None, "no config.yaml in it; expected the directory of a run"),
+        (lambda: (tmp_path / "config.yaml").write_text(""), "expected a run whose controller has started"),
+        (lambda: (tmp_path / FILE).write_text("{"), "expected a run of this version of asyncspec"),
+    ):
+        prepare()
+        assert cli.main(["status", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
+def test_prometheus_is_served_the_last_row_and_who_is_up():
+    row = {"lag/max": 1.0, "eval/score": None, "actors/generator0_busy": 0.5, "actors/logprob1_rank1_busy": 0.25}
+    endpoint = Endpoint("127.0.0.1:0", lambda: row, lambda: GOING_ON)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        endpoint.close()
+    found = dict(re.findall(r"^(asyncspec_\S+) (\S+)$", text, re.MULTILINE))
+    assert found["asyncspec_lag_max"] == "1.0" and "asyncspec_eval_score" not in found
+    assert found['asyncspec_actors_busy{actor="generator0"}'] == "0.5"
+    assert found['asyncspec_actors_busy{actor="logprob1_rank1"}'] == "0.25"
+    assert found['asyncspec_up{role="generator"}'] == "2.0" and found["asyncspec_not_ready"] == "6.0"
+    assert found["asyncspec_left_seconds"] == "130.0"
