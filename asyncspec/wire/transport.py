@@ -42,7 +42,7 @@ _STAMP = struct.Struct("<Qd")  # of a message: its number, and the time of the r
 
 
 KEYS = "keys"  # name of the key file in a run's directory
-MOST_SOCKETS = 16384  # sockets that the controller may open; ZeroMQ's default is 1023, and a queue takes three
+MOST_SOCKETS = 65535  # that a process may open, which is ZeroMQ's own limit; its default is 1023. A queue takes three
 
 _keys: tuple[bytes, bytes] | None = None  # public, secret
 
