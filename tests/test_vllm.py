@@ -44,8 +44,14 @@ PATHS = pytest.mark.parametrize("paths", [(), ("v2", "async")], ids=["as on CPUs
 
 @pytest.mark.vllm
 @needs_vllm
-@PATHS
-@pytest.mark.parametrize("fields", [["speculation.method=draft_model"], ["speculation.method=eagle3", AUTO]])
+@pytest.mark.parametrize(
+    "paths, fields",
+    [
+        ((), ["speculation.method=draft_model"]),
+        ((), ["speculation.method=eagle3", AUTO]),
+        (("v2", "async"), ["speculation.method=eagle3", AUTO]),
+    ],
+)
 def test_weights_loaded_in_flight_act_like_weights_loaded_at_the_start(paths, fields):
     check("greedy", *fields, paths=paths)
 
