@@ -9,6 +9,7 @@ from runs import check_finished
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.errors import UserError
 from asyncspec.wire import transport
+from asyncspec.wire.addresses import host_and_port, listening, own_address, url
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "async.py"
 
@@ -95,12 +96,12 @@ def test_a_cluster_that_has_only_ipv6_trains(tmp_path):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_sockets_and_stores_listen_and_connect_at_both_kinds_of_addresses(host):
     try:
-        transport.listening(host).close()
+        listening(host).close()
     except OSError as error:
         pytest.skip(f"{host}: {error}")
-    assert transport.own_address(host, 9) == host
-    assert transport.host_and_port(transport.url(host, 29500)) == (host, 29500)
-    listener = transport.listening(host)
+    assert own_address(host, 9) == host
+    assert host_and_port(url(host, 29500)) == (host, 29500)
+    listener = listening(host)
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     store.set("key", "value")
@@ -114,7 +115,7 @@ def test_sockets_and_stores_listen_and_connect_at_both_kinds_of_addresses(host):
             len(inbox)
             outbox.flush()
             deadline -= 1
-        assert outbox.credits == 2 and inbox.address == transport.url(host, transport.host_and_port(inbox.address)[1])
+        assert outbox.credits == 2 and inbox.address == url(host, host_and_port(inbox.address)[1])
     finally:
         outbox.close(0)
         inbox.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncspec.wire import messages as m
-from asyncspec.wire.transport import listening
+from asyncspec.wire.addresses import listening
 
 MOST_BROKEN = 10  # epochs that may fail in a row with no version received in between
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from asyncspec.config import Config
-from asyncspec.wire.transport import host_and_port, listening, url
+from asyncspec.wire.addresses import host_and_port, listening, url
 
 ROUND_TRIPS = 20
 

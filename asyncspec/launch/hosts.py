@@ -29,7 +29,7 @@ from asyncspec.deadlines import HOST_ALONE_S, HOST_ASKED_S, HOST_LOST_S, HOST_RE
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import scratch
 from asyncspec.launch.interrupt import InterruptFlag
-from asyncspec.wire import transport
+from asyncspec.wire.addresses import listening, own_address, url
 
 PORT = 26600  # the port of Monarch's own jobs
 NEWS_BYTES = 1 << 16
@@ -72,7 +72,7 @@ class Address:
 
     def url(self) -> str:
         """Return the address for Monarch. It must be the one that the host itself uses: `serve` uses the IP address."""
-        return self.whole or transport.url(self.ip(), self.port)
+        return self.whole or url(self.ip(), self.port)
 
     def answers(self) -> bool | None:
         """Whether a process listens at this address; None if not even the host answers."""
@@ -106,7 +106,7 @@ def addresses(config: Config, texts: Sequence[str]) -> tuple[list[Address], str]
         raise ConfigError(f"{field}: {twice[0]} is named twice; expected a different host for each node")
     for address in found[: nodes - 1]:
         try:
-            here = transport.own_address(address.ip(), address.port)
+            here = own_address(address.ip(), address.port)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--hosts: {address.host!r}: {getattr(error, 'strerror', None) or error}; expected a host that this "
@@ -131,8 +131,8 @@ def serve(text: str) -> int:
     try:
         ip = address.ip()
         if not host and ip.startswith("127."):  # a host often resolves its own name to loopback
-            ip = transport.own_address(_ELSEWHERE, address.port)
-        transport.listening(ip, address.port).close()
+            ip = own_address(_ELSEWHERE, address.port)
+        listening(ip, address.port).close()
     except (OSError, ValueError) as error:
         number = getattr(error, "errno", 0)
         why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
@@ -140,9 +140,7 @@ def serve(text: str) -> int:
     interrupt = InterruptFlag()
     with scratch.directory() as sockets:
         with scratch.monarch_in(sockets):
-            served = monarch.start_worker_loop_forever(
-                ca="trust_all_connections", address=transport.url(ip, address.port)
-            )
+            served = monarch.start_worker_loop_forever(ca="trust_all_connections", address=url(ip, address.port))
             ended = _ended(served)  # it starts meanwhile
         interrupt.arm()
         print(

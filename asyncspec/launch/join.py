@@ -33,6 +33,7 @@ from asyncspec.launch.watch import Supervisor
 from asyncspec.parent import die_with
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport
+from asyncspec.wire.addresses import host_and_port, own_address
 from asyncspec.wire.control import ControlClient
 
 FILE, POLL_S = "rendezvous.json", 0.1
@@ -140,7 +141,7 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
 def _play(config: Config, node: int, found: Rendezvous, interrupt: InterruptFlag) -> None:
     """Play the node from one start of all actors to their end."""
     transport.use_keys(config.run_dir if config.deployment.encrypt else None)  # each start has its own keys
-    host = transport.own_address(*transport.host_and_port(found.address))
+    host = own_address(*host_and_port(found.address))
     specs = roles.specs(config, found.version, node, host)
 
     def ended(now: bool = False) -> bool:

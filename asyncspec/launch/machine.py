@@ -13,7 +13,7 @@ from asyncspec.config import topology
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import estimate
 from asyncspec.models.shape import PolicyShape
-from asyncspec.wire.transport import listening
+from asyncspec.wire.addresses import listening
 
 THREADS = 14  # threads of an actor, and the process that starts it; measured
 _CONNECTED_S = 5.0  # for this host to reach itself

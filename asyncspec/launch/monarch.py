@@ -23,7 +23,7 @@ from asyncspec.launch.forkserver import ForkServer
 from asyncspec.launch.interrupt import InterruptFlag
 from asyncspec.launch.join import Rendezvous, check_first
 from asyncspec.launch.machine import check_host, check_machine
-from asyncspec.wire import transport
+from asyncspec.wire.addresses import url
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -65,7 +65,7 @@ def launch(config: Config, resume: bool = False, node: int | None = None, hosts:
     if hosts:
         elsewhere, way = addresses(config, hosts)
         here = way if config.deployment.host == "auto" else here
-        monarch.enable_transport(transport.url(here, 0))
+        monarch.enable_transport(url(here, 0))
     elif node is not None:
         check_first(config, node)
     elif nodes > 1:

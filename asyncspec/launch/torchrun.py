@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncspec.config import Config, work
 from asyncspec.errors import UserError
-from asyncspec.wire.transport import own_address
+from asyncspec.wire.addresses import own_address
 
 
 def ranks() -> tuple[int, int]:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from asyncspec.deadlines import MEET_S, REGROUP_S
 from asyncspec.models.gather import Gatherer, ShardedSnapshot
+from asyncspec.wire.addresses import own_address
 from asyncspec.wire.layout import Layout
-from asyncspec.wire.transport import own_address
 
 SPMD_BACKEND = "partial_dtensor"  # torchtitan's default needs a later torch than 2.13
 _interfaces: dict[str, str] = {}  # variables of the environment that `_use_interface` has set

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from asyncspec.deadlines import BUCKET_BYTES_S, BUCKET_S, MEET_S
+from asyncspec.wire.addresses import own_address
 from asyncspec.wire.layout import settle
 from asyncspec.wire.messages import Membership
-from asyncspec.wire.transport import own_address
 
 _NAMED = 8  # members whose names a message has
 _LOOKED_S = 0.05  # most seconds between two looks at the store

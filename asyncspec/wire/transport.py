@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket as sockets
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 from asyncspec.clock import now
 from asyncspec.deadlines import DATA_LINGER_S, QUEUE_BEAT_S, QUEUE_SILENT_S
 from asyncspec.errors import UserError
+from asyncspec.wire.addresses import url
 from asyncspec.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
 from asyncspec.wire.messages import Arrays, Message
 
@@ -114,45 +114,8 @@ def make_socket(kind: int, serving: bool, largest: int = MAX_MESSAGE_BYTES) -> z
     return socket
 
 
-def own_address(host: str, port: int) -> str:
-    """Return the address from which this host reaches another one: IPv4 or IPv6, whichever it reaches it by.
-
-    Raises:
-        OSError: the host has no address, or there is no way to any of its addresses.
-    """
-    wrong: OSError | None = None
-    for family, kind, _, _, where in sockets.getaddrinfo(host, port, type=sockets.SOCK_DGRAM):
-        try:
-            with sockets.socket(family, kind) as probe:
-                probe.connect(where)  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            wrong = wrong or error
-    raise wrong or OSError(f"{host} has no address")
-
-
-def url(host: str, port: int | str) -> str:
-    """Return the address of a port for ZeroMQ."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Return what `url` was made of."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def listening(host: str, port: int = 0) -> sockets.socket:
-    """Return a TCP socket that listens at this host's address, at any free port if the port is 0.
-
-    Raises:
-        OSError: it is not an address of this host, or the port is taken.
-    """
-    return sockets.create_server((host, port), family=sockets.AF_INET6 if ":" in host else sockets.AF_INET)
-
-
 def connect(socket: zmq.Socket, address: str) -> None:
-    """Connect to an address that `url` has made."""
+    """Connect to an address that `addresses.url` has made."""
     socket.ipv6 = "[" in address
     socket.connect(address)
 
