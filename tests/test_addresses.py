@@ -8,7 +8,7 @@ from runs import check_finished
 
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.errors import UserError
-from asyncspec.wire import transport
+from asyncspec.wire import transport, waiting
 from asyncspec.wire.addresses import host_and_port, listening, own_address, url
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "async.py"
@@ -111,7 +111,7 @@ def test_sockets_and_stores_listen_and_connect_at_both_kinds_of_addresses(host):
     try:
         deadline = 100
         while not outbox.credits and deadline:
-            transport.wait([outbox], 0.1)
+            waiting.wait([outbox], 0.1)
             len(inbox)
             outbox.flush()
             deadline -= 1

@@ -24,7 +24,7 @@ from asyncspec.engine.protocol import Completion
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.models.tokenizer import encode_prompts
 from asyncspec.tasks.data import load_problems
-from asyncspec.wire import transport
+from asyncspec.wire import waiting
 from asyncspec.wire.control import ControlClient
 from asyncspec.wire.messages import Beat, Interrupt
 
@@ -170,7 +170,7 @@ def controller(tmp_path, monkeypatch):
 def until_beats(client, count):
     """Receive until the controller has sent so many heartbeats."""
     while count:
-        transport.wait([client], 60)
+        waiting.wait([client], 60)
         message = client.receive()
         assert message is not None
         count -= isinstance(message, Beat) and message.name == "controller"

@@ -12,7 +12,7 @@ from groups import ticket_of
 from asyncspec.bench import fuzz
 from asyncspec.clock import now
 from asyncspec.deadlines import QUEUE_SILENT_S
-from asyncspec.wire import codec, transport
+from asyncspec.wire import codec, transport, waiting
 from asyncspec.wire import messages as m
 from asyncspec.wire.control import ControlClient, ControlServer
 
@@ -23,7 +23,7 @@ def settle(*ends, until, seconds=5):
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline
-        transport.wait(ends, 0.01)
+        waiting.wait(ends, 0.01)
         for end in ends:
             if isinstance(end, transport.Outbox):
                 end.flush()
@@ -216,7 +216,7 @@ def test_messages_in_flight_when_a_connection_is_cut_arrive_once_and_in_order():
         if len(received) >= 40 * (cuts + 1) and cuts < 8:
             way.cut()
             cuts += 1
-        transport.wait([inbox, outbox], 0.002)
+        waiting.wait([inbox, outbox], 0.002)
     assert received == [str(i) for i in range(400)] and cuts == 8
     settle(inbox, outbox, until=lambda: outbox.credits == 4)  # and no credit was lost
     outbox.close()
@@ -300,10 +300,10 @@ def test_control_reaches_named_actors_and_reports_who_is_absent():
     server = ControlServer("127.0.0.1")
     client = ControlClient(server.address, "trainer")
     client.send(m.Ready("trainer"))
-    settle(server, until=lambda: transport.wait([server], 1) is None)
+    settle(server, until=lambda: waiting.wait([server], 1) is None)
     assert server.receive() == ("trainer", m.Ready("trainer"))
     assert server.send("trainer", m.Stop("enough"))
-    transport.wait([client], 2)
+    waiting.wait([client], 2)
     assert client.receive() == m.Stop("enough")
     assert not server.send("nobody", m.Stop("x"))
     client.close()

@@ -34,7 +34,7 @@ from asyncspec.loading import gc_paused, use_threads
 from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire import messages as m
-from asyncspec.wire import transport
+from asyncspec.wire import transport, waiting
 from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Heart
 
@@ -251,7 +251,7 @@ class Actor(ABC):
     def wait(self, timeout_s: float) -> None:
         """Sleep until a message may have arrived, at most `timeout_s` seconds."""
         start = time.monotonic()
-        transport.wait([self.control, self.inbox, *self.outboxes], timeout_s)
+        waiting.wait([self.control, self.inbox, *self.outboxes], timeout_s)
         # An actor with unsent messages waits for a consumer to make room.
         blocked = "blocked_output" if any(outbox.backlog for outbox in self.outboxes) else "blocked_input"
         self._waited["idle" if self.idle else blocked] += time.monotonic() - start
@@ -319,7 +319,7 @@ class Actor(ABC):
         limit = LOADING_PATIENCE * work.start_s(self.config)
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            transport.wait([self.control], 0.1)
+            waiting.wait([self.control], 0.1)
             message = self.control.receive()
             if isinstance(message, kind):
                 return message

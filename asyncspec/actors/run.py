@@ -16,7 +16,8 @@ from asyncspec.actors.tickets import TicketBook
 from asyncspec.config import Config
 from asyncspec.wire import messages as m
 from asyncspec.wire.control import ControlServer
-from asyncspec.wire.transport import Outbox, Waiting
+from asyncspec.wire.transport import Outbox
+from asyncspec.wire.waiting import Waiting
 
 _EVERYONES = ("trainer", "logprob", "draft_adapter")  # roles whose inboxes actors of other teams send to
 

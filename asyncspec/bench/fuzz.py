@@ -29,7 +29,7 @@ import zmq
 from asyncspec.bench.fuzz_configs import COUNTS, fuzz_configs
 from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.errors import UserError
-from asyncspec.wire import codec, transport
+from asyncspec.wire import codec, transport, waiting
 from asyncspec.wire import messages as m
 from asyncspec.wire.control import MAX_CONTROL_BYTES, ControlClient, ControlServer
 
@@ -340,7 +340,7 @@ class _Served:
             self.drain()
             if self.good_lost() == 0 and self.foreign + self.refused() >= tried:
                 return
-            transport.wait([self.inbox, self.server, self.box], 0.01)
+            waiting.wait([self.inbox, self.server, self.box], 0.01)
 
     def refused(self) -> int:
         return self.inbox.rejected + self.inbox.duplicates + self.server.rejected

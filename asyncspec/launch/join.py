@@ -32,7 +32,7 @@ from asyncspec.launch.machine import check_machine
 from asyncspec.launch.watch import Supervisor
 from asyncspec.parent import die_with
 from asyncspec.wire import messages as m
-from asyncspec.wire import transport
+from asyncspec.wire import transport, waiting
 from asyncspec.wire.addresses import host_and_port, own_address
 from asyncspec.wire.control import ControlClient
 
@@ -184,7 +184,7 @@ def _claimed(config: Config, node: int, address: str, names: list[str], over: Ca
         client.send(m.Claim(names))
         deadline = time.monotonic() + work.start_s(config)
         while time.monotonic() < deadline:
-            transport.wait([client], POLL_S)
+            waiting.wait([client], POLL_S)
             answer = client.receive()
             if isinstance(answer, m.Claimed) and answer.refused:
                 raise UserError(f"--node {node}: {answer.refused}")

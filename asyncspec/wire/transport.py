@@ -13,7 +13,7 @@ replaces a dead one.
 CurveZMQ encrypts the sockets, with a key pair made for the run. A peer that connects must know even the public key,
 which no message carries and which only the run's owner can read (`make_keys`, `use_keys`).
 
-No call here blocks except `wait`, which takes a timeout.
+No call here blocks. waiting.py waits, with a timeout.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import os
 import resource
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -35,6 +35,7 @@ from asyncspec.errors import UserError
 from asyncspec.wire.addresses import url
 from asyncspec.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
 from asyncspec.wire.messages import Arrays, Message
+from asyncspec.wire.waiting import Waiting
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
@@ -124,41 +125,6 @@ def bind(socket: zmq.Socket, host: str) -> str:
     """Bind to a free port of `host`; return the address for others to connect to."""
     socket.ipv6 = ":" in host
     return url(host, socket.bind_to_random_port(url(host, "").removesuffix(":")))
-
-
-class HasSocket(Protocol):
-    socket: zmq.Socket
-
-
-def wait(ends: Iterable[HasSocket], timeout_s: float) -> None:
-    """Wait until one of the ends may have something to receive, at most timeout_s."""
-    poller = zmq.Poller()
-    for end in ends:
-        poller.register(end.socket, zmq.POLLIN)
-    poller.poll(max(0, int(timeout_s * 1000)))
-
-
-class Waiting:
-    """Waits for many ends at once, and says which of them have something to receive. It costs little for each end."""
-
-    def __init__(self) -> None:
-        self._poller, self._ends = zmq.Poller(), dict[zmq.Socket, HasSocket]()
-
-    def add(self, end: HasSocket, *more: zmq.Socket) -> None:
-        """Wait for an end, and for further sockets of it."""
-        for socket in (end.socket, *more):
-            self._poller.register(socket, zmq.POLLIN)
-            self._ends[socket] = end
-
-    def drop(self, end: HasSocket) -> None:
-        for socket in [socket for socket, its in self._ends.items() if its is end]:
-            self._poller.unregister(socket)
-            del self._ends[socket]
-
-    def wait(self, timeout_s: float) -> list[HasSocket]:
-        """Return the ends that have something to receive, each once, after at most timeout_s."""
-        found = self._poller.poll(max(0, int(timeout_s * 1000)))
-        return list(dict.fromkeys(self._ends[socket] for socket, _ in found))
 
 
 def _bytes(frames: list) -> int:
