@@ -5,42 +5,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import zmq
+from crews import came, recovery_of
 
 from asyncspec.actors.crew import Life
 from asyncspec.actors.failures import Failures
-from asyncspec.actors.recovery import Recovery
-from asyncspec.actors.run import Run
 from asyncspec.actors.switchboard import Switchboard
-from asyncspec.config import load, work
+from asyncspec.config import work
 from asyncspec.deadlines import KILLED_S
 from asyncspec.wire import messages as m
-from asyncspec.wire import transport
 from asyncspec.wire.heartbeat import SUFFIX, Vigil
-
-
-def recovery_of(*settings, sent=None):
-    """Return a Recovery whose actors are all starting, and the list of the lines it prints.
-
-    Messages that it sends are appended to `sent`.
-    """
-    lines, sent = [], [] if sent is None else sent
-    ledger = SimpleNamespace(write=lambda event, ticket, **of: None)
-    records = SimpleNamespace(
-        note=lambda what, **of: None, line=lines.append, counters={}, ledger=ledger, run_dir="RUN"
-    )
-    socket = transport.make_socket(zmq.ROUTER, serving=True)  # nothing arrives
-    server = SimpleNamespace(send=lambda name, message: sent.append((name, message)), socket=socket)
-    run = Run(load("tiny", settings), records, server)
-    for member in run.crew.present:
-        run.crew.expect(member)
-    return Recovery(run), lines
-
-
-def came(recovery, *names):
-    for name in names:
-        recovery.arrived(m.Hello(name, f"tcp://127.0.0.1:{1 + len(recovery.crew.addresses)}", "cpu"))
-        recovery.crew.members[name].said_ready()
 
 
 def test_an_actor_that_freezes_right_after_loading_gets_no_loading_patience():
@@ -379,36 +352,3 @@ def test_an_exception_is_known_before_the_end_of_its_process_whichever_message_i
     Switchboard(recovery.run, recovery, None).receive()
     told = "logprob failed: ValueError: 3; see RUN/logs/logprob.log"
     assert noted == [("lost", {"actor": "logprob", "reason": told, "error": "ValueError: 3"})], lines
-
-
-def test_an_actor_is_told_all_addresses_that_it_sends_to_once_and_then_what_changes():
-    """Also one that the first message may not have reached."""
-    sent = []
-    recovery, _ = recovery_of("deployment.generators=3", "deployment.logprobs=2", "logprob.ranks=2", sent=sent)
-    run, crew, lost = recovery.run, recovery.crew, set()
-    send = run.server.send
-    run.server.send = lambda name, message: (send(name, message), name not in lost)[1]
-    run.broadcasts = SimpleNamespace(port=1, versions={"policy": 0})
-
-    def welcomed():
-        sent.clear()
-        run.welcome()
-        return {name: set(message.addresses) for name, message in sent if isinstance(message, m.Welcome)}
-
-    for number, member in enumerate(crew.present):
-        crew.arrived(m.Hello(member.name, f"tcp://127.0.0.1:{number + 1}", "cpu"))
-    lost.add("generator1")
-    everyones = {"trainer", "logprob", "logprob1", "draft_adapter"}
-    found = welcomed()
-    assert found.keys() == {member.name for member in crew.present}
-    assert found["generator0"] == everyones | {"generator0"}
-    assert found["logprob1_rank1"] == everyones | {"logprob1_rank1"} and "logprob1_rank1" not in found["logprob"]
-    assert welcomed() == {"generator1": everyones | {"generator1"}}
-    lost.clear()
-    assert welcomed().keys() == {"generator1"} and welcomed() == {}
-    crew.died(crew.members["draft_adapter"])
-    crew.enlist("draft_adapter.1", "draft_adapter", True)
-    crew.arrived(m.Hello("draft_adapter.1", "tcp://127.0.0.1:99", "cpu"))
-    found = welcomed()
-    assert found.pop("draft_adapter.1") == everyones
-    assert found == {member.name: {"draft_adapter"} for member in crew.present if member.name != "draft_adapter.1"}

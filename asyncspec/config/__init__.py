@@ -14,12 +14,8 @@ from asyncspec.config.paths import (
     sources,
 )
 from asyncspec.config.schema import LONGEST_DRAFT, Config, default_of
-from asyncspec.config.sections import (
-    DataConfig,
-    DraftConfig,
-    SpeculationConfig,
-    TrainerConfig,
-)
+from asyncspec.config.sections import DataConfig, DraftConfig, SpeculationConfig
+from asyncspec.config.training import TrainerConfig
 from asyncspec.errors import ConfigError, UserError, first_line
 
 __all__ = [

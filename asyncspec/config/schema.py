@@ -1,4 +1,4 @@
-"""All fields of a run's configuration: its sections are in sections.py, learning.py, deployment.py and
+"""All fields of a run's configuration: its sections are in sections.py, training.py, learning.py, deployment.py and
 showing.py.
 
 `asyncspec train --help` prints this list. `load.py` fills it from YAML and overrides; `check.py` refuses combinations
@@ -20,13 +20,12 @@ from asyncspec.config.sections import (
     EngineConfig,
     EnvironmentConfig,
     EvalConfig,
-    LogprobConfig,
     ModelConfig,
     SamplingConfig,
     SpeculationConfig,
-    TrainerConfig,
 )
 from asyncspec.config.showing import LoggingConfig
+from asyncspec.config.training import LogprobConfig, TrainerConfig
 from asyncspec.models.shape import Lora
 
 LONGEST_DRAFT = 15  # the longest draft that speculation.draft_length=auto considers
