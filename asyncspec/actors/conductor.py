@@ -90,7 +90,7 @@ class Conductor:
         if not (address := self.config.logging.prometheus):
             return None
         try:
-            return Endpoint(address, lambda: self.records.last_row or {}, lambda: self.status.latest)
+            return Endpoint(address, lambda: self.records.metrics.last or {}, lambda: self.status.latest)
         except OSError as error:
             self.records.line(f"logging.prometheus={address!r}: {error.strerror or error}; the run goes on without")
             return None

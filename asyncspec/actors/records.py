@@ -54,7 +54,6 @@ class Records:
         self._evaluation: Fields = self.evaluations.found[-1] if self.evaluations.found else NONE
         self._latest: deque[m.StepDone] = deque(maxlen=PICTURE_STEPS)
         self._measured = 0.0
-        self.last_row: dict | None = self.metrics.last  # of the last step
 
     def _open_boards(self, shown: int) -> Boards:
         config = self.console.config
@@ -119,7 +118,6 @@ class Records:
             self.counters |= {f"process/controller_{what}": value for what, value in resource_usage().items()}
         row = step_row(done, self.counters, self._evaluation, self.console.config.rl.kl_coef > 0)
         self.metrics.write(row, final)
-        self.last_row = row
         self.console.step(row)
 
     def rollouts(self, groups: Sequence[Shown], tokenizer: Tokenizer) -> None:

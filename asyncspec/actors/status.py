@@ -52,7 +52,7 @@ class StatusFile:
         present = run.crew.present
         odd = [member for member in present if member.life is not Life.READY]
         generating, generated = run.book.training()
-        last = records.last_row or {}
+        last = records.metrics.last or {}
         return Status(
             time=time.time(),
             began=self._began,

@@ -8,7 +8,7 @@ inboxes. No weights travel.
 - turn_ms: one turn of the controller's loop, in which nothing has arrived.
 - epoch_bytes: what the controller sends when one generator is lost and another one takes its place.
 
-The variants are the numbers of actors: of the default layout on 16 nodes, and of ten and eighty times as many.
+The variants are the numbers of actors: those of 16 nodes, of about 128, and of about 1,000.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SENT = 40_000  # beats a second of each process at most: more than the controlle
 def stubs(names: Sequence[str], generators: Sequence[str], address: str, tell, hear) -> None:
     """Play actors: connect each one's control channel and heart, bind the generators' inboxes, and beat when told."""
     context = transport.context()
-    hearts, inboxes = [], {}
+    hearts, controls = [], []  # sockets
     for name in names:
         for identity in (name, name + SUFFIX):
             socket = context.socket(zmq.DEALER)
@@ -59,7 +59,7 @@ def stubs(names: Sequence[str], generators: Sequence[str], address: str, tell, h
                 hearts.append((socket, encode(m.Beat(name, 0.01, {"policy": 3}))))
             else:
                 socket.send_multipart(encode(m.Hello(name, "tcp://127.0.0.1:1", "cpu")))
-                inboxes[name] = socket
+                controls.append(socket)
     bound = {name: transport.Inbox("127.0.0.1", 8) for name in generators}
     tell.put({name: inbox.address for name, inbox in bound.items()})
     while (until := hear.get()) is not None:

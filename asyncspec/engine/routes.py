@@ -16,6 +16,8 @@ from asyncspec.speculation.drafter import Packed
 
 
 class Routes:
+    """The experts of the tokens in all rows of an engine's cache."""
+
     def __init__(self, mixtures: Sequence, slots: int, positions: int, device) -> None:
         """
         Args:

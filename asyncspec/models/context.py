@@ -121,7 +121,7 @@ class SharedPacking(Packing):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, packing, q_CNH, k_CKH, v_CKH, scale):
-        k_LKH, v_LKH = _gather(packing, k_CKH), _gather(packing, v_CKH)
+        k_LKH, v_LKH = _gather(packing, k_CKH, v_CKH)
         out_CNH = torch.empty_like(q_CNH)
         lse_NC = torch.empty(q_CNH.shape[1], len(q_CNH), dtype=torch.float32, device=q_CNH.device)
         grouped = q_CNH.shape[1] // k_CKH.shape[1]
@@ -143,7 +143,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad_CNH):
         q_CNH, k_CKH, v_CKH, out_CNH, lse_NC = ctx.saved_tensors
         packing, grouped = ctx.packing, q_CNH.shape[1] // k_CKH.shape[1]
-        k_LKH, v_LKH = _gather(packing, k_CKH), _gather(packing, v_CKH)
+        k_LKH, v_LKH = _gather(packing, k_CKH, v_CKH)
         grad_q_CNH = torch.empty_like(q_CNH)
         grad_k_LKH, grad_v_LKH = (torch.zeros_like(t, dtype=torch.float32) for t in (k_LKH, v_LKH))
         for block in packing.blocks:
@@ -159,8 +159,8 @@ class _Attend(torch.autograd.Function):
                 grad_k_LKH[a:b] += found[1].float().sum(0).transpose(0, 1)
                 grad_v_LKH[a:b] += found[2].float().sum(0).transpose(0, 1)
             grad_q_CNH[here] = _tokens(total).to(q_CNH.dtype)
-        grads = (_scatter(packing, grad).to(k_CKH.dtype) for grad in (grad_k_LKH, grad_v_LKH))
-        return None, grad_q_CNH, *grads, None
+        grads = _scatter(packing, grad_k_LKH, grad_v_LKH)
+        return None, grad_q_CNH, *(grad.to(k_CKH.dtype) for grad in grads), None
 
 
 def _queries(t_QNH, grouped: int) -> torch.Tensor:
@@ -176,19 +176,21 @@ def _keys(t_SKH, grouped: int) -> torch.Tensor:
     return t_SKH.transpose(0, 1).expand(grouped, -1, -1, -1)
 
 
-def _gather(packing: SharedPacking, part_CKH: torch.Tensor) -> torch.Tensor:
-    """Return the keys or values of the whole row, in order."""
-    found = part_CKH.new_empty(packing.size * len(part_CKH), *part_CKH.shape[1:])
-    dist.all_gather_single(found, part_CKH.contiguous(), group=packing.group)
-    return found.index_select(0, packing.order_L)
+def _gather(packing: SharedPacking, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the keys and values of the whole row, in order."""
+    part = torch.cat([k_CKH, v_CKH], -1)
+    found = part.new_empty(packing.size * len(part), *part.shape[1:])
+    dist.all_gather_single(found, part, group=packing.group)
+    return found.index_select(0, packing.order_L).chunk(2, -1)
 
 
-def _scatter(packing: SharedPacking, grad_LKH: torch.Tensor) -> torch.Tensor:
-    """Return the sum over ranks of a gradient, for this rank's tokens."""
-    by_rank = torch.empty_like(grad_LKH).index_copy_(0, packing.order_L, grad_LKH)
-    found = grad_LKH.new_empty(len(grad_LKH) // packing.size, *grad_LKH.shape[1:])
+def _scatter(packing: SharedPacking, grad_k_LKH: torch.Tensor, grad_v_LKH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the sums over ranks of the gradients, for this rank's tokens."""
+    whole = torch.cat([grad_k_LKH, grad_v_LKH], -1)
+    by_rank = torch.empty_like(whole).index_copy_(0, packing.order_L, whole)
+    found = whole.new_empty(len(whole) // packing.size, *whole.shape[1:])
     dist.reduce_scatter_single(found, by_rank, group=packing.group)
-    return found
+    return found.chunk(2, -1)
 
 
 def _forward(q_GKQH, k_GKSH, v_GKSH, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,13 +65,13 @@ class ReplayRouter(TokenChoiceTopKRouter):
         weight_BLK, own_BLK, score_BLE = super().forward(x_BLD, expert_bias_E)
         if self.told_LK is None:
             return weight_BLK, own_BLK, score_BLE
-        told_BLK, chosen_BL1 = self.told_LK.view_as(own_BLK), 1
+        told_BLK = self.told_LK.view_as(own_BLK)
+        known_BLK = torch.ones_like(own_BLK, dtype=torch.bool)
         if self.top_k > 1:  # torchtitan counts an expert once a token, so one that is told twice would upset all tokens
-            chosen_BL1 = (told_BLK[..., :1] != told_BLK[..., 1:2]).long()
-            told_BLK = torch.where(chosen_BL1.bool(), told_BLK, own_BLK)
-        otherwise_BLK = (told_BLK.unsqueeze(-1) != own_BLK.unsqueeze(-2)).all(-1)
-        self.told += (torch.ones_like(own_BLK) * chosen_BL1).sum()
-        self.otherwise += otherwise_BLK.sum()
+            known_BLK = (told_BLK[..., :1] != told_BLK[..., 1:2]).expand_as(own_BLK)
+            told_BLK = torch.where(known_BLK, told_BLK, own_BLK)
+        self.told += known_BLK.sum()
+        self.otherwise += (told_BLK.unsqueeze(-1) != own_BLK.unsqueeze(-2)).all(-1).sum()
         weight_BLK = score_BLE.gather(-1, told_BLK)
         if self.route_norm:
             weight_BLK = weight_BLK / (weight_BLK.sum(-1, keepdim=True) + 1e-20)

@@ -176,13 +176,14 @@ class Ranks:
         if (own := getattr(model, "apply_fsdp", None)) is not None:  # a model of transformers
             own(mesh, **dtypes)
         else:
-            if self.expert_parallel > 1:
-                of_experts = {"ep_degree": self.expert_parallel, "edp_mesh": self._dims.get_mesh([*copies, "efsdp"])}
-            else:
-                of_experts = {}
-            policy = "default" if trained else "always"
             apply_fsdp_to_decoder(
-                model, mesh, pp_enabled=False, reshard_after_forward_policy=policy, **of_experts, **dtypes
+                model,
+                mesh,
+                pp_enabled=False,
+                reshard_after_forward_policy="default" if trained else "always",
+                ep_degree=self.expert_parallel,
+                edp_mesh=self._dims.get_mesh([*copies, "efsdp"]) if self.expert_parallel > 1 else None,
+                **dtypes,
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -20,7 +20,7 @@ from asyncspec.rl.loss import REPORTED, Tokens, divisor, policy_loss
 from asyncspec.rl.optimizer import learning_rate, make_optimizers
 from asyncspec.rl.own import estimator_of, loss_of
 from asyncspec.wire import messages as m
-from asyncspec.wire.facts import sampled_lengths
+from asyncspec.wire.facts import EXPERTS, sampled_lengths
 
 
 class GradientAccumulator:
@@ -176,7 +176,7 @@ class GradientAccumulator:
         arrays = {
             name: torch.from_numpy(np.concatenate([part.arrays[name] for part in parts])).to(self.device)
             for name in parts[0].arrays
-            if "experts" not in name
+            if name not in EXPERTS
         }
         tokens, logprob_T, entropy_T = sampled_of(arrays, scores.chosen.logprob_T, scores.chosen.entropy_T)
         loss, stats = policy_loss(logprob_T, tokens, self.rl, self.loss, entropy_T)

@@ -18,6 +18,7 @@ from asyncspec.models.contents import check_policy
 from asyncspec.models.parallel import Ranks, local, reset_fsdp_state, share
 from asyncspec.rl.batch import Part, divide, pack
 from asyncspec.wire import messages as m
+from asyncspec.wire.facts import EXPERTS
 from asyncspec.wire.layout import Layout
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Scorer:
         return len(self._divided(group, arrays))
 
     def _divided(self, group: m.Group, arrays: m.Arrays) -> list[Part]:
-        used = {name: arrays[name] for name in ("tokens", "lengths", "experts", "prompt_experts") if name in arrays}
+        used = {name: arrays[name] for name in ("tokens", "lengths", *EXPERTS) if name in arrays}
         return divide(Part(group.ticket.prompt_tokens, used), self.config.trainer.tokens_per_pass)
 
     @torch.no_grad()

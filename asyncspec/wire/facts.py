@@ -95,11 +95,14 @@ def sampled_lengths(arrays: Arrays) -> np.ndarray:
     return np.add.reduceat(arrays["loss_mask"], np.cumsum(arrays["lengths"]) - arrays["lengths"], dtype=np.int64)
 
 
+EXPERTS = ("experts", "prompt_experts")  # arrays of a group, with rl.routing_replay
+
+
 def checksum(arrays: Arrays) -> int:
     """Return a checksum of a group's tokens, of which of them the policy sampled, of their versions, and of the experts
     to which they were sent.
     """
-    found, experts = 0, [arrays[name] for name in ("experts", "prompt_experts") if name in arrays]
+    found, experts = 0, [arrays[name] for name in EXPERTS if name in arrays]
     for array in (arrays["tokens"], arrays["versions"], arrays["lengths"], sampled(arrays), *experts):
         found = zlib.crc32(array.tobytes(), found)
     return found
