@@ -197,8 +197,8 @@ class Dismiss(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The inboxes that an actor may send to, and the store where broadcast groups meet. After a replacement, those that
-    have changed.
+    """The inboxes that an actor may send to, and the store where broadcast groups meet. It is sent again when some of the
+    inboxes have changed, with these alone.
     """
 
     addresses: dict[str, str]  # by the actor's first name
@@ -210,7 +210,8 @@ class Welcome(Message, frozen=True):
 class Membership(Message, frozen=True):
     """The members of a broadcast group in one epoch. The first member sends; the others receive.
 
-    With `since`, what has changed since that epoch: who has left, and who follows those that stayed.
+    With `since`, only what has changed since that epoch: who has `left`, and the `members` that have come. They stand
+    behind those that stayed.
     """
 
     kind: str  # policy or draft
