@@ -197,8 +197,8 @@ class Dismiss(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The inboxes that an actor may send to, and the store where broadcast groups meet. It is sent again when some of the
-    inboxes have changed, with these alone.
+    """The inboxes that an actor may send to, and the store where broadcast groups meet. When some of the inboxes have
+    changed, it is sent again with these alone.
     """
 
     addresses: dict[str, str]  # by the actor's first name
