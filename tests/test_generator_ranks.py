@@ -162,7 +162,7 @@ def test_all_ranks_make_the_same_calls_whatever_arrives_when(acts):
         elif act in ("ticket", "evaluation"):
             # the policy that a ticket needs may be on its way
             least = arrived["policy 0"] if act == "ticket" else 0
-            leader.inbox.put(m.Ticket(tickets, 0, least, "", "", [2, 3], [0], 0.0, evaluation=act == "evaluation"))
+            leader.handle(m.Ticket(tickets, 0, least, "", "", [2, 3], [0], 0.0, evaluation=act == "evaluation"))
             tickets += 1
         else:
             (leader if act == "leader" else other).turn()
@@ -183,7 +183,7 @@ def test_all_ranks_make_the_same_calls_whatever_arrives_when(acts):
 
 def test_versions_that_arrive_during_an_exact_evaluation_do_not_pile_up():
     leader, other = actors = pair()
-    leader.inbox.put(m.Ticket(0, 0, 0, "", "", [2, 3], [0], 0.0, evaluation=True))
+    leader.handle(m.Ticket(0, 0, 0, "", "", [2, 3], [0], 0.0, evaluation=True))
     leader.turn()
     while other.inbox.waiting:
         other.turn()

@@ -1,5 +1,6 @@
 """Queues and the control channel."""
 
+import os
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from asyncspec.clock import now
 from asyncspec.deadlines import QUEUE_SILENT_S
 from asyncspec.wire import codec, transport, waiting
 from asyncspec.wire import messages as m
-from asyncspec.wire.control import ControlClient, ControlServer
+from asyncspec.wire.control import HEADER, ControlClient, ControlServer
 
 TICKET = ticket_of(7, [3, 12, 4, 13], [2**61, 5], step=3, min_version=2)
 
@@ -242,14 +243,70 @@ def test_a_connection_that_falls_silent_is_replaced():
         end.close()
 
 
-def test_a_controller_has_room_for_many_generators():
-    server, inbox = ControlServer("127.0.0.1"), transport.Inbox("127.0.0.1", credits=1)
-    outboxes = [transport.Outbox(inbox.address) for _ in range(400)]
-    for outbox in outboxes:
-        outbox.put(m.Ready("x"))
-    settle(inbox, *outboxes, until=lambda: len(inbox) == 400, seconds=30)
-    for item in (server.socket, inbox.socket, *outboxes):
-        item.close(0)
+def test_nothing_on_the_control_channel_is_lost_or_doubled_when_its_connection_is_cut():
+    """Neither at the server nor at the client, whichever sends while the connection is down."""
+    server, rng = ControlServer("127.0.0.1"), np.random.default_rng(1)
+    way = CutConnection(server.address)
+    client = ControlClient(way.address, "generator0")
+    client.send(m.Ready("first"))
+    settle(server, until=lambda: server.receive() is not None)
+    came, got, cuts, sent, deadline = [], [], 0, 0, time.monotonic() + 60
+    while len(came) + len(got) < 800 and time.monotonic() < deadline:
+        if sent < 400:
+            client.send(m.Ready(str(sent)))
+            assert server.send("generator0", m.Stop(str(sent)))
+            server.send("generator0", m.Beat("controller"))  # which may be lost
+            sent += 1
+        if rng.random() < 0.5 and (item := server.receive()) is not None:
+            came.append(item[1].name)
+        if rng.random() < 0.5 and isinstance(item := client.receive(), m.Stop):
+            got.append(item.reason)
+        if len(came) >= 40 * (cuts + 1) and cuts < 8:
+            way.cut()
+            cuts += 1
+        waiting.wait([server, client], 0.002)
+    assert came == got == [str(i) for i in range(400)] and cuts == 8
+    assert server.rejected == client.rejected == 0
+    client.send(m.Ready("last"))  # tells the server that the client has seen all of it
+    settle(server, until=lambda: server.receive() is not None)
+    assert not server._streams[b"generator0"].again()
+    for item in (client, way):
+        item.close()
+    server.socket.close(0)
+
+
+def test_a_client_of_a_name_that_was_taken_gets_nothing_that_was_meant_for_the_one_before():
+    server = ControlServer("127.0.0.1")
+    before = ControlClient(server.address, "node1")
+    before.send(m.Ready("before"))
+    settle(server, until=lambda: server.receive() is not None)
+    before.close(0)
+    server.send("node1", m.Stop("before"))
+    after = ControlClient(server.address, "node1")
+    after.send(m.Ready("after"))
+    settle(server, until=lambda: server.receive() == ("node1", m.Ready("after")))
+    server.send("node1", m.Stop("after"))
+    waiting.wait([after], 5)
+    assert after.receive() == m.Stop("after") and after.receive() is None
+    after.close(0)
+    server.socket.close(0)
+
+
+def test_a_controller_needs_two_descriptors_for_each_actor():
+    """One for its control channel and one for its heart."""
+    server, before = ControlServer("127.0.0.1"), len(os.listdir("/proc/self/fd"))
+    sockets = []
+    for number in range(200):
+        for name in (f"generator{number}", f"generator{number}~beat"):
+            sockets.append(transport.context().socket(zmq.DEALER))
+            sockets[-1].identity = name.encode()
+            sockets[-1].connect(server.address)
+            sockets[-1].send(HEADER.pack(b"session0", 0, 0))
+    settle(server, until=lambda: server.receive() is None and len(server._streams) == 400, seconds=30)
+    own = 2 * 400  # each socket of this process, and its end of the connection
+    assert len(os.listdir("/proc/self/fd")) - before - own <= 2 * 200
+    for socket_ in (server.socket, *sockets):
+        socket_.close(0)
 
 
 def test_messages_of_a_kind_that_the_consumer_does_not_take_are_rejected():

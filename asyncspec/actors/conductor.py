@@ -33,7 +33,8 @@ from asyncspec.errors import UserError, first_line
 from asyncspec.faults import Faults
 from asyncspec.wire import messages as m
 
-WATCH_EVERY_S = 0.05  # between two looks at all actors
+WATCH_EVERY_S = 0.05  # between two looks at all actors; longer if looks take more than WATCH_SHARE of the time
+WATCH_SHARE = 0.05
 SLOW_START_S = 4.0  # after this wait the console names the missing actors
 
 
@@ -54,7 +55,7 @@ class Conductor:
         self.left_behind = False  # the launcher, or its host's Ray, is gone
         self.started = False  # all actors are ready, so there may be something to save
         self._parent = os.getppid()
-        self._beaten = self._watched = 0.0
+        self._beaten = self._watch_at = 0.0
         self._beat_every_s = work.beat_every_s(self.config)
 
     def lead(self) -> None:
@@ -211,9 +212,11 @@ class Conductor:
         if os.getppid() != self._parent:
             self.left_behind = True
             self.run.failure = self.run.stop_reason = "the launcher is gone"
-        if time.monotonic() - self._watched > WATCH_EVERY_S:
-            self._watched = time.monotonic()
+        if time.monotonic() > self._watch_at:
+            began = time.monotonic()
             self.recovery.watch()
+            now = time.monotonic()
+            self._watch_at = now + max(WATCH_EVERY_S, (now - began) / WATCH_SHARE)
 
     def _check_end(self) -> None:
         if self.schedule.finished:

@@ -9,7 +9,7 @@
   engine works on other groups. Evaluation groups go to the controller, all others to a logprob actor, except those
   without signal with rl.dynamic_sampling.
 - With an environment, each sample is an episode of several turns (episodes.py).
-- The generator takes tickets from its inbox only while the engine has room. Credits hold the others at the controller.
+- The controller sends a generator tickets for two engines at most. Those that the engine has no room for wait here.
 
 With engine.tensor_parallel above 1 it leads the ranks that hold the policy together, see generator_rank.py.
 """
@@ -71,12 +71,12 @@ class Generator(EngineHolder):
     """Samples and rewards the groups of its tickets."""
 
     role = "generator"
-    takes = (m.Ticket, m.Received)
+    takes = (m.Received,)
 
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.team = Team(self, self.ranks)
-        self.held_back: tuple[m.Ticket, float] | None = None  # the next ticket, waiting for its weights
+        self.tickets: deque[tuple[m.Ticket, float]] = deque()  # those to begin, and when each arrived
         self.open_groups: dict[int, _OpenGroup] = {}
         self.rewarding: dict[int, _OpenGroup] = {}  # generated, and not yet sent on
         self.rewarder: Rewarder | None = None  # set by `load`; None also if the environment rewards
@@ -89,11 +89,6 @@ class Generator(EngineHolder):
         self._holding = -1  # the version for which the other ranks were last told to wait
         self._busy_since = None  # when generation began, and the recorder's mark of its GPU time
         self._interruptions: deque[m.Phase] = deque()  # swaps that interrupted generation, in order
-
-    def inbox_credits(self) -> int:
-        c = self.config
-        waiting = c.episodes if c.environment.name else 0  # for their environments
-        return max(2, (2 * c.engine.slots + waiting) // c.rl.group_size)
 
     def load(self) -> None:
         from asyncspec.models import tokenizer
@@ -128,6 +123,12 @@ class Generator(EngineHolder):
         ]
         self.team.connect(welcome)
         return super().connect(welcome)
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.Ticket):
+            self.tickets.append((message, now()))
+        else:
+            super().handle(message)
 
     def turn(self) -> None:
         self._swap_weights()
@@ -215,11 +216,9 @@ class Generator(EngineHolder):
     def _admit(self) -> None:
         """Submit tickets in order while the engine has room. One that waits for weights holds back all behind it."""
         while self.engine.waiting < self.engine.slots and (self.episodes is None or self.episodes.has_room):
-            if self.held_back is None and (item := self.inbox.take(m.Ticket)) is not None:
-                self.held_back = (item[0], item[3])
-            if self.held_back is None or self.held_back[0].min_version > self.engine.version:
+            if not self.tickets or self.tickets[0][0].min_version > self.engine.version:
                 return
-            (ticket, arrived), self.held_back = self.held_back, None
+            ticket, arrived = self.tickets.popleft()
             self.open_groups[ticket.ticket_id] = _OpenGroup(ticket, arrived, now())
             if self.episodes is not None:
                 self.episodes.begin(ticket, self.open_groups[ticket.ticket_id].admitted)

@@ -343,8 +343,6 @@ class Recovery:
         if member.role == "logprob":
             # A generator may have reported after the loss that it sent the dead actor a group.
             self._reissue_generated("its logprob actor died", member.since + LATE_WORD_S)
-        if member.role == "generator":
-            self.run.open_outbox(name)
         self.records.counters[f"recovery/{member.role}_s"] = seconds
         self.records.note("joined", actor=name, seconds=round(seconds, 3))
         self.records.line(f"{name} has joined, {seconds:.1f} s after the loss")
@@ -354,7 +352,6 @@ class Recovery:
         self.run.progress()
         again, counters = 0, self.records.counters
         if member.role == "generator":
-            self.run.close_outbox(member.name)
             # This includes groups that have left it and not reached the trainer: they may be lost on the way. If a
             # group arrives twice, the first one counts.
             again = self.run.book.reissue(

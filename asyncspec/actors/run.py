@@ -16,8 +16,7 @@ from asyncspec.actors.tickets import TicketBook
 from asyncspec.config import Config
 from asyncspec.wire import messages as m
 from asyncspec.wire.control import ControlServer
-from asyncspec.wire.transport import Outbox
-from asyncspec.wire.waiting import Waiting
+from asyncspec.wire.waiting import wait
 
 _EVERYONES = ("trainer", "logprob", "draft_adapter")  # roles whose inboxes actors of other teams send to
 
@@ -38,9 +37,6 @@ class Run:
         self.book = TicketBook(records.ledger)
         self.crew = Crew(config, server.send)
         self.broadcasts: Broadcasts | None = None  # set once all actors are up
-        self.outboxes: dict[str, Outbox] = {}  # to the generators
-        self._waiting = Waiting()
-        self._waiting.add(server)
         self.stop_reason = ""  # why it ends; "": it continues
         self.failure = ""  # what went wrong, in one line for the user
         self.may_restart, self.resuming = may_restart, False  # `resuming`: the launcher should restart all of it
@@ -71,8 +67,6 @@ class Run:
         crew, config = self.crew, self.config
         self.broadcasts = Broadcasts(config.deployment.host, self.server.send)
         self.broadcasts.devices = {member.name: member.hello.device for member in crew.present}
-        for name in crew.generators:
-            self.open_outbox(name)
         self.welcome()
         roles = ("trainer", "logprob", "logprob_rank")
         receiving = [member.name for role in roles for member in crew.playing(role)]
@@ -101,24 +95,9 @@ class Run:
             names = shared.union(teams[member.leader]) if new else changed.keys() & shared.union(teams[member.leader])
             addresses = {name: told[name] for name in names if name in told}
             if new or addresses:
-                sent = self.server.send(member.name, m.Welcome(addresses, host, port, versions))
-                if sent and not member.condemned:
+                if self.server.send(member.name, m.Welcome(addresses, host, port, versions)):
                     self._welcomed.add(member.name)
-                else:  # it may not arrive, so it gets all addresses the next time
-                    self._welcomed.discard(member.name)
-
-    def open_outbox(self, generator: str) -> None:
-        if generator not in self.outboxes:
-            outbox = self.outboxes[generator] = Outbox(self.crew.members[generator].hello.address)
-            outbox.watched_by(self._waiting)
-
-    def close_outbox(self, generator: str) -> None:
-        if generator in self.outboxes:
-            self._waiting.drop(self.outboxes[generator])
-            self.outboxes.pop(generator).close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a message may have arrived, at most timeout_s. Send tickets for which credit has come back."""
-        for end in self._waiting.wait(timeout_s):
-            if isinstance(end, Outbox):
-                end.flush()
+        """Wait until a message may have arrived, at most timeout_s."""
+        wait([self.server], timeout_s)

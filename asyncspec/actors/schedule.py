@@ -77,7 +77,7 @@ class Schedule:
         training tickets are still to come, evaluations get only what one engine has free, so that these wait less.
         The evaluation of the version that the run starts from goes first: it is measured before anything is trained.
         """
-        book, outboxes, slots = self.run.book, self.run.outboxes, self.config.engine.slots
+        book, server, slots = self.run.book, self.run.server, self.config.engine.slots
         coming = self.next_step < self.config.steps
         first = self.config.eval.pinned or self.clock.version == self.first_step
         load = book.load(self.run.crew.generators) if book.pending else {}
@@ -87,7 +87,7 @@ class Schedule:
                 break
             if (ticket := book.next_for(generator, not coming or load[generator] < slots, first)) is None:
                 break
-            outboxes[generator].put(self.maker.encoded(ticket))
+            server.send(generator, self.maker.encoded(ticket))
             load[generator] += len(ticket.seeds)
 
     def show(self) -> None:

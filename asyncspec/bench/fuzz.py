@@ -31,10 +31,11 @@ from asyncspec.bench.harness import Benchmark, Samples
 from asyncspec.errors import UserError
 from asyncspec.wire import codec, transport, waiting
 from asyncspec.wire import messages as m
-from asyncspec.wire.control import MAX_CONTROL_BYTES, ControlClient, ControlServer
+from asyncspec.wire.control import HEADER, MAX_CONTROL_BYTES, ControlClient, ControlServer
 
 FRAMES, OVERSIZED, STRANGERS, CONFIGS = 1_000_000, 40, 5_000, 1_000
 GOOD_EVERY = 50  # frames, or connections, between two good messages
+_SESSION = bytes(8)  # of the control channel's foreign client
 SETTLE_S = 20.0
 
 
@@ -166,6 +167,7 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
     with _Served() as served:
         queue, control = served.peer(served.inbox.address), served.peer(served.server.address)
         queue.send(b"O")
+        control.send(HEADER.pack(_SESSION, 0, 0))
         originals = [codec.encode(*example) for example in examples()]
         number = 0  # the number of the last queue frame that counts
         for i in itertools.count():
@@ -181,8 +183,9 @@ def fuzz_frames(rng: np.random.Generator, count: int) -> dict[str, float]:
                     if framed
                     else frames
                 )
-            else:
-                sent = frames
+            else:  # without a number, so that each is new
+                framed = rng.random() < 0.95 and bool(frames)
+                sent = [HEADER.pack(_SESSION, 0, 0), *frames] if framed else frames
             if not sent:
                 continue
             counts["tried"] += 1

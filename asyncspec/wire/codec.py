@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncspec.wire.messages import AnyMessage, Arrays, Message
 
-WIRE_VERSION = 18
+WIRE_VERSION = 19
 MAX_DIMENSIONS = 8
 MAX_MESSAGE_BYTES = 1 << 30
 _DTYPES = {"float32", "float16", "int32", "int64", "uint8", "bool"}

@@ -35,7 +35,6 @@ from asyncspec.errors import UserError
 from asyncspec.wire.addresses import url
 from asyncspec.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
 from asyncspec.wire.messages import Arrays, Message
-from asyncspec.wire.waiting import Waiting
 
 _OPEN, _CREDIT, _DATA, _ACK = b"O", b"C", b"D", b"A"
 _NUMBER = struct.Struct("<Q")
@@ -229,15 +228,11 @@ class Inbox:
 class Watched:
     """An end that notices when its connection is lost and when it is up again.
 
-    A subclass sets `socket`; `_monitor` reports the events of that socket.
+    A subclass sets `socket`, and calls `_watch` before it connects.
     """
 
     socket: zmq.Socket
     _monitor: zmq.Socket
-
-    def watched_by(self, waiting: Waiting) -> None:
-        """Have somebody wait for what arrives here, and for changes of the connection."""
-        waiting.add(self, self._monitor)
 
     def _watch(self) -> None:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
