@@ -33,6 +33,20 @@ def write_json(file: Path, content: Any) -> None:
     replace_file(file, json.dumps(content, indent=2) + "\n")
 
 
+def replace_folder(folder: Path, by: Path) -> None:
+    """Give a folder the name of another one, which is removed if it is there.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    before = folder.with_name(folder.name + ".before.partial")
+    shutil.rmtree(before, ignore_errors=True)
+    with suppress(FileNotFoundError):  # renamed first: NFS does not remove a folder while somebody reads a file of it
+        folder.rename(before)
+    by.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder under a temporary name. At the end it gets its name, and takes the place of a folder that has it.
@@ -46,8 +60,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        replace_folder(folder, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

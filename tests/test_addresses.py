@@ -9,7 +9,7 @@ from runs import check_finished
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.errors import UserError
 from asyncspec.wire import transport, waiting
-from asyncspec.wire.addresses import host_and_port, listening, own_address, url
+from asyncspec.wire.addresses import host_and_port, listening, own_address, url, use_ports
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "async.py"
 
@@ -73,13 +73,13 @@ def test_two_nodes_on_one_host_use_loopback(tmp_path):
 
 @pytest.mark.slow
 def test_a_cluster_that_has_only_ipv6_trains(tmp_path):
-    """Also ranks that shard a policy, whose groups torch makes."""
+    """Also ranks that shard a policy, whose groups torch makes; and with a range of ports."""
     try:
         hosts = Hosts(2, version=6)
     except UserError as error:
         pytest.skip(str(error))
     job = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "rl.groups_per_step=4", "data.eval_prompts=8"]
-    job.append("deployment.nodes=trainer:2+logprob,generator")
+    job += ["deployment.nodes=trainer:2+logprob,generator", "deployment.ports=29700-29719"]
     try:
         running = []
         for node in range(2):
@@ -119,3 +119,21 @@ def test_sockets_and_stores_listen_and_connect_at_both_kinds_of_addresses(host):
     finally:
         outbox.close(0)
         inbox.close()
+
+
+def test_sockets_listen_on_the_ports_that_they_may_use_and_say_when_all_are_taken():
+    held = []
+    use_ports("29810-29813")
+    try:
+        for _ in range(2):
+            held.append(listening("127.0.0.1"))
+            held.append(transport.Inbox("127.0.0.1", credits=1))
+        ports = [host_and_port(end.address)[1] for end in held[1::2]] + [end.getsockname()[1] for end in held[::2]]
+        assert sorted(ports) == [29810, 29811, 29812, 29813]
+        for listen in (lambda: listening("127.0.0.1"), lambda: transport.Inbox("127.0.0.1", credits=1)):
+            with pytest.raises(UserError, match="^deployment.ports=29810-29813: all of them are taken on this host; "):
+                listen()
+    finally:
+        use_ports("")
+        for end in held:
+            end.close()

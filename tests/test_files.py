@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from asyncspec.files import LineFiles, replace_file
+from asyncspec.files import LineFiles, new_folder, replace_file
 
 
 def test_lines_are_appended_and_a_file_can_be_begun_anew(tmp_path):
@@ -86,3 +86,17 @@ def test_a_file_that_cannot_be_replaced_is_named(tmp_path, monkeypatch):
     (tmp_path / "rows.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/rows.partial'"):
         replace_file(tmp_path / "rows", "a row\n")
+
+
+def test_a_folder_takes_the_place_of_one_that_cannot_be_removed(tmp_path, monkeypatch):
+    """NFS keeps a folder of which somebody reads a file. It may be renamed."""
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "read").write_text("old")
+    monkeypatch.setattr("shutil.rmtree", lambda folder, ignore_errors: None)
+    with new_folder(tmp_path / "export") as partial:
+        (partial / "new").write_text("new")
+    assert os.listdir(tmp_path / "export") == ["new"]
+    monkeypatch.undo()
+    with new_folder(tmp_path / "export") as partial:
+        pass
+    assert os.listdir(tmp_path) == ["export"]

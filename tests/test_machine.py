@@ -82,3 +82,14 @@ def test_a_run_directory_with_too_long_a_path_is_named(tmp_path, capsys, name):
 def test_an_interrupt_before_the_start_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cli.configuration, "load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert cli.main(["train"]) == 130 and capsys.readouterr().err == "asyncspec train: interrupted\n"
+
+
+def test_a_range_of_ports_with_too_few_for_the_actors_is_named():
+    settings = ["deployment.generators=2", "deployment.nodes=trainer+logprob,2*generator", "deployment.ports=9000-9004"]
+    expected = "^deployment.ports='9000-9004': 5 ports; .* nearest valid choice: deployment.ports=9000-9005$"
+    with pytest.raises(ConfigError, match=expected):
+        machine.check_machine(load("tiny", settings), 0)
+    machine.check_machine(load("tiny", settings), 1)
+    for text in ("9000", "9001-9000", "0-5", "9000-70000", "9000-"):
+        with pytest.raises(ConfigError, match=f"^deployment.ports={text!r}: expected FIRST-LAST, .* 29600-29699$"):
+            load("tiny", [f"deployment.ports={text}"])

@@ -35,6 +35,7 @@ from asyncspec.timing.delays import Delays
 from asyncspec.timing.spans import Recorder
 from asyncspec.wire import messages as m
 from asyncspec.wire import transport, waiting
+from asyncspec.wire.addresses import use_ports
 from asyncspec.wire.control import ControlClient
 from asyncspec.wire.heartbeat import Heart
 
@@ -135,6 +136,7 @@ class Actor(ABC):
         self.log(f"{self.name} starts, pid {os.getpid()}")
         with suppress(OSError):
             Path("/proc/self/comm").write_text(self.name)  # for `top`: forked processes share one command line
+        use_ports(self.config.deployment.ports)
         transport.use_keys(self.spec.run_dir if self.config.deployment.encrypt else None)
         try:
             self.fault("start")

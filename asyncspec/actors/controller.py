@@ -20,6 +20,7 @@ from asyncspec.config import from_yaml
 from asyncspec.faults import Faults
 from asyncspec.report.console import Console
 from asyncspec.wire import transport
+from asyncspec.wire.addresses import use_ports
 from asyncspec.wire.control import ControlServer
 
 
@@ -31,6 +32,7 @@ class Controller:
     def __init__(self, spec: ActorSpec) -> None:
         self.spec, self.config = spec, from_yaml(spec.config_yaml)
         self.run_dir, self.resume = Path(spec.run_dir), spec.resume
+        use_ports(self.config.deployment.ports)
         transport.use_keys(self.run_dir if self.config.deployment.encrypt else None)
         self.fault = Faults(self.config.deployment.faults, "controller", self.run_dir)
         self.server = ControlServer(self.config.deployment.host)

@@ -34,6 +34,7 @@ from asyncspec.errors import ConfigError
 from asyncspec.faults import parse as parse_faults
 from asyncspec.models.chat import parse_variables
 from asyncspec.timing.delays import parse as parse_delays
+from asyncspec.wire.addresses import parse_ports
 
 _ACTOR = re.compile(r"(controller|trainer|logprob\d*|generator\d+|draft_adapter)(_rank\d+)?(\.\d+)?")
 CXX = "a C++ compiler on the PATH (g++, or the one CXX names)"
@@ -77,6 +78,7 @@ def _check_notations(config: Config) -> None:
     for name, parse, example in (
         ("deployment.delays", parse_delays, "generate=0.01,train=0.1"),
         ("deployment.faults", parse_faults, "generator0:swap:2:kill"),
+        ("deployment.ports", parse_ports, "29600-29699"),
         ("data.template_variables", parse_variables, "enable_thinking=false"),
         ("engine.vllm", vllm_options.parse, ""),
     ):

@@ -52,6 +52,11 @@ class DeploymentConfig:
         "auto",
         "address that this host's actors bind to; auto: loopback, or the address at which other hosts reach this one",
     )
+    ports: str = knob(
+        "",
+        "ports that actors listen on, FIRST-LAST, for sites with a firewall between nodes; gloo and NCCL choose "
+        "theirs by themselves; empty: any free port",
+    )
     replacements: int = knob(
         8,
         "draft adapters, generators and one-rank logprob actors that a launcher replaces before all actors restart",

@@ -6,7 +6,6 @@ process whose actor has ended cleanly can play another actor of the same kind.
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -155,7 +154,7 @@ def run(config: Config, resume: bool, start: Callable[[InterruptFlag], Pool], lo
             pool.ended(config, code)
             pool.stop()
         terminal().show_cursor()  # the bars hide it, and a controller that was killed has not shown it again
-        os.close(lock)
+        lock.release()
     return code
 
 

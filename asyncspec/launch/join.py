@@ -9,6 +9,7 @@ has ended.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -58,6 +59,10 @@ class Rendezvous:
             return cls(**json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # NFS: it was replaced meanwhile
+                return None
+            raise
 
 
 def check_first(config: Config, node: int) -> None:

@@ -13,7 +13,7 @@ from asyncspec.config import topology
 from asyncspec.errors import ConfigError, UserError
 from asyncspec.launch import estimate
 from asyncspec.models.shape import PolicyShape
-from asyncspec.wire.addresses import listening
+from asyncspec.wire.addresses import listening, parse_ports
 
 THREADS = 14  # threads of an actor, and the process that starts it; measured
 _CONNECTED_S = 5.0  # for this host to reach itself
@@ -78,6 +78,12 @@ def check_machine(config: configuration.Config, node: int | None = None) -> str:
             f"pidfd_open: {error.strerror}; expected Linux 5.3 or later, and a container that allows this call: actors "
             "are watched with it"
         ) from None
+    ports, needed = parse_ports(config.deployment.ports), len(names) + 2
+    if config.deployment.ports and len(ports) < needed:
+        raise ConfigError(
+            f"deployment.ports={config.deployment.ports!r}: {len(ports)} ports; expected one for each of {len(names)} "
+            f"actors, and two more; nearest valid choice: deployment.ports={ports[0]}-{ports[0] + needed - 1}"
+        )
     wanted = THREADS * (1 + len(names))
     if (found := _threads(wanted)) < wanted:
         raise UserError(

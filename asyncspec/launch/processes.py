@@ -132,7 +132,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         supervisor.close()
         forks.close()
         if rank == 0:
-            os.close(lock)
+            lock.release()
 
 
 def _await_downloads(config: Config, store, key: Callable[[str], str], rank: int, world_size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import fcntl
 import importlib
 import os
 import shutil
@@ -23,6 +22,7 @@ from asyncspec.launch.machine import check_directory
 from asyncspec.launch.preflight import check_inputs
 from asyncspec.ledger import checkpoint
 from asyncspec.loading import gc_paused
+from asyncspec.lock import Lock, Taken
 from asyncspec.timing.metrics import read_rows
 from asyncspec.wire import transport
 
@@ -160,9 +160,9 @@ def _yaml_at(config: configuration.Config, host: str) -> str:
     return configuration.to_yaml(config)
 
 
-def prepare_run_dir(config: configuration.Config, local: bool = True) -> int:
+def prepare_run_dir(config: configuration.Config, local: bool = True) -> Lock:
     """Check the run's inputs, choose, make and lock the run directory, and write config.yaml and the keys into it.
-    Paths become absolute, so that the run resumes from any directory. Returns the lock's descriptor, see `hold`.
+    Paths become absolute, so that the run resumes from any directory. Returns the directory's lock, see `hold`.
 
     Args:
         local: whether the actors compute on this host.
@@ -188,7 +188,7 @@ def prepare_run_dir(config: configuration.Config, local: bool = True) -> int:
         _write_run_dir(config)
         fingerprints.write(config)
     except BaseException:
-        os.close(lock)
+        lock.release()
         raise
     return lock
 
@@ -239,29 +239,20 @@ def prepare_resume(config: configuration.Config, tell: Callable[[str], None] = p
     return version
 
 
-def hold(run_dir: str) -> int:
-    """Lock a run's directory for this process until it ends. Returns the descriptor to keep open.
+def hold(run_dir: str) -> Lock:
+    """Lock a run's directory for this process until it ends.
 
     Raises:
         ConfigError: another process has locked it, or the lock file cannot be opened.
     """
     try:
-        descriptor = os.open(Path(run_dir) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        return Lock(Path(run_dir) / "lock")
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if not isinstance(error, BlockingIOError):
-            raise ConfigError(
-                f"run_dir={run_dir!r}: its file system cannot lock files ({error.strerror}); expected one that can, "
-                "since two runs in one directory would destroy each other; nearest valid choice: another disk"
-            ) from None
+    except Taken:
         raise ConfigError(
             f"run_dir={run_dir!r}: another process is training in it; expected a run that has ended"
         ) from None
-    return descriptor
 
 
 def _write_run_dir(config: configuration.Config, before: str = "") -> None:

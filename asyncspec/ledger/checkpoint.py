@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncspec.errors import Damaged, first_line
+from asyncspec.files import replace_folder
 
 if TYPE_CHECKING:
     from asyncspec.ledger.storage import File, Plan, Word
@@ -207,8 +208,7 @@ class Checkpoints:
             json.dump({"kind": self.kind, "version": version, "files": files}, manifest)
             manifest.flush()
             os.fsync(manifest.fileno())
-        shutil.rmtree(final, ignore_errors=True)  # of the same version, written before a rewind
-        partial.rename(final)
+        replace_folder(final, partial)  # there may be one of the same version, written before a rewind
         _sync(self.folder)
         for _, old in _found(self.folder, self.kind)[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -11,13 +11,13 @@ about the run, not about a ticket: lost, joined, resumed, ended.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from asyncspec import lock
 from asyncspec.deadlines import LEDGER_S
 from asyncspec.files import LineFiles
 from asyncspec.wire.messages import Ticket
@@ -46,7 +46,7 @@ class Ledger:
             OSError: it cannot be opened, or another process still writes it.
         """
         self._file = files.open(FILE)
-        _lock(self._file.descriptor)
+        self._lock = _locked(files.folder / FILE)
         _cut_torn_end(files.folder / FILE)
 
     def write(self, event: str, ticket: Ticket, **details) -> None:
@@ -70,6 +70,7 @@ class Ledger:
 
     def close(self) -> None:
         self._file.close()
+        self._lock.release()
 
 
 def read(run_dir: Path) -> Iterator[dict]:
@@ -101,14 +102,7 @@ def read(run_dir: Path) -> Iterator[dict]:
 
 def written(run_dir: Path) -> bool:
     """Whether a process is writing the ledger now."""
-    with open(run_dir / FILE) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # its file system has no locks, so no run can write there
-            return False
-    return False
+    return lock.held(run_dir / FILE)
 
 
 def torn(run_dir: Path) -> bool:
@@ -151,16 +145,13 @@ def undone(events: Iterable[dict], version: int) -> int:
     return sum(step >= version for step in steps)
 
 
-def _lock(file: int) -> None:
+def _locked(file: Path) -> lock.Lock:
     """Lock the ledger. A controller whose launcher has died may need a moment to release its lock."""
     deadline = time.monotonic() + LEDGER_S
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if not isinstance(error, BlockingIOError):
-                raise OSError(f"{FILE}: its file system cannot lock files: {error.strerror}") from None
+            return lock.Lock(file)
+        except lock.Taken:
             if time.monotonic() > deadline:
                 raise OSError(f"{FILE}: another process is still writing it after {LEDGER_S:.0f} s") from None
             time.sleep(0.05)

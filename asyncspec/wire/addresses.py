@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import random
+import re
 import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+from asyncspec.errors import UserError
+
+_ports = range(0, 1)  # that sockets of this process listen on; 0 stands for any free one
+Made = TypeVar("Made")
 
 
 def own_address(host: str, port: int) -> str:
@@ -33,10 +43,60 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def parse_ports(text: str) -> range:
+    """Parse FIRST-LAST; an empty text stands for any free port.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if not text:
+        return range(0, 1)
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 0 < first <= last < 65536:
+        raise ValueError("expected FIRST-LAST, two ports from 1 to 65535, or nothing")
+    return range(first, last + 1)
+
+
+def use_ports(text: str) -> None:
+    """Have the sockets that this process makes from now on listen on these ports alone; see `parse_ports`."""
+    global _ports
+    _ports = parse_ports(text)
+
+
+def at_some_port(listen: Callable[[int], Made]) -> Made:
+    """Return what `listen` returns at the first port that is free, of those that may be used, in a random order.
+
+    Args:
+        listen: callable(port; 0: any free one), which raises an error with errno EADDRINUSE if the port is taken.
+
+    Raises:
+        UserError: all ports are taken.
+    """
+    for port in random.sample(_ports, len(_ports)):
+        try:
+            return listen(port)
+        except Exception as error:  # ZeroMQ's errors have a number, too
+            if getattr(error, "errno", 0) != errno.EADDRINUSE or not port:
+                raise
+    raise UserError(
+        f"deployment.ports={_ports[0]}-{_ports[-1]}: all of them are taken on this host; expected one free port for "
+        "each of its actors, and two more on the first node"
+    )
+
+
 def listening(host: str, port: int = 0) -> socket.socket:
-    """Return a TCP socket that listens at this host's address, at any free port if the port is 0.
+    """Return a TCP socket that listens at this host's address.
+
+    Args:
+        port: 0: a free one of those that may be used.
 
     Raises:
         OSError: it is not an address of this host, or the port is taken.
+        UserError: all ports that may be used are taken.
     """
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+    def listen(port: int) -> socket.socket:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+    return listen(port) if port else at_some_port(listen)

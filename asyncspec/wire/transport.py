@@ -32,7 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 from asyncspec.clock import now
 from asyncspec.deadlines import DATA_LINGER_S, QUEUE_BEAT_S, QUEUE_SILENT_S
 from asyncspec.errors import UserError
-from asyncspec.wire.addresses import url
+from asyncspec.wire.addresses import at_some_port, url
 from asyncspec.wire.codec import MAX_MESSAGE_BYTES, WireError, decode, encode
 from asyncspec.wire.messages import Arrays, Message
 
@@ -121,9 +121,14 @@ def connect(socket: zmq.Socket, address: str) -> None:
 
 
 def bind(socket: zmq.Socket, host: str) -> str:
-    """Bind to a free port of `host`; return the address for others to connect to."""
+    """Bind to a free port of `host`; return the address for others to connect to.
+
+    Raises:
+        UserError: all ports that may be used are taken.
+    """
     socket.ipv6 = ":" in host
-    return url(host, socket.bind_to_random_port(url(host, "").removesuffix(":")))
+    at_some_port(lambda port: socket.bind(url(host, port or "*")))
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _bytes(frames: list) -> int:
