@@ -211,18 +211,26 @@ def _add_doctor(commands) -> None:
         description="Show what a run would place where and how much memory each part takes, and check this host:\n"
         "versions, GPUs, NCCL, addresses, memory. Under torchrun, with one rank on each node, also check\n"
         "whether the nodes reach each other and share a file system, and how far apart their clocks are:\n\n"
-        "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n\n"
+        "  torchrun --nnodes 16 --nproc-per-node 1 ... --no-python asyncspec doctor --config qwen3_8b_12plus4\n"
+        "  RAY_ADDRESS=HEAD:6379 asyncspec doctor --launcher ray --config qwen3_8b_12plus4\n\n"
+        "A table shows in what the nodes differ: versions, files, limits, networks, variables.\n"
         "The exit code is 1 if a check fails.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_configuration(doctor)
+    doctor.add_argument(
+        "--launcher",
+        choices=("auto", "ray"),
+        default="auto",
+        help="auto: check this host, or the nodes of the torchrun that starts this; ray: those of a Ray cluster",
+    )
     doctor.set_defaults(run=_doctor, parser=doctor)
 
 
 def _doctor(args) -> int:
     from asyncspec.commands.doctor import examine
 
-    return examine(configuration.load(args.config, args.overrides))
+    return examine(configuration.load(args.config, args.overrides), args.launcher)
 
 
 def _add_configuration(parser) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -14,15 +15,20 @@ from runs import TORCHRUN
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncspec.commands.doctor import HEADROOM, judge
+from asyncspec.bench.namespaces import Hosts
+from asyncspec.commands import differences
+from asyncspec.commands.doctor import _differences
 from asyncspec.commands.meeting import Node
-from asyncspec.config import load
+from asyncspec.commands.placement import HEADROOM, judge
+from asyncspec.config import load, resolve_path
+from asyncspec.console import terminal
 from asyncspec.drafters.make import drafter_for
 from asyncspec.drafts import draft as drafts
 from asyncspec.drafts.supervision import Supervision, Target
 from asyncspec.drafts.training import unrolled_loss
 from asyncspec.engine.protocol import Request
 from asyncspec.engine.torch_engine import TorchEngine
+from asyncspec.errors import UserError
 from asyncspec.launch import estimate
 from asyncspec.models import eagle3, policy, sizes
 from asyncspec.speculation.verify import Sampling
@@ -291,3 +297,61 @@ def test_missing_nodes_give_one_line(tmp_path):
         launcher=(*TORCHRUN, "--nproc-per-node", "2", "-m", "asyncspec.cli"),
     )
     assert code != 0 and "names 3 nodes" in said and "torchrun --nnodes 3" in said
+
+
+@pytest.mark.slow
+def test_nodes_are_told_in_what_they_differ(tmp_path):
+    """Hosts in network namespaces: one has another variable and another MTU. No key is shown."""
+    try:
+        hosts = Hosts(2)
+    except UserError as error:
+        pytest.skip(str(error))
+    start = """
+import os, sys
+os.chdir(sys.argv[1])
+if sys.argv[2] == "1":
+    os.environ |= {"NCCL_IB_DISABLE": "1", "VLLM_API_KEY": "secret"}
+os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
+"""
+
+    try:
+        subprocess.run(["ip", "-n", f"{hosts.name}n1", "link", "set", f"{hosts.name}i1", "mtu", "1400"], check=True)
+        running = []
+        for node in range(2):
+            where = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-port", "29516"]
+            rest = ["--no-python", "asyncspec", "doctor", "deployment.nodes=trainer+logprob,generator"]
+            command = ["-m", "torch.distributed.run", *where, "--master-addr", hosts.address(0), *rest]
+            output = tmp_path / f"{node}.log"
+            running.append((hosts.start(node, ["-c", start, str(tmp_path), str(node), *command], output), output))
+        codes, said = [process.wait(120) for process, _ in running], running[0][1].read_text()
+    finally:
+        hosts.close()
+    assert codes == [0, 0], said + running[1][1].read_text()
+    assert re.search(r"NCCL_IB_DISABLE.*none.*0 .*\n.*1 +│ 1 ", said), said
+    assert re.search(r"network +│ \w+i0, MTU 1500.*│ 0 .*\n.*\w+i1, MTU 1400.*│ 1 ", said), said
+    assert "secret" not in said and "torch" not in said[said.index("what differs") : said.index("ok  ")]
+
+
+def test_what_nodes_must_have_in_common_is_wrong_where_it_differs(capsys):
+    told = [{"torch": "2.13.0", "kernel": "6.1"}] * 3 + [{"torch": "2.12.0", "kernel": "6.2"}, {"kernel": "6.1"}]
+    assert differences.differing(told) == {
+        "torch": {"2.13.0": [0, 1, 2], "2.12.0": [3], "none": [4]},
+        "kernel": {"6.1": [0, 1, 2, 4], "6.2": [3]},
+    }
+    assert differences.numbers([0, 1, 2, 4, 7, 8]) == "0-2, 4, 7-8"
+    nodes = [Node(f"host{i}", "", [], 1e9, 8, facts=facts) for i, facts in enumerate(told)]
+    found = _differences(terminal(width=100), nodes)
+    assert [finding.text for finding in found] == ["torch differs between nodes; expected the same on all of them"]
+    assert not found[0].ok and "kernel" in capsys.readouterr().out
+
+
+def test_a_change_of_the_package_or_of_a_models_files_shows(tmp_path, monkeypatch):
+    shutil.copytree(resolve_path("asset:tiny/policy"), tmp_path / "model")
+    config = load("tiny", [f"model.path={tmp_path}/model", "speculation.method=none"])
+    before = differences.facts(config, "127.0.0.1")
+    assert before["network"].startswith("lo, MTU")
+    with open(tmp_path / "model" / "config.json", "a") as file:
+        file.write(" ")
+    monkeypatch.setattr(differences.asyncspec, "__file__", str(tmp_path / "__init__.py"))
+    after = differences.facts(config, "127.0.0.1")
+    assert {name for name in after if after[name] != before[name]} == {"asyncspec", "model.path"}

@@ -253,3 +253,25 @@ def test_a_missing_ray_package_gives_one_line(tmp_path):
         2,
         'asyncspec: --launcher ray: ray is not installed; expected pip install -e ".[ray]"\n',
     )
+
+
+def test_the_doctor_has_every_node_of_a_cluster_check_itself(tmp_path, cluster):
+    command = [sys.executable, "-m", "asyncspec", "doctor", "--launcher", "ray"]
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+
+    def doctor(layout):
+        done = subprocess.run(
+            [*command, f"deployment.nodes={layout}"],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = doctor("trainer+logprob,generator")
+    assert code == 0 and "all checks passed" in said and "3 nodes have the same versions" in said, said
+    assert len(re.findall(r"[+-]\d+\.\d ms", said)) == 3 and "nothing" in said, said
+    code, said = doctor("trainer+logprob,3*generator")
+    assert code == 1 and "WRONG 3 nodes; expected 4, as in deployment.nodes" in said, said

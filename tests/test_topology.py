@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from policies import POLICY_8B
 
 from asyncspec.actors.crew import actor_names, computing
-from asyncspec.commands.doctor import judge
 from asyncspec.commands.meeting import Node
+from asyncspec.commands.placement import judge
 from asyncspec.config import ConfigError, load, topology
 
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from asyncspec.commands.differences import facts
 from asyncspec.config import Config
 from asyncspec.wire.addresses import host_and_port, listening, url
 
@@ -21,6 +22,7 @@ ROUND_TRIPS = 20
 class Finding:
     ok: bool
     text: str
+    warning: bool = False  # nothing fails, but somebody should know
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Node:
     cores: int
     findings: list[Finding] = field(default_factory=list)
     skew_s: float = 0.0
+    disk_mb_s: float = 0.0  # at which the run's directory is written; 0: not measured
+    facts: dict[str, str] = field(default_factory=dict)  # see differences.py
 
 
 def run_folder(config: Config) -> Path:
@@ -44,8 +48,8 @@ def run_folder(config: Config) -> Path:
     return folder
 
 
-def meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
-    """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks."""
+def under_torchrun(config: Config, here: Node, rank: int, size: int) -> list[Node]:
+    """Let this host and those of torchrun's other ranks `meet`."""
     from torch.distributed import TCPStore
 
     from asyncspec.launch import torchrun
@@ -53,6 +57,17 @@ def meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
     here.address = torchrun.address(store, "doctor/own/".__add__, rank, size)
+    return meet(config, here, rank, size, store)
+
+
+def meet(config: Config, here: Node, rank: int, size: int, store) -> list[Node]:
+    """Check what works between nodes. Returns what each node reports on rank 0, and nothing on other ranks.
+
+    Args:
+        here: this node, with its address.
+        store: a TCPStore that all nodes reach.
+    """
+    here.facts = facts(config, here.address)
     listener = listening(here.address)
     store.set(f"doctor/address/{rank}", url(here.address, listener.getsockname()[1]))
     for other in range(size):
@@ -62,10 +77,11 @@ def meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
         except OSError as error:
             here.findings.append(
                 Finding(
-                    False, f"cannot reach node {other} at {host}: {error}; all nodes must reach each other on any port"
+                    False,
+                    f"cannot reach node {other} at {host}: {error}; all nodes must reach each other on these ports",
                 )
             )
-    here.findings.append(_same_files(config, store, rank))
+    here.findings.append(_same_files(config, store, rank, size))
     if rank:
         here.skew_s = _skew(store, rank)
     else:
@@ -79,7 +95,7 @@ def meet(config: Config, here: Node, rank: int, size: int) -> list[Node]:
     return [Node(**{**node, "findings": [Finding(**f) for f in node["findings"]]}) for node in said]
 
 
-def _same_files(config: Config, store, rank: int) -> Finding:
+def _same_files(config: Config, store, rank: int, size: int) -> Finding:
     """Check that all nodes see the directory that runs are written to: keys, checkpoints and logs go there."""
     folder = run_folder(config)
     if rank == 0:
@@ -89,7 +105,7 @@ def _same_files(config: Config, store, rank: int) -> Finding:
         except OSError as error:
             file, problem = folder, error.strerror
         store.set("doctor/file", str(file))
-        for other in range(1, int(os.environ["WORLD_SIZE"])):
+        for other in range(1, size):
             store.get(f"doctor/seen/{other}")
         if file == folder:
             return Finding(False, f"{folder}: {problem}; expected a directory to write to")

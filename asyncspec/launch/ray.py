@@ -103,7 +103,7 @@ class _Pool(attempts.Pool):
             KeyboardInterrupt: the user interrupted the wait.
         """
         super().__init__()
-        _connect(Path(config.run_dir).name)
+        connect(Path(config.run_dir).name)
         interrupt.arm()  # Ray has replaced the handler of SIGTERM
         names = {"controller": "controller", **actor_names(config)}
         placed = (
@@ -274,7 +274,7 @@ def _outcome(reference) -> object:
         return error
 
 
-def _connect(namespace: str) -> None:
+def connect(namespace: str) -> None:
     """Join the cluster of RAY_ADDRESS, or the one that `ray start` has made on this host. Without either, start a
     cluster that lives as long as this process.
     """
