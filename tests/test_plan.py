@@ -1,6 +1,7 @@
 """asyncspec plan: its choices, the configuration that it writes, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
@@ -128,3 +129,29 @@ def test_no_node_has_more_actors_than_gpus(gpus, name):
 def job_of(gpus, name):
     lengths, acceptance = Lengths(1000, 0.5, 4000), Acceptance.of_length(2.8, 3)
     return Job(known_model("Qwen/Qwen3-8B"), gpu(name), gpus, 1, 16, 8, lengths, 200.0, "eagle3", acceptance)
+
+
+def test_a_shipped_configuration_is_predicted_without_its_files(capsys, tmp_path):
+    """The slower of the trainer and the engines sets the step. With fewer GPUs that train, it is longer."""
+    steps = []
+    for number, nodes in enumerate(("4*trainer:5+logprob:3,12*generator:8", "4*trainer:2+logprob:6,12*generator:8")):
+        text = (configuration.CONFIG_DIR / "qwen3_8b_12plus4.yaml").read_text()
+        assert "nodes: 4*trainer:5+logprob:3,12*generator:8\n" in text
+        (tmp_path / f"{number}.yaml").write_text(text.replace("4*trainer:5+logprob:3,12*generator:8", nodes))
+        flags = ["--config", str(tmp_path / f"{number}.yaml"), "--model", "Qwen/Qwen3-8B", "--hardware", "H200"]
+        assert main(["plan", *flags, "--tokens", "6000"]) == 0
+        said = capsys.readouterr().out
+        assert "on 128 H200, policy lag 1" in said and "A generator has 48 slots, of which the lag fills 32." in said
+        steps.append([float(value) for value in re.findall(r"│ +([0-9.]+) │ +([0-9.]+) │", said)[0]])
+    (balanced, training), (slow, slow_training) = steps
+    assert training <= balanced < 1.1 * training and slow_training == pytest.approx(2.5 * training, abs=0.2)
+    assert slow == pytest.approx(slow_training, rel=0.05)
+    assert not list(tmp_path.glob("plan*"))
+
+
+def test_a_configuration_that_cannot_be_predicted_is_refused(capsys):
+    flags = ["--model", "Qwen/Qwen3-8B", "--hardware", "H200"]
+    assert main(["plan", "--config", "tiny", *flags]) == 2
+    assert "--config tiny: engine.kind=torch: expected vllm, which is simulated" in capsys.readouterr().err
+    assert main(["plan", "--config", "qwen3_8b", *flags]) == 2
+    assert "--config qwen3_8b: no such file; expected a YAML file or one of" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from asyncspec.actors.crew import actor_names, computing
 from asyncspec.commands.meeting import Node
 from asyncspec.commands.placement import judge
 from asyncspec.config import ConfigError, load, topology
+from asyncspec.models import sizes
 
 counts = st.dictionaries(st.sampled_from(topology.ROLES[:3]), st.integers(1, 9), min_size=1)
 
@@ -211,8 +212,28 @@ def test_shipped_topologies_have_the_stated_nodes_and_fit_on_them(name, nodes, g
         judged = judge(loaded, config, placed, names, [Node("h", "a", [141e9] * gpus, 1e12, 64)] * nodes)
         said = [f.text for _, _, found in judged for f in found]
         assert not [f.text for _, _, found in judged for f in found if not f.ok]
+        assert not any(f.warning for _, _, found in judged for f in found)
+        cache = next(text for text in said if text.startswith("a generator's KV cache has room for some 537,897 pos"))
         assert {
             f"node 0: {'trainer_rank1' if name == 'qwen3_8b_32gpu' else 'logprob'} and draft_adapter share a GPU",
             "policy weights travel over NCCL",
             "draft weights travel over NCCL",
+            cache,
         } == set(said)
+
+
+def test_doctor_notes_slots_that_a_cache_cannot_fill_and_weights_that_take_the_slow_way():
+    """By hand: 70% of 80 GB, less 16.4 GB of weights, at 147,456 bytes a position."""
+    settings = ["engine.kind=vllm", "speculation.method=none", "deployment.device=auto", "model.dtype=bfloat16"]
+    settings.append("trainer.ranks=4")
+    positions = (0.7 * 80e9 - 2 * sizes.parameters(POLICY_8B)) / 147_456
+    for slots, warned in ((29, False), (30, True)):
+        loaded = load("tiny", [*settings, f"engine.slots={slots}", "engine.gpu_memory_utilization=0.7"])
+        loaded.sampling.max_response_tokens, loaded.engine.max_prompt_tokens = 16384, 2048
+        names = {"controller": "controller", **actor_names(loaded)}
+        nodes = [Node("h", "a", [80e9] * 5, 1e12, 64)]
+        found = [f for _, _, found in judge(loaded, POLICY_8B, [list(names)], names, nodes) for f in found]
+        cache = next(f for f in found if "KV cache" in f.text)
+        assert cache.warning == warned and f"room for some {int(positions):,} positions" in cache.text
+        slow = next(f for f in found if "policy weights travel" in f.text)
+        assert slow.ok and slow.warning and "gloo, through host memory: some members share a GPU, 16.4 GB" in slow.text

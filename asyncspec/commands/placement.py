@@ -29,6 +29,7 @@ def judge(
         nodes: what each node has; only the first one's if only that was checked.
     """
     result, where_dealt = [], {}
+    smallest = math.inf  # bytes of the smallest GPU that generates, as far as that is known
     for index, here in enumerate(placed):
         known = nodes[index] if index < len(nodes) else None
         needs = {name: HEADROOM * sum(estimate.of_actor(config, policy, names[name]).values()) for name in here}
@@ -52,6 +53,8 @@ def judge(
         findings = []
         if room is not None and not on_cpu and (wrong := _vllm_too_large(config, policy, needs, names, room)):
             findings.append(Finding(False, f"node {index}: {wrong}"))
+        if room is not None and not on_cpu and "generator" in map(names.get, here):
+            smallest = min(room, smallest)
         if room is not None and needed > room:
             fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
             parts = estimate.of_actor(config, policy, names[fullest])
@@ -88,9 +91,29 @@ def judge(
                 )
             )
         result.append((summary(here), f"{needed / 1e9:.1f} GB of {where}", findings))
+    if smallest < math.inf and config.engine.kind == "vllm":
+        result[0][2].append(_cache(config, policy, smallest))
     if where_dealt and len(nodes) == len(placed):
         result[0][2].extend(_broadcasts(config, policy, names, where_dealt))
     return result
+
+
+def _cache(config: Config, policy: dict, room: float) -> Finding:
+    """Compare the positions that fit into the KV cache of a generator with vLLM with those that its slots may need."""
+    positions = int(estimate.vllm_positions(config, policy, room))
+    longest, slots = config.engine.max_prompt_tokens + config.sampling.max_response_tokens, config.engine.slots
+    told = (
+        f"a generator's KV cache has room for some {positions:,} positions, {positions // slots:,} for each of "
+        f"engine.slots={slots}; a sequence may have {longest:,}"
+    )
+    fitting = max(1, 2 * positions // longest)
+    if fitting >= slots:
+        return Finding(True, told)
+    return Finding(
+        True,
+        f"{told}. If sequences are half as long, {fitting} fit; vLLM computes those again that it has no room for",
+        warning=True,
+    )
 
 
 def _vllm_too_large(config: Config, policy: dict, here: Iterable[str], names: dict[str, str], room: float) -> str:

@@ -29,6 +29,8 @@ def add_parser(commands) -> None:
         description="Simulate a model on GPUs that one need not have, and choose: the draft length, or no speculation; "
         "how many GPUs generate, train and compute logprobs; ranks of a generator; its slots. Writes a table, pictures "
         "and a configuration to --out. Needs --model and --gpus. This takes up to a minute.\n\n"
+        "With --config, it says what that configuration would do instead: the seconds of a step, and what they wait "
+        "for. It takes the GPUs, prompts, rollouts, lag and longest response from there.\n\n"
         "With --hardware this, it simulates a run of this machine instead, with other slots, draft lengths and numbers "
         "of generators. Needs --run; of the other flags only --lag and --out count.",
     )
@@ -41,6 +43,7 @@ def add_parser(commands) -> None:
         metavar="RUN",
         help="with --hardware this: a run here that `asyncspec simulate calibrate` has fitted",
     )
+    add("--config", metavar="NAME", help="YAML file, or the name of a shipped config, to predict; no file is written")
     add("--gpus", type=int, metavar="N", help="number of GPUs")
     add("--lag", type=int, metavar="L", help="policy lag (default: 1; with --run that of the run)")
     add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")
@@ -86,7 +89,12 @@ def _need(held: bool, flag: str, value: Any, expected: str) -> None:
         raise UserError(f"--{flag} {value}: expected {expected}")
 
 
-def _job(args) -> Job:
+def job_of(args) -> Job:
+    """Return the job of the flags, some of which get their defaults.
+
+    Raises:
+        UserError: a flag is missing, or has an impossible value.
+    """
     from asyncspec.simulate.devices import gpu
     from asyncspec.simulate.planner import Job
     from asyncspec.simulate.workload import Acceptance, Lengths
@@ -140,12 +148,16 @@ def _plan(args) -> int:
             _need(getattr(args, flag) is None, flag, getattr(args, flag), "no such flag with --hardware this")
         _need(args.lag is None or 0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
         return plan_here(args, output_directory(args.out))
+    if args.config is not None:
+        from asyncspec.commands.plan_config import predict
+
+        return predict(args)
     from rich.table import Table
 
     from asyncspec.console import terminal
     from asyncspec.simulate.planner import plan
 
-    job, console = _job(args), terminal()
+    job, console = job_of(args), terminal()
     out = output_directory(args.out)
     found = plan(job)
     if not found:
@@ -167,7 +179,7 @@ def _plan(args) -> int:
     console.print("GPUs: those that train + those that compute logprobs. Waits: for generation + for logprobs.")
     if plain is not None and plain is not best:
         console.print(f"With speculation a step is {plain.step_s / best.step_s:.2f} times as fast as without.")
-    console.print(_basis(best))
+    console.print(basis(best))
     if best.choice.degree > job.gpu.gpus_per_node:
         console.print(_wide(job, best.choice.degree))
     (out / "plan.yaml").write_text(configuration(args, job, best))
@@ -179,7 +191,7 @@ def _plan(args) -> int:
     return 0
 
 
-def _basis(best: Outcome) -> str:
+def basis(best: Outcome) -> str:
     """Say what the times rest on."""
     if best.source == "roofline":
         return "There is no table for this model on these GPUs: times are from a roofline, and may be off by half."

@@ -28,12 +28,13 @@ from asyncspec.config.schema import Config, default_of
 from asyncspec.errors import ConfigError, first_line
 
 
-def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
+def load(config: str = "tiny", overrides: typing.Sequence[str] = (), files: bool = True) -> Config:
     """Compose and check a configuration. What it names on a hub is downloaded, and the names get their commits.
 
     Args:
         config: path of a YAML file, or the name of one in the package's configs folder ("tiny").
         overrides: "a.b=value" strings, applied last, in order.
+        files: whether to check and download the files that it names.
 
     Raises:
         ConfigError: the file or an override is wrong; one line that says what was expected.
@@ -70,9 +71,10 @@ def load(config: str = "tiny", overrides: typing.Sequence[str] = ()) -> Config:
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{key}: {first_line(error)}; expected {_expected(key)}") from None
     check_values(result)
-    fetch(result)
-    check_files(result)  # before gigabytes are downloaded
-    fetch_weights(result)
+    if files:
+        fetch(result)
+        check_files(result)  # before gigabytes are downloaded
+        fetch_weights(result)
     return result
 
 

@@ -171,6 +171,19 @@ def with_vllm(config: Config, policy: dict, room: float) -> float:
     return config.engine.gpu_memory_utilization * room + arriving + OUTSIDE_VLLM
 
 
+def vllm_positions(config: Config, policy: dict, room: float) -> float:
+    """Positions that the KV cache of a generator with vLLM has room for: what its share of the GPU leaves beside the
+    weights. vLLM's own working memory comes on top of these.
+
+    Args:
+        room: bytes of the GPU.
+    """
+    parts = of_actor(config, policy, "generator")
+    cached = parts["KV cache of a sequence"] / (config.engine.max_prompt_tokens + config.sampling.max_response_tokens)
+    beside = parts["weights"] + parts.get("draft", 0.0) / 2
+    return (config.engine.gpu_memory_utilization * room - beside) / cached
+
+
 def least_ranks(config: Config, policy: dict, room: float, above: int = 0) -> int:
     """Return the least engine.tensor_parallel, a power of two, with which weights, a sequence and an arriving version
     fit on GPUs of so many bytes; 0 if none up to 64 does.
@@ -287,11 +300,19 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # Each of several ranks keeps its part of two versions: one waits for the other ranks, one arrives, tensor by
         # tensor. The embedding is the largest tensor that arrives, and the largest block that is loaded.
         arriving = T if ranks == 1 else 2 * T if frozen else 2 * P / ranks + 2 * V * policy["hidden_size"]
+        cached, draft = kv_bytes_per_token(policy, element) / shares, {}
+        if config.speculation.method in FEATURES:
+            cfg = draft_config(config)
+            own = cfg | {"num_hidden_layers": 1} if FEATURES[config.speculation.method] else cfg
+            cached += kv_bytes_per_token(own, element) / shares
+            # with one that arrives
+            draft = {"draft": 2 * element * draft_parameters(config.speculation.method, cfg) / ranks}
         # vLLM gives its cache what engine.gpu_memory_utilization leaves. That must have room for one sequence.
         return {
             "weights": element * P / ranks,
             "arriving weights": element * arriving,
-            "KV cache of a sequence": kv_bytes_per_token(policy, element) * longest / shares,
+            "KV cache of a sequence": cached * longest,
+            **draft,
         }
     if role == "generator" and config.engine.kind == "sglang":
         # twice: a copy, and a file in memory
