@@ -97,6 +97,7 @@ class Broadcasts:
     def remove(self, name: str) -> None:
         """Remove a member from its groups, each of which gets a new epoch. A group without a sender waits for one."""
         for kind, members in self.members.items():
+            self._told.pop((kind, name), None)
             if name in members:
                 if members[0] == name:
                     self._headless.add(kind)

@@ -82,7 +82,7 @@ class Conductor:
                 "controller", f"{type(error).__name__}: {first_line(error)}", isinstance(error, UserError)
             )
         self._end()
-        self.status.write(lambda: "", force=True)
+        self.status.write(lambda: "", last=True)
         if endpoint is not None:
             endpoint.close()
 
@@ -251,6 +251,7 @@ class Conductor:
             for member in left:  # repeatedly: an actor that is still starting connects later
                 run.server.send(member.name, m.Stop(run.stop_reason))
             self._listen_for(0.2)
+            self.status.write(lambda: f"{_names(self._awaited())} to stop")
             if finished:
                 self._watch()
         missing = self._awaited()

@@ -33,20 +33,21 @@ class StatusFile:
         self._written, self._began = 0.0, time.time()
         self.latest: Status | None = None
 
-    def write(self, waits_for: Callable[[], str], force: bool = False) -> None:
+    def write(self, waits_for: Callable[[], str], last: bool = False) -> None:
         """Write the file, if that is due. A disk that is full loses it, and nothing else.
 
         Args:
             waits_for: returns what the run waits for, in words.
+            last: whether the run has ended. Until then one that stops still goes on.
         """
-        if not force and time.monotonic() - self._written < EVERY_S:
+        if not last and time.monotonic() - self._written < EVERY_S:
             return
         self._written = time.monotonic()
-        self.latest = self.status(waits_for())
+        self.latest = self.status(waits_for(), last)
         with suppress(OSError):
             replace_file(self._file, msgspec.json.encode(self.latest) + b"\n")
 
-    def status(self, waits_for: str) -> Status:
+    def status(self, waits_for: str, last: bool) -> Status:
         """Return what the file says."""
         run, schedule, records = self.run, self.schedule, self.run.records
         present = run.crew.present
@@ -56,7 +57,7 @@ class StatusFile:
         return Status(
             time=time.time(),
             began=self._began,
-            ended=run.stop_reason,
+            ended=run.stop_reason if last else "",
             failure=run.failure,
             step=schedule.trained_steps,
             steps=run.config.steps,

@@ -81,6 +81,9 @@ BENCHMARKS = {
     "context": Listed(
         "asyncspec.bench.context", "the memory of trainer ranks that share a sequence of up to 65,536 tokens", 15
     ),
+    "deal": Listed(
+        "asyncspec.bench.deal", "what the trainer's first rank does with a step's groups, on 16 and 128 nodes", 2
+    ),
     "controller": Listed(
         "asyncspec.bench.controller", "what the controller does for 130, 1,000 and 8,000 actors, played by stubs", 5
     ),
