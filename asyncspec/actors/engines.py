@@ -44,7 +44,8 @@ def make_engine(config: Config, device: str, index: int = 0, ranks: Ranks | None
     for name, capacity in ONEDNN_CACHES.items():
         os.environ.setdefault(name, capacity)  # oneDNN reads them at its first use
     path = resolve_path(config.model.path)
-    model, shape = policy.load(path, positions=1)  # it runs no pass
+    dtype = getattr(torch, config.model.dtype)
+    model, shape = policy.load(path, positions=1, dtype=dtype)  # it runs no pass
     engine = TorchEngine(
         shape,
         drafter_maker(config.speculation.method, resolve_path(config.draft_directory), shape),
@@ -57,7 +58,7 @@ def make_engine(config: Config, device: str, index: int = 0, ranks: Ranks | None
         kept=config.kept,
         routing=config.rl.routing_replay,
         device=device,
-        dtype=getattr(torch, config.model.dtype),
+        dtype=dtype,
     )
     engine.load_policy(dict(model.named_parameters()), 0)
     engine.draft_version = 0

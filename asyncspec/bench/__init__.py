@@ -84,6 +84,9 @@ BENCHMARKS = {
     "deal": Listed(
         "asyncspec.bench.deal", "what the trainer's first rank does with a step's groups, on 16 and 128 nodes", 2
     ),
+    "memory": Listed(
+        "asyncspec.bench.memory", "what doctor says that an actor needs, against what its process held", 8
+    ),
     "controller": Listed(
         "asyncspec.bench.controller", "what the controller does for 130, 1,000 and 8,000 actors, played by stubs", 5
     ),

@@ -7,6 +7,8 @@ trained. Lengths are log-normal, with a median of 5,000 tokens, sigma 0.6, and 1
 - gb_s: bytes of groups that the first rank handles in a second of its main thread's time.
 - step_s: those seconds for a step of 12 + 4 nodes of 8 GPUs, 96 groups of 16 responses, over 20 ranks.
 - step_128_s: the same for 128 nodes, 768 groups over 160 ranks.
+- fullest: tokens of the fullest of 20 ranks over their mean, if each group went straight to one of them, in turn. Drawn
+  for responses whose lengths are independent, and with half of the logarithm's variance shared by a prompt's responses.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from asyncspec.wire import transport, waiting
 
 SIZES = {"16 nodes": (96, 20), "128 nodes": (768, 160)}  # groups of a step, ranks
 RESPONSES, MEDIAN, SIGMA, LONGEST, PROMPT, PASS, VOCABULARY = 16, 5000, 0.6, 16384, 200, 18432, 150_000
+IN_TURN, DRAWS = {"independent": 0.0, "shared": 0.5}, 200  # see `fullest`
 KINDS = 8  # groups that are made; they are sent again and again
 
 
@@ -91,13 +94,32 @@ def dealt(groups: int, ranks: int) -> tuple[float, int]:
     return seconds, size
 
 
+def fullest(shared: float, seed: int) -> float:
+    """Return the tokens of the fullest rank over their mean, with whole groups.
+
+    Args:
+        shared: the share of the variance that the responses to a prompt have in common.
+    """
+    groups, ranks = SIZES["16 nodes"]
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(DRAWS):
+        normal = np.sqrt(shared) * rng.standard_normal((groups, 1))
+        normal = normal + np.sqrt(1 - shared) * rng.standard_normal((groups, RESPONSES))
+        tokens = np.minimum(MEDIAN * np.exp(SIGMA * normal), LONGEST).sum(1)
+        of_ranks = [tokens[rank::ranks].sum() for rank in range(ranks)]
+        found.append(max(of_ranks) / (tokens.sum() / ranks))
+    return float(np.mean(found))
+
+
 class DealBenchmark(Benchmark):
     name = "deal"
     repeats = 5
-    variants = tuple(SIZES)
-    columns = ("gb_s", "step_s")
+    variants = (*SIZES, *IN_TURN)
+    columns = ("gb_s", "step_s", "fullest")
 
     def measure(self, variant: str, repetition: int) -> dict[str, float]:
+        if variant in IN_TURN:
+            return {"fullest": fullest(IN_TURN[variant], repetition)}
         seconds, size = dealt(*SIZES[variant])
         return {"gb_s": size / 1e9 / seconds, "step_s": seconds}
 
@@ -107,6 +129,7 @@ class DealBenchmark(Benchmark):
             "gb_s": median(samples, first, "gb_s"),
             "step_s": median(samples, first, "step_s"),
             "step_128_s": median(samples, last, "step_s"),
+            **{f"fullest_{name}": median(samples, name, "fullest") for name in IN_TURN},
         }
 
     def plot(self, axes, samples: Samples) -> None:

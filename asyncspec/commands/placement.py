@@ -32,15 +32,13 @@ def judge(
     smallest = math.inf  # bytes of the smallest GPU that generates, as far as that is known
     for index, here in enumerate(placed):
         known = nodes[index] if index < len(nodes) else None
-        needs = {name: HEADROOM * sum(estimate.of_actor(config, policy, names[name]).values()) for name in here}
         on_devices = computing(config, {name: names[name] for name in here})
         on_cpu = (
             config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
         )
+        held = {name: estimate.of_actor(config, policy, names[name], on_cpu) for name in here}
+        needs = {name: HEADROOM * sum(parts.values()) for name, parts in held.items()}
         if on_cpu:
-            needs = {
-                name: size + HEADROOM * estimate.beside(config, policy, names[name]) for name, size in needs.items()
-            }
             needed, where = sum(needs.values()), "memory"
             room = known.memory if known else None
         else:
@@ -57,7 +55,7 @@ def judge(
             smallest = min(room, smallest)
         if room is not None and needed > room:
             fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
-            parts = estimate.of_actor(config, policy, names[fullest])
+            parts = held[fullest]
             findings.append(
                 Finding(
                     False,

@@ -1,20 +1,23 @@
 """Estimates the memory of each actor, in bytes by purpose, from the configuration and the policy's config.json alone.
 
-Weights and moments are exact, and so is the KV cache, up to its alignment (at most `LINE` positions a row).
-Activations of a pass are counted as `activations` says, which was fitted to measurements; a draft model's follow
-Korthikanti et al. 2022, arXiv 2205.05198. Allocators and libraries come on top.
+Weights and moments are exact, and so is the KV cache, up to its alignment (at most `LINE` positions a row). What a pass
+keeps was counted from the tensors that torch saves; a draft model's activations follow Korthikanti et al. 2022, arXiv
+2205.05198. Where pieces of work follow one another, the largest one counts. `asyncspec bench memory` compares all
+of it with what processes need.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 from asyncspec.config import Config, resolve_path
 from asyncspec.engine import LINE, PROMPT_ROWS
 from asyncspec.models import HEAD_ROWS
 from asyncspec.models.headers import read_json
 from asyncspec.models.sizes import adapter_parameters, draft_parameters, kv_bytes_per_token, parameters
+from asyncspec.wire import BUCKET_BYTES
 
 FLOAT = 4
 ADAM = 2 * FLOAT  # AdamW's two moments
@@ -24,7 +27,9 @@ UNROLLED = 31 * FLOAT
 FEATURES = {"eagle3": 3, "mtp": 1, "draft_model": 0}  # features of a position that a draft takes, each of policy width
 SORTED = 4 * FLOAT + 8  # per probability, while top-p and top-k sort it
 MAPPED = 2  # bytes of each number of a policy's file, which is usually in 16 bits
-LIBRARIES = 5e8  # the libraries that a process has loaded, with its CUDA context; measured on CPUs
+LIBRARIES = 4.6e8  # the libraries that a process has loaded; measured on CPUs
+COMPILED = 1.5e8  # numba and what it compiles, for a draft's heads on a CPU; measured
+PAGES = 1.07  # of what the engine keeps in its own memory on a CPU, of which it takes 8 MiB at a time; measured
 
 
 def trained(config: Config, policy: dict) -> int:
@@ -61,16 +66,17 @@ def rope_table(config: Config, policy: dict) -> float:
     return 2 * FLOAT * config.positions * policy["head_dim"]
 
 
-def of_actor(config: Config, policy: dict, role: str) -> dict[str, float]:
+def of_actor(config: Config, policy: dict, role: str, cpu: bool = False) -> dict[str, float]:
     """Bytes that an actor holds at most where it computes, by purpose. An actor that only waits holds its libraries.
 
     Args:
         policy: the content of the policy's config.json.
         role: as in topology.name_actors.
+        cpu: whether it computes on a CPU, whose memory also holds what `beside` counts for a GPU's host.
     """
     if config.trainer.kind == "mock":
         return {"libraries": LIBRARIES}
-    return {"libraries": LIBRARIES, **_of_role(config, policy, role)}
+    return {"libraries": LIBRARIES, **_of_role(config, policy, role, cpu)}
 
 
 def on_host(config: Config, policy: dict, role: str) -> float:
@@ -81,30 +87,65 @@ def on_host(config: Config, policy: dict, role: str) -> float:
 
 
 def beside(config: Config, policy: dict, role: str) -> float:
-    """Bytes of host memory that an actor holds at most besides `of_actor`: a block of the policy that it loads, or a
-    checkpoint that it writes.
+    """Bytes of host memory that an actor on a GPU holds at most: a block of the policy that it loads, a checkpoint that
+    it writes, or the weights that adapters are added to.
     """
     if config.trainer.kind == "mock":
         return 0.0
-    if role.startswith("generator") and config.lora is not None:  # the frozen weights, which adapters are added to
-        return bytes_of(config) * parameters(policy) / config.engine.tensor_parallel
+    whole = bytes_of(config) * parameters(policy)
+    if role.startswith("generator") and config.lora is not None:
+        return whole / config.engine.tensor_parallel
+    if role == "generator" and config.engine.kind == "torch":  # it loads the policy there
+        return whole
+    if role == "draft_adapter":
+        return checkpoint_copy(config, policy, role)
     if not role.startswith(("trainer", "logprob")):
         return 0.0
     loading = loaded(config, policy, role, MAPPED + FLOAT)
-    if role.startswith("logprob"):
-        return loading
+    return loading if role.startswith("logprob") else max(loading, checkpoint_copy(config, policy, role))
+
+
+def checkpoint_copy(config: Config, policy: dict, role: str) -> float:
+    """Bytes of the copy that is written to a checkpoint while training goes on."""
+    if role == "draft_adapter":
+        return (FLOAT + ADAM) * draft_parameters(config.speculation.method, draft_config(config))
     share = config.trainer.replicas / config.trainer.ranks
-    held = (FLOAT * trained(config, policy) + moments(config, policy)) * share
-    return max(loading, held)
+    return (FLOAT * trained(config, policy) + moments(config, policy)) * share
+
+
+def tensors(policy: dict) -> list[int]:
+    """Numbers of the elements of a policy's tensors, in their order, without those of its norms and biases."""
+    D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+    queries, keys = H * policy["num_attention_heads"], H * policy["num_key_value_heads"]
+    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
+    width = policy["moe_intermediate_size"] * experts if experts else policy["intermediate_size"]
+    layer = [D * queries, D * keys, D * keys, queries * D, *[D * width] * 3]
+    embedding = policy["vocab_size"] * D
+    return [embedding, *layer * policy["num_hidden_layers"], *[embedding] * (not policy.get("tie_word_embeddings"))]
+
+
+def buckets(config: Config, policy: dict) -> list[int]:
+    """Bytes of the buckets of a version of whole weights, in their order; see `Layout.buckets`."""
+    found, size = [], 0
+    for elements in tensors(policy):
+        size += bytes_of(config) * elements
+        if size >= BUCKET_BYTES:
+            found.append(size)
+            size = 0
+    return [*found, size] if size else found
 
 
 def gathered(config: Config, policy: dict, role: str) -> float:
-    """Bytes of a version's buckets on their way from several ranks to the first. The largest tensor is the embedding:
-    in each rank its part; in the first one also all parts, the whole, and two buckets that wait. Adapters are small.
+    """Bytes of a version's buckets on their way from several ranks to the first. Each rank has its part of one. The
+    first one also has all parts of it, the whole, and two buckets that wait. Adapters are small.
     """
     ranks = config.trainer.ranks // config.trainer.replicas
-    copies = 0 if ranks == 1 or config.lora is not None else 1 / ranks + (4 if role == "trainer" else 0)
-    return copies * bytes_of(config) * policy["vocab_size"] * policy["hidden_size"]
+    if ranks == 1 or config.lora is not None:
+        return 0.0
+    sizes = [0, 0, *buckets(config, policy)]
+    if role != "trainer":
+        return max(sizes) / ranks
+    return max((2 + 1 / ranks) * now + before + first for first, before, now in zip(sizes, sizes[1:], sizes[2:]))
 
 
 def bytes_of(config: Config) -> int:
@@ -127,33 +168,73 @@ def loaded(config: Config, policy: dict, role: str, element: int) -> float:
     return element * max(embedding, layer) / ranks
 
 
-def activations(policy: dict, element: int, tokens: float, recompute: bool = False) -> float:
+def layer_parameters(policy: dict, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
+    """Number of parameters of one layer, as far as ranks divide them before FSDP does."""
+    layer = parameters(policy | {"num_hidden_layers": 1, "vocab_size": 0}) - policy["hidden_size"]
+    count = policy.get("num_experts") or policy.get("num_local_experts", 0)
+    experts = 3 * policy["hidden_size"] * policy["moe_intermediate_size"] * count if count else 0
+    return (layer - experts) / tensor_parallel + experts / max(tensor_parallel, expert_parallel)
+
+
+def whole_in_a_pass(config: Config, policy: dict) -> float:
+    """Bytes of weights and gradients that a trainer rank's pass holds whole at most, in the head or in a layer. A rank
+    alone, in float32, has all its weights whole, and only the gradient of its head twice.
+    """
+    trainer, element, frozen = config.trainer, bytes_of(config), config.lora is not None
+    embedding = policy["vocab_size"] * policy["hidden_size"] / trainer.tensor_parallel
+    if trainer.ranks == 1 and element == FLOAT:
+        return 0.0 if frozen else FLOAT * embedding
+    layer = layer_parameters(policy, trainer.tensor_parallel, trainer.expert_parallel)
+    tied = bool(policy.get("tie_word_embeddings"))
+    # The head: its weights, its gradient, and what is sent to add it up, all in float32. A layer: its weights, those of
+    # the next one, and its gradient, which is added up in float32. A tied embedding stays beside it.
+    if frozen:
+        return max(element * embedding, 2 * element * layer + tied * element * embedding)
+    return max(3 * FLOAT * embedding, (3 * element + FLOAT) * layer + tied * 2 * FLOAT * embedding)
+
+
+def activations(policy: dict, element: int, tokens: float, recompute: bool = False, cpu: bool = False) -> float:
     """Bytes that a packed pass keeps for its backward pass, without the head.
 
     Args:
         element: bytes of one number.
         tokens: tokens of the pass.
         recompute: whether each layer keeps its input alone; then one layer's numbers exist at once.
+        cpu: whether it computes on a CPU, where norms and products of 16 bits keep more.
     """
     D, H = policy["hidden_size"], policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
     queries, keys = H * policy["num_attention_heads"], H * policy["num_key_value_heads"]
     mixture = policy.get("num_experts") or policy.get("num_local_experts")
     width = policy["moe_intermediate_size"] * policy["num_experts_per_tok"] if mixture else policy["intermediate_size"]
-    layer = element * tokens * (4 * D + 3 * queries + 3 * keys + 3 * width)
-    layers = policy["num_hidden_layers"]
-    return layers * element * tokens * D + layer if recompute else layers * layer
+    layers, rest = policy["num_hidden_layers"], 0.0
+    of_token = element * (4 * D + 3 * queries + 3 * keys + 3 * width)
+    if cpu:
+        normed = str(policy.get("model_type", "")).startswith("qwen3")  # queries and keys
+        picked = 2 * policy["num_experts_per_tok"] * D if mixture else 0
+        if element == FLOAT:
+            of_token = FLOAT * ((6 * D + 4 * width + 2 * H + picked) + (5 if normed else 3) * queries)
+            of_token += FLOAT * (6 if normed else 4) * keys
+        else:
+            of_token = 20 * D + 8 * width + 8 * H + 2 * picked + (14 if normed else 6) * queries
+            of_token += (16 if normed else 8) * keys
+        rest = tokens * D * (12 if element == FLOAT else 10)
+    layer = tokens * of_token
+    return (layers * element * tokens * D + layer if recompute else layers * layer) + rest
 
 
-def head(policy: dict, element: int, parts: int, trained: bool = True, entropy: bool = False) -> float:
+def head(
+    policy: dict, element: int, parts: int, trained: bool = True, entropy: bool = False, tokens: float = HEAD_ROWS
+) -> float:
     """Bytes of the logits that exist at once and, if the head is trained, of its gradient before it is added up.
 
     Args:
         element: bytes of a number of the weights.
         parts: the number of ranks that divide the vocabulary.
         entropy: whether entropies are computed too.
+        tokens: of the pass; at most HEAD_ROWS exist at once.
     """
     V = policy["vocab_size"] / parts
-    logits = HEAD_ROWS * V * ((2 + entropy) * FLOAT + (element if element < FLOAT else 0))
+    logits = min(HEAD_ROWS, tokens) * V * ((2 + entropy) * FLOAT + (element if element < FLOAT else 0))
     return logits + FLOAT * V * policy["hidden_size"] * trained
 
 
@@ -226,7 +307,7 @@ def _rotated_heads(policy: dict) -> float:
     return policy["num_attention_heads"] / policy["num_key_value_heads"] + 2
 
 
-def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
+def _of_role(config: Config, policy: dict, role: str, cpu: bool) -> dict[str, float]:
     P, V, T = parameters(policy), policy["vocab_size"], trained(config, policy)
     frozen = 0 if config.lora is None else P
     longest = config.engine.max_prompt_tokens + config.sampling.max_response_tokens
@@ -234,19 +315,30 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
     step = config.rl.groups_per_step * config.rl.group_size * longest
     trainer, element = config.trainer, bytes_of(config)
     if role in ("trainer", "trainer_rank"):
-        share, tokens = trainer.replicas / trainer.ranks, max(longest, min(trainer.tokens_per_pass, step))
+        share, sharing = trainer.replicas / trainer.ranks, trainer.tensor_parallel * trainer.context_parallel
+        tokens = max(longest, min(trainer.tokens_per_pass, -(-step * sharing // trainer.ranks)))
         # A rank that adds up gradients once a step keeps its own whole until then.
         kept = FLOAT * T / trainer.tensor_parallel if trainer.ranks > 1 and trainer.gradient_sync == "step" else 0.0
+        working = {
+            "activations": activations(policy, element, tokens, trainer.recompute, cpu) / sharing,
+            "logits": head(policy, element, trainer.tensor_parallel, False, config.rl.entropy_coef > 0, tokens),
+            "weights and gradients that are whole": whole_in_a_pass(config, policy),
+            "RoPE table": rope_table(config, policy),
+            **({"gradients before they are added up": kept} if kept else {}),
+        }
+        # The pass, the optimizer's step and the gathering of a version follow one another. No gradients are left then.
+        stepping = 2 * FLOAT * max(tensors(policy)) * share if not frozen else 0.0
+        gathering, own = gathered(config, policy, role), FLOAT * T * share
+        working |= {
+            "optimizer's step": max(0.0, stepping - sum(working.values())),
+            "buckets": max(0.0, gathering - own - max(stepping, sum(working.values()))),
+        }
         return {
             "weights and gradients": FLOAT * (frozen + 2 * T) * share,
             "optimizer": moments(config, policy) * share,
             "snapshot": element * T * share,
-            "buckets": gathered(config, policy, role),
-            "activations": activations(policy, element, tokens, trainer.recompute)
-            / (trainer.tensor_parallel * trainer.context_parallel),
-            "logits": head(policy, element, trainer.tensor_parallel, not frozen, config.rl.entropy_coef > 0),
-            "RoPE table": rope_table(config, policy),
-            **({"gradients before they are added up": kept} if kept else {}),
+            **({"checkpoint": checkpoint_copy(config, policy, role)} if cpu else {}),
+            **{what: size for what, size in working.items() if size},
         }
     if role in ("logprob", "logprob_rank"):
         ranks = config.logprob.ranks
@@ -255,18 +347,19 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         models = 2 if config.rl.kl_coef > 0 and own else 1
         found = {
             "weights": element * (P * models + (T if frozen else 0)) / ranks,
-            "activations": activations(policy, element, group) / policy["num_hidden_layers"],
-            "logits": head(policy, element, config.logprob.tensor_parallel, trained=False),
+            "activations": activations(policy, element, group, cpu=cpu) / policy["num_hidden_layers"],
+            "logits": head(policy, element, config.logprob.tensor_parallel, False, tokens=group),
             "RoPE table": rope_table(config, policy) * models,
         }
         if ranks == 1:
             return found | {"arriving weights": element * T}
-        # Each rank keeps its share of two versions: one waits for the other ranks, one arrives, tensor by tensor. The
-        # embedding is the largest tensor that arrives, and the largest that a pass gathers.
-        largest = V * policy["hidden_size"]
+        # Each rank keeps its share of a version, which arrives in whole buckets. A pass has the embedding whole, twice,
+        # or a layer and the next one.
+        parallel = config.logprob.tensor_parallel
+        layer = layer_parameters(policy, parallel, config.logprob.expert_parallel)
         return found | {
-            "arriving weights": 2 * element * T / ranks + (0 if frozen else element * largest),
-            "gathered weights": element * largest / config.logprob.tensor_parallel,
+            "arriving weights": element * T / ranks + (0 if frozen else max(buckets(config, policy))),
+            "gathered weights": element * max(2 * V * policy["hidden_size"] / parallel, 3 * layer),
         }
     if role == "generator" and config.engine.kind == "torch":
         verified = 1 + config.longest_draft  # tokens per row in one step
@@ -284,13 +377,21 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # For each token that may come next: its logit, the logit over the temperature, and its probability under the
         # target and under the draft.
         of_token = element + 3 * FLOAT + SORTED * (config.sampling.top_p < 1 or config.sampling.top_k > 0)
-        # Weights count twice: the engine's own forward pass has its own matrices besides the module's.
+        # The engine's own forward pass has its own matrices besides the module's.
+        own = element * P
+        if cpu:
+            own = PAGES * element * (P - (0 if policy.get("tie_word_embeddings") else V * policy["hidden_size"]))
+            mixture = policy.get("num_experts") or policy.get("num_local_experts")
+            own *= 2 if doubled() and element == FLOAT and not mixture else 1
+        # On a CPU the policy is loaded beside its copy, and arriving adapters are added to frozen weights.
+        arriving = max(element * P, element * T + element * frozen) if cpu else element * T
         return {
-            "weights": 2 * element * P,
-            "arriving weights": element * T,
+            "weights": element * P + own,
+            "arriving weights": arriving,
             "RoPE table": rope_table(config, policy) * (1 + _rotated_heads(policy) / 2),
             "KV cache": kv_bytes_per_token(policy, element) * cached,
             "distributions": of_token * config.engine.slots * verified * V,
+            **({"compiled code": COMPILED} if cpu and method in FEATURES else {}),
             **draft,
         }
     if role in ("generator", "generator_rank") and config.engine.kind == "vllm":
@@ -318,8 +419,15 @@ def _of_role(config: Config, policy: dict, role: str) -> dict[str, float]:
         # twice: a copy, and a file in memory
         return {"arriving weights": 2 * element * T, "weights on their way to the server": 2 * element * P}
     if role == "draft_adapter":
-        return _of_draft(config, group, longest)
+        copy = {"checkpoint": checkpoint_copy(config, policy, role)} if cpu else {}
+        return _of_draft(config, group, longest) | copy
     return {}
+
+
+def doubled() -> bool:
+    """Whether this host's engine keeps its float32 matrices twice, in oneDNN's order too; see engine/matrix.py."""
+    text = Path("/proc/cpuinfo").read_text()
+    return "AuthenticAMD" in text and "avx512f" in text
 
 
 def _of_draft(config: Config, tokens: int, longest: int) -> dict[str, float]:

@@ -154,9 +154,11 @@ class Gatherer:
                         bucket = self._bucket(job.snapshot, names, end - first)
                         settle(self.device)
                         job.put(bucket)
+                        del bucket  # else it would stay until the next version
                     job.put(None)
                 except Exception as error:  # a rank was lost, which the main thread will notice too
                     job.put(error)
+                del job
 
     def _bucket(self, snapshot: ShardedSnapshot, names: Sequence[str], elements: int) -> torch.Tensor | None:
         """Gather a bucket; in rank 0, return it. Collective."""

@@ -9,9 +9,11 @@ from typing import Protocol
 
 import torch
 
-BUCKET_BYTES = 1 << 26  # a bucket is broadcast, and gathered from several ranks, as one
+from asyncspec.wire import BUCKET_BYTES
+
 _MIXED = 0x9E3779B1  # an odd number whose multiples spread over all bits
 _ROW = 4096  # elements of a row of `checksum`
+_PIECE = 256 * _ROW  # elements that are summed at once: a sum in int64 needs eight bytes for each
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # whole numbers of as many bytes
 
 
@@ -75,8 +77,8 @@ def checksum(flat: torch.Tensor, before: int = 0) -> int:
     """
     data = flat.reshape(-1).view(_WHOLE[flat.element_size()])
     whole = data.numel() // _ROW * _ROW
-    rows = [data[:whole].view(-1, _ROW).sum(1, dtype=torch.int64), data[whole:].sum(dtype=torch.int64).view(1)]
-    sums = torch.cat(rows)
+    rows = [piece.view(-1, _ROW).sum(1, dtype=torch.int64) for piece in data[:whole].split(_PIECE)]
+    sums = torch.cat([*rows, data[whole:].sum(dtype=torch.int64).view(1)])
     place = torch.arange(1, sums.numel() + 1, device=flat.device)
     found = int((sums * (place * _MIXED | 1)).sum())  # it wraps around, which is as good
     return (before * _MIXED + found) % (1 << 63)
