@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncspec.commands.output import output_directory
+from asyncspec.commands.plan_job import MOST_DRAFT, MOST_LAG, MOST_PROMPT, basis, job_of, need
 from asyncspec.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 SCALES, LAGS = (0.25, 0.5, 1.0, 2.0, 4.0), (0, 1, 2, 4)
 DRAFT_LENGTHS, ACCEPTANCES = (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 TRIED = 4  # choices that are simulated for a point of a picture
-MOST_PROMPT, MOST_DRAFT = 2048, 16  # tokens of a prompt, and of a round
-MOST_GPUS, MOST_ROLLOUTS, MOST_LAG, MOST_TOKENS = 16_384, 65_536, 16, 1 << 20  # that are simulated within minutes
 METHODS = ("eagle3", "mtp", "none")
 
 
@@ -70,83 +69,13 @@ def add_parser(commands) -> None:
     plan.set_defaults(run=_plan, parser=plan)
 
 
-def _model(name: str) -> dict[str, Any]:
-    """Return the fields of config.json of a directory, or of a model that has tables."""
-    from asyncspec.models import CheckpointError
-    from asyncspec.models.shape import PolicyShape
-    from asyncspec.simulate.devices import known_model
-
-    if not Path(name).is_dir():
-        return known_model(name)
-    try:
-        return PolicyShape.from_hf(Path(name)).to_hf()
-    except CheckpointError as error:
-        raise UserError(f"--model {error}") from None
-
-
-def _need(held: bool, flag: str, value: Any, expected: str) -> None:
-    if not held:
-        raise UserError(f"--{flag} {value}: expected {expected}")
-
-
-def job_of(args) -> Job:
-    """Return the job of the flags, some of which get their defaults.
-
-    Raises:
-        UserError: a flag is missing, or has an impossible value.
-    """
-    from asyncspec.simulate.devices import gpu
-    from asyncspec.simulate.planner import Job
-    from asyncspec.simulate.workload import Acceptance, Lengths
-
-    device, per_node = gpu(args.hardware), gpu(args.hardware).gpus_per_node
-    args.lag = 1 if args.lag is None else args.lag
-    known = "a directory with config.json, or a name such as Qwen/Qwen3-8B"
-    _need(args.calibrated is None, "run", args.calibrated, "it with --hardware this only")
-    _need(args.model is not None, "model", args.model, known)
-    few = f"3 to {MOST_GPUS}: one each to generate, to train and to compute logprobs"
-    _need(args.gpus is not None and 3 <= args.gpus <= MOST_GPUS, "gpus", args.gpus, few)
-    nearest = max(1, round(args.gpus / per_node)) * per_node
-    whole = args.gpus <= per_node or args.gpus % per_node == 0
-    _need(whole, "gpus", args.gpus, f"whole nodes of {per_node}; nearest valid choice: --gpus {nearest}")
-    _need(0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
-    _need(1 <= args.prompts <= MOST_ROLLOUTS, "prompts", args.prompts, f"1 to {MOST_ROLLOUTS}")
-    most = MOST_ROLLOUTS // args.prompts
-    _need(2 <= args.group_size <= most, "group-size", args.group_size, f"2 to {most}, for {MOST_ROLLOUTS} rollouts")
-    model = _model(args.model)
-    room = model.get("max_position_embeddings", MOST_TOKENS) - MOST_DRAFT - 1
-    args.most_tokens = min(16384, room) if args.most_tokens is None else args.most_tokens
-    args.tokens = min(4000.0, args.most_tokens / 2) if args.tokens is None else args.tokens
-    _need(2 <= args.most_tokens <= room, "most-tokens", args.most_tokens, f"2 to {room}")
-    shorter = f"1 to less than --most-tokens {args.most_tokens}"
-    _need(1 <= args.tokens < args.most_tokens, "tokens", args.tokens, shorter)
-    _need(0 <= args.sigma <= 2, "sigma", args.sigma, "0 to 2")
-    _need(1 < args.acceptance <= 4, "acceptance", args.acceptance, "more than 1, and at most 4")
-    _need(0 <= args.spread <= 0.3, "spread", args.spread, "0 to 0.3")
-    has = args.precision == "bfloat16" or device.flops_fp8 > 0
-    _need(has, "precision", args.precision, f"bfloat16 on {device.name}")
-    return Job(
-        model=model,
-        gpu=device,
-        gpus=args.gpus,
-        lag=args.lag,
-        prompts=args.prompts,
-        group_size=args.group_size,
-        lengths=Lengths(args.tokens, args.sigma, float(args.most_tokens)),
-        prompt=200.0,
-        method=args.method,
-        acceptance=Acceptance.of_length(args.acceptance, 3, args.spread),
-        precision=args.precision,
-    )
-
-
 def _plan(args) -> int:
     if args.hardware.lower() == "this":
         from asyncspec.commands.plan_here import plan_here
 
         for flag in ("model", "gpus"):
-            _need(getattr(args, flag) is None, flag, getattr(args, flag), "no such flag with --hardware this")
-        _need(args.lag is None or 0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
+            need(getattr(args, flag) is None, flag, getattr(args, flag), "no such flag with --hardware this")
+        need(args.lag is None or 0 <= args.lag <= MOST_LAG, "lag", args.lag, f"0 to {MOST_LAG}")
         return plan_here(args, output_directory(args.out))
     if args.config is not None:
         from asyncspec.commands.plan_config import predict
@@ -189,14 +118,6 @@ def _plan(args) -> int:
     _draw(job, best, out / "plan.png")
     console.print(f"written: {out / 'plan.yaml'}, {out / 'plan.json'}, {out / 'plan.png'}", soft_wrap=True)
     return 0
-
-
-def basis(best: Outcome) -> str:
-    """Say what the times rest on."""
-    if best.source == "roofline":
-        return "There is no table for this model on these GPUs: times are from a roofline, and may be off by half."
-    beyond = f" Beyond the tables, their edge was taken: {', '.join(best.clipped)}." if best.clipped else ""
-    return f"Times are from measured operator tables; training reaches an assumed share of the peak.{beyond}"
 
 
 def configuration(args, job: Job, best: Outcome) -> str:

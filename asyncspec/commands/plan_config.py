@@ -16,7 +16,7 @@ def predict(args) -> int:
     """Simulate a configuration with the lengths and the acceptance of the flags, and print what it waits for."""
     from rich.table import Table
 
-    from asyncspec.commands.plan import basis, job_of
+    from asyncspec.commands.plan_job import basis, job_of
     from asyncspec.config import load
     from asyncspec.console import terminal
     from asyncspec.simulate.planner import outcome, slots_of
