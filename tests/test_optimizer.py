@@ -7,7 +7,7 @@ import pytest
 import torch
 from groups import accumulate, copied, random_group
 
-from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig, resolve_path
+from asyncspec.config import Config, OptimizerConfig, RLConfig, TrainerConfig, resolve_path, work
 from asyncspec.launch import estimate
 from asyncspec.ledger import checkpoint
 from asyncspec.models import policy
@@ -86,6 +86,9 @@ def test_the_estimated_memory_of_the_optimizer_is_what_it_keeps(other, tmp_path,
     vectors = sum(parameter.numel() for parameter in trained.parameters() if parameter.ndim == 1)
     found = estimate.moments(config, json.loads((tmp_path / "config.json").read_text())) / 4
     assert 0 <= kept - found <= vectors
+    config.model.path, config.speculation.method = str(tmp_path), "none"
+    whole = sum(parameter.numel() for parameter in trained.parameters())
+    assert 0 <= 4 * (whole + kept) - work.checkpoint_bytes(config) <= 4 * vectors
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -22,7 +22,7 @@ from asyncspec.config.paths import data_files, resolve_path
 from asyncspec.config.schema import Config
 from asyncspec.deadlines import BEAT_EVERY_S, BUCKET_BYTES_S, EXIT_GRACE_S, LEAST_BEATS, MEET_S, MOST_BEATS
 from asyncspec.models import headers
-from asyncspec.models.sizes import adapter_parameters
+from asyncspec.models.sizes import adapter_parameters, parameters
 
 PATIENCE = 4
 FASTEST = 200e6  # bytes per second. Disks are faster, but tensors are also copied, checked and summed up on the way.
@@ -68,20 +68,52 @@ def draft_bytes(config: Config) -> int:
     return FLOAT * _parameters(resolve_path(directory)) if directory else 0
 
 
+def trained(config: Config, policy: dict) -> int:
+    """Number of parameters that the trainer learns and publishes: the policy's, or its adapters'."""
+    return parameters(policy) if config.lora is None else adapter_parameters(policy, config.lora)
+
+
+def moments(config: Config, policy: dict) -> float:
+    """Bytes of what the trainer's optimizer keeps of a policy: two numbers of each parameter; with Muon, one of each in
+    the matrices of the layers, but not of experts.
+    """
+    if config.trainer.optimizer.kind == "adamw":
+        return 2 * FLOAT * trained(config, policy)
+    if config.lora is not None:
+        return FLOAT * trained(config, policy)
+    without_layers = parameters(policy | {"num_hidden_layers": 0})
+    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
+    of_experts = 3 * policy["hidden_size"] * policy["moe_intermediate_size"] * experts if experts else 0
+    return FLOAT * (parameters(policy) + without_layers + policy["num_hidden_layers"] * of_experts)
+
+
+def _learned_bytes(config: Config) -> int:
+    """Bytes of what is trained of the policy, in float32."""
+    whole = policy_bytes(config)
+    return whole if config.lora is None or not whole else min(whole, FLOAT * trained(config, _described(config)))
+
+
+def _described(config: Config) -> dict:
+    return headers.read_json(resolve_path(config.model.path) / "config.json")
+
+
 def export_bytes(config: Config) -> int:
     """Bytes of the policy, the best version's policy and the draft that the run writes when it ends."""
     shorter = 1 if config.checkpoint.export_dtype == "float32" else 2
     policies = 2 if config.eval.keep_best else 1
-    return policies * policy_bytes(config) // shorter + draft_bytes(config)
+    whole = policy_bytes(config) if config.lora is None or config.checkpoint.export_merged else 0
+    adapters = _learned_bytes(config) if config.lora is not None else 0
+    return policies * (whole + adapters) // shorter + draft_bytes(config)
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of a checkpoint of what is trained of policy and draft: weights and AdamW's two moments, in float32."""
-    learned = policy_bytes(config)
-    if config.lora is not None and learned:
-        policy = headers.read_json(resolve_path(config.model.path) / "config.json")
-        learned = min(learned, FLOAT * adapter_parameters(policy, config.lora))
-    return 3 * (learned + (draft_bytes(config) if config.draft_trainer else 0))
+    """Bytes of a checkpoint of what is trained of policy and draft: weights and the optimizer's moments, in float32."""
+    learned = _learned_bytes(config)
+    kept = 2 * learned
+    # The config.json of a family that transformers loads may not say what Muon keeps.
+    if learned and config.trainer.optimizer.kind == "muon" and config.model.backend != "transformers":
+        kept = round(moments(config, _described(config)))
+    return learned + kept + 3 * (draft_bytes(config) if config.draft_trainer else 0)
 
 
 def checkpoint_s(config: Config) -> float:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncspec.config import Config, resolve_path
+from asyncspec.config.work import moments, trained
 from asyncspec.engine import LINE, PROMPT_ROWS
 from asyncspec.models import HEAD_ROWS
 from asyncspec.models.headers import read_json
-from asyncspec.models.sizes import adapter_parameters, draft_parameters, kv_bytes_per_token, parameters
+from asyncspec.models.sizes import draft_parameters, kv_bytes_per_token, parameters
 from asyncspec.wire import BUCKET_BYTES
 
 FLOAT = 4
@@ -30,25 +31,6 @@ MAPPED = 2  # bytes of each number of a policy's file, which is usually in 16 bi
 LIBRARIES = 4.6e8  # the libraries that a process has loaded; measured on CPUs
 COMPILED = 1.5e8  # numba and what it compiles, for a draft's heads on a CPU; measured
 PAGES = 1.07  # of what the engine keeps in its own memory on a CPU, of which it takes 8 MiB at a time; measured
-
-
-def trained(config: Config, policy: dict) -> int:
-    """Number of parameters that the trainer learns and publishes: the policy's, or its adapters'."""
-    return parameters(policy) if config.lora is None else adapter_parameters(policy, config.lora)
-
-
-def moments(config: Config, policy: dict) -> float:
-    """Bytes of what the trainer's optimizer keeps of a policy: two numbers of each parameter; with Muon, one of each in
-    the matrices of the layers, but not of experts.
-    """
-    if config.trainer.optimizer.kind == "adamw":
-        return ADAM * trained(config, policy)
-    if config.lora is not None:
-        return FLOAT * trained(config, policy)
-    without_layers = parameters(policy | {"num_hidden_layers": 0})
-    experts = policy.get("num_experts") or policy.get("num_local_experts", 0)
-    of_experts = 3 * policy["hidden_size"] * policy["moe_intermediate_size"] * experts if experts else 0
-    return FLOAT * (parameters(policy) + without_layers + policy["num_hidden_layers"] * of_experts)
 
 
 def draft_config(config: Config) -> dict:

@@ -291,7 +291,7 @@ def _write_run_dir(config: configuration.Config, before: str = "") -> None:
 
 
 def room_needed(config: configuration.Config) -> int:
-    """The bytes that a run's checkpoints take at most. A checkpoint holds the weights and AdamW's two moments in
+    """The bytes that a run's checkpoints take at most. A checkpoint holds the weights and the optimizer's moments in
     float32. There are checkpoint.keep of them, one more that is being written, and the weights alone: in the end, and
     every checkpoint.export_every steps.
     """
