@@ -19,7 +19,7 @@ from asyncspec.bench.namespaces import Hosts
 from asyncspec.commands import differences
 from asyncspec.commands.doctor import _differences
 from asyncspec.commands.meeting import Node
-from asyncspec.commands.placement import HEADROOM, judge
+from asyncspec.commands.placement import judge
 from asyncspec.config import load, resolve_path
 from asyncspec.console import terminal
 from asyncspec.drafters.make import drafter_for
@@ -220,8 +220,7 @@ def test_a_draft_adapter_that_shares_a_gpu_is_counted_there():
     nodes = [Node("h", "a", [400e9] * 2, 1e12, 8), Node("h", "a", [400e9], 1e12, 8)]
     judged = judge(config, POLICY_8B, placed, names, nodes)
     trainer, logprob, adapter = (
-        HEADROOM * sum(estimate.of_actor(config, POLICY_8B, role).values())
-        for role in ("trainer", "logprob", "draft_adapter")
+        sum(estimate.of_actor(config, POLICY_8B, role).values()) for role in ("trainer", "logprob", "draft_adapter")
     )
     assert judged[0][1] == f"{max(trainer, logprob + adapter) / 1e9:.1f} GB of GPU memory"
     assert [f.text for f in judged[0][2]] == [

@@ -13,7 +13,7 @@ from asyncspec.config import Config, topology
 from asyncspec.launch import estimate
 
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
-HEADROOM = 1.15  # for allocators and libraries
+HEADROOM = 1.15  # of what is needed that must be there: allocators keep freed memory
 SMALL = 1e9  # bytes of a version that host memory may carry without a warning
 
 
@@ -37,7 +37,7 @@ def judge(
             config.deployment.device == "cpu" or config.trainer.kind == "mock" or (known is not None and not known.gpus)
         )
         held = {name: estimate.of_actor(config, policy, names[name], on_cpu) for name in here}
-        needs = {name: HEADROOM * sum(parts.values()) for name, parts in held.items()}
+        needs = {name: sum(parts.values()) for name, parts in held.items()}
         if on_cpu:
             needed, where = sum(needs.values()), "memory"
             room = known.memory if known else None
@@ -53,14 +53,14 @@ def judge(
             findings.append(Finding(False, f"node {index}: {wrong}"))
         if room is not None and not on_cpu and "generator" in map(names.get, here):
             smallest = min(room, smallest)
-        if room is not None and needed > room:
+        if room is not None and HEADROOM * needed > room:
             fullest = max(here if on_cpu else fullest_gpu, key=needs.get)
             parts = held[fullest]
             findings.append(
                 Finding(
                     False,
-                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, has {room / 1e9:.1f}; the largest "
-                    f"actor is {fullest}: "
+                    f"node {index}: needs about {needed / 1e9:.1f} GB of {where}, and {HEADROOM - 1:.0%} more for what "
+                    f"allocators keep; has {room / 1e9:.1f}; the largest actor is {fullest}: "
                     + ", ".join(
                         f"{what} {size / 1e9:.1f}" for what, size in sorted(parts.items(), key=lambda p: -p[1])
                     ),
