@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from runs import in_ranks
 
+from asyncspec.bench.memory import MemoryBenchmark
 from asyncspec.config import load, resolve_path
 from asyncspec.launch import estimate
 from asyncspec.models import sizes
@@ -121,3 +122,16 @@ def test_an_export_takes_a_snapshot_and_a_few_buckets(directories):
     found = peak(exported, "trainer", 2, directories[1], overrides)
     assert P < found < 5 * P
     assert found < 2 * P + estimate.gathered(load("tiny", overrides), described, "trainer")
+
+
+@pytest.mark.slow
+def test_actors_hold_what_doctor_says_within_a_tenth():
+    """One run of `bench memory`, which has ten others."""
+    benchmark = MemoryBenchmark()
+    try:
+        found = benchmark.measure("two trainer ranks", 0)
+    finally:
+        benchmark.close()
+    ratios = {name: value for name, value in found.items() if name.endswith("_ratio")}
+    assert ratios.keys() == {"trainer_ratio", "logprob_ratio", "generator_ratio"}
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), found

@@ -167,7 +167,7 @@ class MemoryBenchmark(Benchmark):
     variants = tuple(RUNS)
     columns = tuple(f"{role}_{what}" for role in ROLES for what in ("gb", "ratio"))
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
 
@@ -219,4 +219,4 @@ class MemoryBenchmark(Benchmark):
 def make(overrides: Sequence[str], out: Path) -> MemoryBenchmark:
     if overrides:
         raise UserError(f"bench memory {overrides[0]}: expected no overrides, because each variant has its own fields")
-    return MemoryBenchmark(out)
+    return MemoryBenchmark()
