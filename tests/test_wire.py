@@ -330,6 +330,7 @@ def test_an_actor_notices_that_the_controller_is_gone():
     server.socket.close(0)
     deadline = time.monotonic() + 30
     while not client.lost_for() and time.monotonic() < deadline:
+        assert client.receive() is None
         time.sleep(0.01)
     time.sleep(0.1)
     assert 0.1 <= client.lost_for() < 30

@@ -156,7 +156,26 @@ class ControlClient(Watched):
         return self._stream.frames(body)
 
     def lost_for(self) -> float:
-        """Return the seconds since the connection was lost; 0 while it is up, or if it never was."""
+        """Return the seconds since the connection was lost, as far as `receive` has noticed; 0 while it is up, or if it
+        never was.
+        """
+        return time.monotonic() - self._lost_at if self._lost_at else 0.0
+
+    def receive(self) -> Message | None:
+        """Return the next message, or None if none waits. Invalid frames are counted and dropped. Call it often, since
+        it also goes on with a connection that was lost.
+        """
+        while (frames := receive_frames(self.socket)) is not None:
+            try:
+                session, number, seen = _unpacked(frames[0])
+                if session == self._stream.session and self._stream.takes(number, seen):
+                    return decode(frames[1:])[0]
+            except WireError:
+                self.rejected += 1
+        self._tend_connection()
+        return None
+
+    def _tend_connection(self) -> None:
         for lost in self._changes():
             if lost:
                 self._lost_at = time.monotonic()
@@ -165,16 +184,3 @@ class ControlClient(Watched):
                 self.socket.send(self._stream.opening())
                 for frames in self._stream.again():
                     self.socket.send_multipart(frames)
-        return time.monotonic() - self._lost_at if self._lost_at else 0.0
-
-    def receive(self) -> Message | None:
-        """Return the next message, or None if none waits. Invalid frames are counted and dropped."""
-        self.lost_for()
-        while (frames := receive_frames(self.socket)) is not None:
-            try:
-                session, number, seen = _unpacked(frames[0])
-                if session == self._stream.session and self._stream.takes(number, seen):
-                    return decode(frames[1:])[0]
-            except WireError:
-                self.rejected += 1
-        return None
