@@ -336,12 +336,15 @@ def _of_role(config: Config, policy: dict, role: str, cpu: bool) -> dict[str, fl
         if ranks == 1:
             return found | {"arriving weights": element * T}
         # Each rank keeps its share of a version, which arrives in whole buckets. A pass has the embedding whole, twice,
-        # or a layer and the next one.
+        # or a layer and the next one. The two seldom meet.
         parallel = config.logprob.tensor_parallel
         layer = layer_parameters(policy, parallel, config.logprob.expert_parallel)
         return found | {
-            "arriving weights": element * T / ranks + (0 if frozen else max(buckets(config, policy))),
-            "gathered weights": element * max(2 * V * policy["hidden_size"] / parallel, 3 * layer),
+            "arriving weights": element * T / ranks,
+            "gathered weights": max(
+                0 if frozen else max(buckets(config, policy)),
+                element * max(2 * V * policy["hidden_size"] / parallel, 3 * layer),
+            ),
         }
     if role == "generator" and config.engine.kind == "torch":
         verified = 1 + config.longest_draft  # tokens per row in one step
