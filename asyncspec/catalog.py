@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 EXIT_CODES = {
     0: "The command did what it was asked to do.",
-    1: "A run failed; `asyncspec audit` found a violation; or a check of `asyncspec doctor` failed.",
+    1: "A run failed; `asyncspec audit` found a violation; a check of `asyncspec doctor` failed; or `asyncspec status` "
+    "was asked about a run that failed, was stopped, or is silent.",
     2: "Wrong input. One line on standard error says what was expected.",
     130: "Interrupted. A run that had started has written a checkpoint, unless it was interrupted twice "
     "or its time to stop was over.",

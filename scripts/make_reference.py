@@ -63,7 +63,7 @@ def cli_page() -> str:
 
 def exit_codes_page() -> str:
     rows = [(str(code), meaning) for code, meaning in catalog.EXIT_CODES.items()]
-    end = "\ntorchrun with several workers turns 2 and 130 into 1, which is its own code.\n"
+    end = "\ntorchrun turns 2 and 130 into 1, which is its own code.\n"
     return "# Exit codes\n\n" + table(("code", "meaning"), rows) + end
 
 

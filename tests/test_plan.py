@@ -155,3 +155,5 @@ def test_a_configuration_that_cannot_be_predicted_is_refused(capsys):
     assert "--config tiny: engine.kind=torch: expected vllm, which is simulated" in capsys.readouterr().err
     assert main(["plan", "--config", "qwen3_8b", *flags]) == 2
     assert "--config qwen3_8b: no such file; expected a YAML file or one of" in capsys.readouterr().err
+    assert main(["plan", "--config", "qwen3_8b_8gpu", *flags, "--group-size", "4"]) == 2
+    assert "--group-size 4: expected no such flag with --config, which says it" in capsys.readouterr().err

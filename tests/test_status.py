@@ -1,6 +1,7 @@
 """What `asyncspec status` says of a run, and what Prometheus is served."""
 
 import json
+import os
 import re
 import time
 import urllib.request
@@ -11,6 +12,7 @@ import pytest
 from asyncspec import cli
 from asyncspec.actors.prometheus import Endpoint
 from asyncspec.ledger.status import FILE, Actor, Status
+from asyncspec.lock import Lock
 
 GOING_ON = Status(
     time=0.0,
@@ -55,11 +57,11 @@ def test_the_status_names_who_is_up_what_is_waited_for_the_lag_and_the_end(tmp_p
     written(tmp_path)
     code, said = told(capsys, tmp_path)
     assert code == 0 and said.splitlines() == [
-        f"{tmp_path}: running, last word 0 s ago",
-        "  step 30 of 120, 1.25 s a step, ends in about 2 min 10 s, held-out score 0.750",
+        f"{tmp_path}: running, written 0 s ago",
+        "  step 30 of 120, the last one took 1.25 s, ends in about 2 min 10 s, held-out score 0.750",
         "  lag 1 of 1 allowed; version 31 is published",
         "  tickets: 5 waiting, 6 in generators, 7 generated",
-        "  up: 2 generator, 1 trainer",
+        "  ready: 2 generator, 1 trainer",
         "  logprob.1 is starting, last heard 3.0 s before: OSError: no",
         "  generator2 is cut off, last heard 9.5 s before",
         "  4 more are not ready",
@@ -111,3 +113,17 @@ def test_prometheus_is_served_the_last_row_and_who_is_up():
     assert found['asyncspec_actors_busy{actor="logprob1_rank1"}'] == "0.25"
     assert found['asyncspec_up{role="generator"}'] == "2.0" and found["asyncspec_not_ready"] == "6.0"
     assert found["asyncspec_left_seconds"] == "130.0"
+
+
+def test_a_run_that_starts_again_is_not_told_to_have_ended(tmp_path, capsys):
+    """Each start writes the configuration; the launcher holds the lock."""
+    written(tmp_path, ended="finished")
+    os.utime(tmp_path / FILE, (time.time() - 60, time.time() - 60))
+    held = Lock(tmp_path / "lock")
+    try:
+        code, said = told(capsys, tmp_path)
+    finally:
+        held.release()
+    assert code == 0 and "starts again; its controller has written nothing yet. Before, step 30 was reached" in said
+    code, said = told(capsys, tmp_path)
+    assert code == 0 and "finished" in said

@@ -238,7 +238,7 @@ class Conductor:
         if not book.open and coming:
             return f"{_names(coming)} to replace lost actors"
         silent = max((member.name for member in crew.present), key=crew.vigil.silence)
-        return f"{book.oldest() or 'no ticket'}; longest silent: {silent}"
+        return f"{book.oldest() or 'no ticket'}; longest silent: {silent}, {crew.vigil.silence(silent):.1f} s"
 
     # The end.
     def _stop_all(self) -> None:

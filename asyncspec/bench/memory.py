@@ -68,7 +68,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "two logprob ranks": ("tied", ["logprob.ranks=2"]),
     "reference": ("untied", ["rl.kl_coef=0.1"]),
     "adapters": ("untied", ["model.lora.rank=8"]),
-    "long": ("tied", ["sampling.max_response_tokens=300", "trainer.tokens_per_pass=800"]),
+    "long": ("tied", ["sampling.max_response_tokens=300", "trainer.tokens_per_pass=620"]),
     "eagle3": ("untied", ["speculation.method=eagle3"]),
 }
 FIELDS = [

@@ -6,13 +6,10 @@ import os
 from dataclasses import asdict
 from datetime import timedelta
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from asyncspec.commands import meeting
 from asyncspec.commands.meeting import Finding, Node
 from asyncspec.config import Config, fetch_all, from_yaml, to_yaml
-from asyncspec.launch.ray import connect
+from asyncspec.launch.ray import connect, ray  # which says in one line that ray is not installed
 from asyncspec.wire.addresses import listening, use_ports
 
 
@@ -22,6 +19,7 @@ def everyone(config: Config) -> list[Node]:
     Raises:
         UserError: Ray cannot be reached.
     """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     from torch.distributed import TCPStore
 
     connect("asyncspec-doctor")

@@ -27,9 +27,10 @@ def add_parser(commands) -> None:
         help="choose draft length, generators against trainers, ranks and slots for a model and GPUs",
         description="Simulate a model on GPUs that one need not have, and choose: the draft length, or no speculation; "
         "how many GPUs generate, train and compute logprobs; ranks of a generator; its slots. Writes a table, pictures "
-        "and a configuration to --out. Needs --model and --gpus. This takes up to a minute.\n\n"
+        "and a configuration to --out. Needs --model and --gpus. This takes a minute or two.\n\n"
         "With --config, it says what that configuration would do instead: the seconds of a step, and what they wait "
-        "for. It takes the GPUs, prompts, rollouts, lag and longest response from there.\n\n"
+        "for. Its engine must be vLLM. GPUs, prompts, rollouts, lag and longest response are those of the "
+        "configuration, unless --lag or --most-tokens says otherwise.\n\n"
         "With --hardware this, it simulates a run of this machine instead, with other slots, draft lengths and numbers "
         "of generators. Needs --run; of the other flags only --lag and --out count.",
     )
@@ -45,8 +46,8 @@ def add_parser(commands) -> None:
     add("--config", metavar="NAME", help="YAML file, or the name of a shipped config, to predict; no file is written")
     add("--gpus", type=int, metavar="N", help="number of GPUs")
     add("--lag", type=int, metavar="L", help="policy lag (default: 1; with --run that of the run)")
-    add("--prompts", type=int, default=128, metavar="N", help="prompts of a step (default: 128)")
-    add("--group-size", type=int, default=16, metavar="N", help="rollouts of a prompt (default: 16)")
+    add("--prompts", type=int, metavar="N", help="prompts of a step (default: 128)")
+    add("--group-size", type=int, metavar="N", help="rollouts of a prompt (default: 16)")
     add("--tokens", type=float, metavar="N", help="mean tokens of a response (default: 4000, or half of the most)")
     add("--most-tokens", type=int, metavar="N", help="most tokens of a response (default: 16384, or what fits)")
     add("--sigma", type=float, default=0.8, metavar="S", help="spread of the logarithm of lengths (default: 0.8)")

@@ -26,6 +26,10 @@ def predict(args) -> int:
         raise UserError(f"--config {args.config}: engine.kind={config.engine.kind}: expected vllm, which is simulated")
     if config.drafting and config.fixed_draft_length is None:
         raise UserError(f"--config {args.config}: speculation.draft_length: expected a whole number, as in 3")
+    for flag in ("gpus", "prompts", "group_size"):
+        given = getattr(args, flag)
+        if given is not None:
+            raise UserError(f"--{flag.replace('_', '-')} {given}: expected no such flag with --config, which says it")
     choice = choice_of(config)
     args.gpus = choice.trainers + choice.logprobs + choice.replicas * choice.degree
     args.prompts, args.group_size = config.rl.groups_per_step, config.rl.group_size

@@ -45,9 +45,12 @@ def job_of(args) -> Job:
 
     device, per_node = gpu(args.hardware), gpu(args.hardware).gpus_per_node
     args.lag = 1 if args.lag is None else args.lag
+    args.prompts = 128 if args.prompts is None else args.prompts
+    args.group_size = 16 if args.group_size is None else args.group_size
     known = "a directory with config.json, or a name such as Qwen/Qwen3-8B"
     need(args.calibrated is None, "run", args.calibrated, "it with --hardware this only")
-    need(args.model is not None, "model", args.model, known)
+    if args.model is None:
+        raise UserError(f"--model: expected it, {known}")
     few = f"3 to {MOST_GPUS}: one each to generate, to train and to compute logprobs"
     need(args.gpus is not None and 3 <= args.gpus <= MOST_GPUS, "gpus", args.gpus, few)
     nearest = max(1, round(args.gpus / per_node)) * per_node

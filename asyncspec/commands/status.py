@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncspec import lock
 from asyncspec.config import resolve_path
 from asyncspec.errors import UserError
 from asyncspec.ledger import ledger
@@ -23,11 +24,15 @@ def add_parser(commands) -> None:
         help="say who of a run is up, what it waits for, its lag, and when it will end",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Say who of a run is up, what it waits for, its lag, and when it will end. Reads the run's files\n"
-        "alone, so it works on any host that sees them, and after the run. Exit code: 0 if the run goes on\n"
-        "or has finished, 1 if it has failed, was stopped early, or its controller writes no more.",
+        "alone, so it works on any host that sees them, and after the run. Exit code: 0 if the run starts, goes\n"
+        "on or has finished, 1 if it has failed, was stopped early, or its controller writes no more.",
     )
     parser.add_argument("directory", metavar="RUN", help="directory of a run")
-    parser.add_argument("--json", action="store_true", help="print status.json, with `age_s` and `state`")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print status.json, with `age_s` and `state`: starting, running, finished, failed, stopped or silent",
+    )
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -46,13 +51,17 @@ def _run(args) -> int:
         print(json.dumps(msgspec.to_builtins(found) | {"age_s": round(age, 1), "state": state}))
     else:
         print("\n".join(lines(args.directory, found, state, age)))
-    return 0 if state in ("running", "finished") else 1
+    return 0 if state in ("starting", "running", "finished") else 1
 
 
 def state_of(run_dir: Path, found: Status, now: float) -> str:
-    """Return "running", "finished", "failed", "stopped", or "silent": the controller writes no more and did not say
-    why.
+    """Return "running", "finished", "failed", "stopped"; "starting": the run starts again, and its controller has
+    written nothing yet; or "silent": the controller writes no more and did not say why.
     """
+    # Each start writes the configuration and holds the lock.
+    config, held = run_dir / "config.yaml", run_dir / "lock"
+    if config.stat().st_mtime > (run_dir / FILE).stat().st_mtime and held.is_file() and lock.held(held):
+        return "starting"
     if found.failure:
         return "failed"
     if found.ended:
@@ -65,8 +74,10 @@ def state_of(run_dir: Path, found: Status, now: float) -> str:
 
 def lines(run: str, found: Status, state: str, age: float) -> list[str]:
     """Return the lines that say it."""
+    if state == "starting":
+        return [f"{run}: starts again; its controller has written nothing yet. Before, step {found.step} was reached"]
     what = {
-        "running": f"running, last word {max(0.0, age):.0f} s ago",
+        "running": f"running, written {max(0.0, age):.0f} s ago",
         "silent": f"silent: its controller has written nothing for {_length(age)}; see {run}/logs, then asyncspec "
         f"train --resume {run}",
         "failed": f"failed: {found.failure}",
@@ -74,18 +85,21 @@ def lines(run: str, found: Status, state: str, age: float) -> list[str]:
         "finished": "finished",
     }[state]
     ends = f", ends in about {_length(found.left_s)}" if found.left_s is not None and state == "running" else ""
-    step = f"{found.step_s:.2f} s a step{ends}" if found.step else "no step is trained yet"
+    step = f"the last one took {found.step_s:.2f} s{ends}" if found.step else "none is trained yet"
     score = "" if found.score is None else f", held-out score {found.score:.3f}"
+    ready = ", ".join(f"{count} {role}" for role, count in sorted(found.up.items())) or "nobody"
     told = [
         f"{run}: {what}",
         f"  step {found.step} of {found.steps}, {step}{score}",
         f"  lag {found.lag:.0f} of {found.most_lag} allowed; version {found.version} is published",
         f"  tickets: {found.waiting} waiting, {found.generating} in generators, {found.generated} generated",
-        f"  up: {', '.join(f'{count} {role}' for role, count in sorted(found.up.items())) or 'nobody'}",
+        f"  {'ready' if state == 'running' else 'was ready'}: {ready}",
     ]
     for actor in found.others:
         error = f": {actor.error}" if actor.error else ""
-        told.append(f"  {actor.name} is {actor.state}, last heard {actor.silent_s:.1f} s before{error}")
+        state_now = "loaded, and joins the others" if actor.state == "up" else actor.state
+        heard = f", last heard {actor.silent_s:.1f} s before" if actor.silent_s > 0 else ""
+        told.append(f"  {actor.name} is {state_now}{heard}{error}")
     if found.more:
         told.append(f"  {found.more} more are not ready")
     if state in ("running", "silent") and found.waits_for:

@@ -128,6 +128,8 @@ def join(run_dir: str, node: int, launch: int | None = None) -> int:
         if found is not None and launch not in (None, found.launch):
             return 1
         if found is not None and found.ended is not None:
+            if attempt == -1:
+                print(f"node {node}: the run has ended, with exit code {found.ended}", flush=True)
             return found.ended
         if found is not None and found.attempt != attempt:
             attempt = found.attempt
