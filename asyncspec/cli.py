@@ -230,7 +230,14 @@ def _add_doctor(commands) -> None:
 def _doctor(args) -> int:
     from asyncspec.commands.doctor import examine
 
-    return examine(configuration.load(args.config, args.overrides), args.launcher)
+    try:
+        config, wrong = configuration.load(args.config, args.overrides), ""
+    except UserError as error:
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+            raise
+        # The other nodes wait for this one, and may have the files that it lacks.
+        config, wrong = configuration.load(args.config, args.overrides, files=False), str(error)
+    return examine(config, args.launcher, wrong)
 
 
 def _add_configuration(parser) -> None:

@@ -25,6 +25,7 @@ QUEUE_BEAT_S = 1.0  # between two heartbeats on a queue's connection
 # cut.
 QUEUE_SILENT_S = 6.0
 KILLED_S = 2.0  # from the order to kill an actor until its launcher reports its death; after that it is cut off
+OUTCOME_S = 15.0  # for torchrun's workers to learn how a run has ended, once their actors have
 LATE_WORD_S = 1.0  # by which a message of an actor may arrive later than its launcher's report
 LEDGER_S = 10.0  # for a controller that was left behind to release the ledger
 LOCK_RENEW_S = 2.0  # between two renewals of a lock, on a file system that has no locks of its own

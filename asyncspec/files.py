@@ -33,18 +33,33 @@ def write_json(file: Path, content: Any) -> None:
     replace_file(file, json.dumps(content, indent=2) + "\n")
 
 
+BEFORE = ".before.partial"  # appended to the name of a folder that another one replaces
+
+
 def replace_folder(folder: Path, by: Path) -> None:
     """Give a folder the name of another one, which is removed if it is there.
 
     Raises:
         OSError: it cannot be renamed.
     """
-    before = folder.with_name(folder.name + ".before.partial")
+    before = folder.with_name(folder.name + BEFORE)
+    if folder.exists():  # else an earlier call was cut short, and `before` is all there is
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)  # NFS does not remove a folder while somebody reads a file of it
+    try:
+        by.rename(folder)
+    except OSError:
+        with suppress(OSError):
+            before.rename(folder)
+        raise
     shutil.rmtree(before, ignore_errors=True)
-    with suppress(FileNotFoundError):  # renamed first: NFS does not remove a folder while somebody reads a file of it
-        folder.rename(before)
-    by.rename(folder)
-    shutil.rmtree(before, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Give a folder its name back that `replace_folder` had renamed when it was cut short."""
+    before = folder.with_name(folder.name + BEFORE)
+    if before.is_dir() and not folder.exists():
+        before.rename(folder)
 
 
 @contextmanager

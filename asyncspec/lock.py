@@ -7,8 +7,10 @@ longer changes is left from a process that died.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import signal
 import threading
 import time
 import uuid
@@ -18,7 +20,6 @@ from pathlib import Path
 from asyncspec.deadlines import LOCK_LEFT_S, LOCK_RENEW_S
 
 SUFFIX = ".owner"  # appended to the name of a locked file where there is no flock
-_SETTLED_S = 0.3  # after which of two processes that take a lock at once only one finds its own name in it
 
 
 class Taken(Exception):
@@ -33,7 +34,7 @@ class Lock:
 
         Raises:
             Taken: another process holds it.
-            OSError: the file cannot be opened or made.
+            OSError: the file cannot be opened, made or locked.
         """
         self._owner, self._over, self._me = file.with_name(file.name + SUFFIX), threading.Event(), uuid.uuid4().hex
         self._renewing: threading.Thread | None = None
@@ -49,38 +50,54 @@ class Lock:
         if self._renewing is not None:
             self._over.set()
             self._renewing.join()
-            if self._mine():
+            if _content(self._owner) == self._me:
                 self._owner.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def _take_owner(self) -> None:
-        if _renewed(self._owner):
-            raise Taken
-        self._owner.unlink(missing_ok=True)
+        left = _content(self._owner)
+        if left is not None:
+            if _renewed(self._owner):
+                raise Taken
+            self._move_aside(left)
+        mine = self._owner.with_name(f"{self._owner.name}.{self._me}")
+        mine.write_text(self._me)
         try:
-            with open(self._owner, "x") as file:
-                file.write(self._me)
+            os.link(mine, self._owner)  # of several processes one succeeds
         except FileExistsError:
             raise Taken from None
-        time.sleep(_SETTLED_S)
-        if not self._mine():
-            raise Taken
+        finally:
+            mine.unlink()
         self._renewing = threading.Thread(target=self._renew, name="lock", daemon=True)
         self._renewing.start()
 
-    def _mine(self) -> bool:
-        with suppress(OSError):
-            return self._owner.read_text() == self._me
-        return False
+    def _move_aside(self, left: str) -> None:
+        """Remove a file that a dead process has left, unless another process has just replaced it."""
+        aside = self._owner.with_name(f"{self._owner.name}.{self._me}")
+        try:
+            self._owner.rename(aside)
+        except FileNotFoundError:
+            return
+        if _content(aside) != left:
+            with suppress(FileExistsError):
+                os.link(aside, self._owner)
+            aside.unlink()
+            raise Taken
+        aside.unlink()
 
     def _renew(self) -> None:
         while not self._over.wait(LOCK_RENEW_S):
-            with suppress(OSError):  # a server that cannot be reached now; the next time will do
-                os.utime(self._owner)
+            if (found := _content(self._owner)) == self._me:
+                with suppress(OSError):  # a server that cannot be reached now; the next time will do
+                    os.utime(self._owner)
+            elif found is not None:  # this process was stopped for so long that another one took the lock
+                print(f"{self._owner}: another process has taken the lock; this one ends", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
 
 def held(file: Path) -> bool:
-    """Whether a process holds the lock of a file. Takes no time, and writes nothing.
+    """Whether a process holds the lock of a file. Without flock this takes some seconds.
 
     Raises:
         OSError: the file cannot be opened.
@@ -91,8 +108,9 @@ def held(file: Path) -> bool:
                 return False
         except Taken:
             return True
-    changed = _changed(file.with_name(file.name + SUFFIX))
-    return changed is not None and time.time() - changed / 1e9 < LOCK_LEFT_S
+        except OSError:
+            pass
+    return _renewed(file.with_name(file.name + SUFFIX))
 
 
 def _flock(descriptor: int, how: int) -> bool:
@@ -100,14 +118,24 @@ def _flock(descriptor: int, how: int) -> bool:
 
     Raises:
         Taken: another process holds it.
+        OSError: it cannot be taken, for another reason: an NFS server that cannot be asked, for example.
     """
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Taken from None
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
         return False
     return True
+
+
+def _content(owner: Path) -> str | None:
+    """Return what a file says; None if it is not there, or cannot be read now."""
+    with suppress(OSError):
+        return owner.read_text()
+    return None
 
 
 def _renewed(owner: Path) -> bool:

@@ -1,10 +1,13 @@
 """The addresses at which hosts reach each other. Hosts are network namespaces of this one."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from runs import check_finished
+from runs import Running, check_finished, pid_of, rows
 
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.errors import UserError
@@ -137,3 +140,43 @@ def test_sockets_listen_on_the_ports_that_they_may_use_and_say_when_all_are_take
         use_ports("")
         for end in held:
             end.close()
+
+
+@pytest.mark.slow
+def test_all_nodes_of_torchrun_start_again_when_the_trainer_has_died(tmp_path):
+    """torchrun starts only those workers again that fail, so those of the other nodes must, too."""
+    try:
+        hosts = Hosts(2)
+    except UserError as error:
+        pytest.skip(str(error))
+    run_dir = tmp_path / "run"
+    job = ["--config", "mock_rl_think_8b", "--run-dir", str(run_dir), "--steps", "8", "checkpoint.every=2"]
+    job += ["rl.groups_per_step=8", "rl.group_size=4", "engine.slots=16", "mock.gpus=1", "mock.time_scale=0.01"]
+    job += ["deployment.nodes=trainer+logprob,generator", "deployment.ports=29720-29739"]
+    try:
+        running = []
+        for node in range(2):
+            flags = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+            flags += ["--rdzv-endpoint", f"{hosts.address(0)}:29517", "--rdzv-conf", f"is_host={int(not node)}"]
+            flags += ["--local-addr", hosts.address(node)]
+            arguments = ["-m", "torch.distributed.run", *flags, str(SCRIPT), *job]
+            running.append((hosts.start(node, arguments, tmp_path / f"{node}.log"), tmp_path / f"{node}.log"))
+        deadline = time.monotonic() + 120
+        while len(rows(run_dir)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(pid_of(run_dir, "trainer"), signal.SIGKILL)
+        for process, output in running:
+            assert process.wait(180) == 0, output.read_text()
+    finally:
+        hosts.close()
+    check_finished(run_dir, 8)
+    assert "resuming from version" in (tmp_path / "0.log").read_text()
+
+
+@pytest.mark.slow
+def test_all_actors_start_again_within_a_range_that_has_two_ports_more_than_actors(tmp_path):
+    """The process that plays the next controller has played the one before."""
+    faults = ["deployment.faults=trainer:work:3:kill", "checkpoint.every=1", "deployment.ports=29740-29746"]
+    run = Running.new(tmp_path / "run", "--steps", "4", "rl.groups_per_step=4", "data.eval_prompts=8", *faults)
+    assert "all actors restart from the last checkpoint" in run.end(0)
+    check_finished(tmp_path / "run", 4)

@@ -347,7 +347,11 @@ def test_what_nodes_must_have_in_common_is_wrong_where_it_differs(capsys):
 def test_a_change_of_the_package_or_of_a_models_files_shows(tmp_path, monkeypatch):
     shutil.copytree(resolve_path("asset:tiny/policy"), tmp_path / "model")
     config = load("tiny", [f"model.path={tmp_path}/model", "speculation.method=none"])
+    for name in ("VLLM_API_KEY", "VLLM_HOST_AUTH", "NCCL_PROXY_CRED", "GLOO_PW"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("UCX_PROXY", "http://user:secret@proxy:80")
     before = differences.facts(config, "127.0.0.1")
+    assert before["UCX_PROXY"] == "http://...@proxy:80" and "secret" not in str(before)
     assert before["network"].startswith("lo, MTU")
     with open(tmp_path / "model" / "config.json", "a") as file:
         file.write(" ")

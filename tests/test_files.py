@@ -3,10 +3,11 @@
 import errno
 import os
 import resource
+from pathlib import Path
 
 import pytest
 
-from asyncspec.files import LineFiles, new_folder, replace_file
+from asyncspec.files import LineFiles, new_folder, put_back, replace_file
 
 
 def test_lines_are_appended_and_a_file_can_be_begun_anew(tmp_path):
@@ -99,4 +100,24 @@ def test_a_folder_takes_the_place_of_one_that_cannot_be_removed(tmp_path, monkey
     monkeypatch.undo()
     with new_folder(tmp_path / "export") as partial:
         pass
+    assert os.listdir(tmp_path) == ["export"]
+
+
+def test_a_folder_keeps_its_name_if_the_one_that_should_replace_it_cannot_have_it(tmp_path, monkeypatch):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "read").write_text("old")
+    rename = Path.rename
+
+    def refused(self, target):
+        if self.name == "export.partial":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(OSError, match="Input/output error"), new_folder(tmp_path / "export"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["export"] and os.listdir(tmp_path / "export") == ["read"]
+    monkeypatch.undo()
+    (tmp_path / "export").rename(tmp_path / "export.before.partial")  # killed between the two renames
+    put_back(tmp_path / "export")
     assert os.listdir(tmp_path) == ["export"]

@@ -157,3 +157,14 @@ def test_a_configuration_that_cannot_be_predicted_is_refused(capsys):
     assert "--config qwen3_8b: no such file; expected a YAML file or one of" in capsys.readouterr().err
     assert main(["plan", "--config", "qwen3_8b_8gpu", *flags, "--group-size", "4"]) == 2
     assert "--group-size 4: expected no such flag with --config, which says it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, said", [("method: ngram", "speculation.method=ngram: expected eagle3, mtp, none")])
+def test_a_configuration_is_not_predicted_as_another_one(change, said, tmp_path, capsys):
+    text = (configuration.CONFIG_DIR / "qwen3_8b_8gpu.yaml").read_text()
+    (tmp_path / "own.yaml").write_text(text.replace("method: eagle3", change))
+    flags = ["--config", str(tmp_path / "own.yaml"), "--model", "Qwen/Qwen3-8B", "--hardware", "A100"]
+    assert main(["plan", *flags]) == 2 and said in capsys.readouterr().err
+    # the KV cache may be in 8 bits where weights are not
+    (tmp_path / "own.yaml").write_text(text.replace("compile: true", 'compile: true\n  vllm: "{kv_cache_dtype: fp8}"'))
+    assert main(["plan", *flags, "--tokens", "100"]) == 0

@@ -160,6 +160,7 @@ RUNNING = {
     "ledger.ledger:read": "a ledger was damaged; --resume reads it before anything starts",
     "ledger.ledger:_locked": "another process writes the ledger",
     "lock:Lock._take_owner": "another process writes the ledger",
+    "lock:Lock._move_aside": "another process writes the ledger",
     "lock:_flock": "another process writes the ledger",
     "models.eagle3:load": "a value is not finite, which only who reads all values finds",
     "models.mtp:MTP.load_hf": "a value is not finite, which only who reads all values finds",

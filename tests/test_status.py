@@ -5,12 +5,15 @@ import os
 import re
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from crews import recovery_of
 
 from asyncspec import cli
 from asyncspec.actors.prometheus import Endpoint
+from asyncspec.actors.status import StatusFile
 from asyncspec.ledger.status import FILE, Actor, Status
 from asyncspec.lock import Lock
 
@@ -127,3 +130,16 @@ def test_a_run_that_starts_again_is_not_told_to_have_ended(tmp_path, capsys):
     assert code == 0 and "starts again; its controller has written nothing yet. Before, step 30 was reached" in said
     code, said = told(capsys, tmp_path)
     assert code == 0 and "finished" in said
+
+
+@pytest.mark.parametrize("row", [None, {"lag/max": 1.0, "time/step": 2.0}])
+def test_a_run_has_ended_only_when_its_controller_is_done(row):
+    """Whether or not a step was trained. Until then it may be writing its last checkpoint."""
+    recovery, _ = recovery_of()
+    run = recovery.run
+    run.stop_reason = "interrupted"
+    run.records.metrics = SimpleNamespace(last=row)
+    run.records.console = SimpleNamespace(left_s=lambda steps: None)
+    schedule = SimpleNamespace(trained_steps=0, clock=SimpleNamespace(version=0))
+    file = StatusFile(run, schedule)
+    assert file.status("", False).ended == "" and file.status("", True).ended == "interrupted"

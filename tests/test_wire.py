@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -15,7 +16,7 @@ from asyncspec.clock import now
 from asyncspec.deadlines import QUEUE_SILENT_S
 from asyncspec.wire import codec, transport, waiting
 from asyncspec.wire import messages as m
-from asyncspec.wire.control import HEADER, ControlClient, ControlServer
+from asyncspec.wire.control import HEADER, MAX_CONTROL_BYTES, ControlClient, ControlServer
 
 TICKET = ticket_of(7, [3, 12, 4, 13], [2**61, 5], step=3, min_version=2)
 
@@ -397,3 +398,51 @@ def test_peers_without_the_runs_keys_cannot_connect(tmp_path):
         transport.use_keys(None)
         for item in (inbox.socket, server.socket, *(c for pair in clients.values() for c in pair)):
             item.close(0)
+
+
+def test_a_ticket_may_be_larger_than_what_the_controller_accepts():
+    """Its row may hold a problem's test cases."""
+    server = ControlServer("127.0.0.1")
+    client = ControlClient(server.address, "generator0")
+    client.send(m.Ready("generator0"))
+    settle(server, until=lambda: server.receive() is not None)
+    large = msgspec.structs.replace(TICKET, row="x" * (MAX_CONTROL_BYTES + 1000))
+    assert server.send("generator0", large) and server.send("generator0", m.Stop("after"))
+    got, deadline = [], time.monotonic() + 20
+    while len(got) < 2 and time.monotonic() < deadline:
+        waiting.wait([client], 0.1)
+        got += [item for item in [client.receive()] if item is not None]
+    assert got == [large, m.Stop("after")]
+    client.close(0)
+    server.socket.close(0)
+
+
+def test_a_client_is_heard_again_after_another_one_has_used_its_name():
+    server = ControlServer("127.0.0.1")
+    way = CutConnection(server.address)
+    first = ControlClient(way.address, "generator0")
+    for name in ("0", "1"):
+        first.send(m.Ready(name))
+        settle(server, until=lambda: server.receive() is not None)
+    server.send("generator0", m.Stop("so that both are known to have arrived"))
+    settle(first, until=lambda: first.receive() is not None)
+    second = ControlClient(server.address, "generator0")
+    second.send(m.Ready("other"))
+    settle(server, until=lambda: server.receive() == ("generator0", m.Ready("other")))
+    second.close(0)
+    way.cut()
+    first.send(m.Ready("2"))
+    heard = []
+    settle(
+        server,
+        until=lambda: (
+            [heard.append(item[1].name) for item in [server.receive()] if item]
+            and "2" in heard
+            or first.receive() is not None
+        ),
+        seconds=20,
+    )
+    assert heard == ["2"]
+    first.close(0)
+    way.close()
+    server.socket.close(0)

@@ -6,6 +6,7 @@ it returns an exit code. conductor.py leads the run.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -48,6 +49,9 @@ class Controller:
         except Exception as error:
             self._log("".join(traceback.format_exception(error)))
             return RAISED
+        finally:
+            self.server.close()  # this process may play the next controller, which needs the ports
+            gc.collect()  # the store of the broadcasts
 
     def _lead(self) -> int:
         self._log(f"{time.strftime('%H:%M:%S')} controller starts, pid {os.getpid()}")

@@ -53,7 +53,7 @@ class StatusFile:
         present = run.crew.present
         odd = [member for member in present if member.life is not Life.READY]
         generating, generated = run.book.training()
-        last = records.metrics.last or {}
+        row = records.metrics.last or {}
         return Status(
             time=time.time(),
             began=self._began,
@@ -62,11 +62,11 @@ class StatusFile:
             step=schedule.trained_steps,
             steps=run.config.steps,
             version=schedule.clock.version,
-            lag=last.get("lag/max", 0.0),
+            lag=row.get("lag/max", 0.0),
             most_lag=run.config.policy_lag,
-            step_s=last.get("time/step", 0.0),
+            step_s=row.get("time/step", 0.0),
             left_s=records.console.left_s(schedule.trained_steps),
-            score=last.get("eval/score"),
+            score=row.get("eval/score"),
             up=dict(Counter(member.role for member in present if member.life is Life.READY)),
             others=[
                 Actor(member.name, member.role, member.life.value, run.crew.vigil.silence(member.name), member.error)

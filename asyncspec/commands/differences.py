@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import resource
 import shutil
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from asyncspec.config.paths import data_files, sources
 # Facts that must be equal: runs with different ones end, or learn something else than they say.
 EQUAL = ("asyncspec", "torch", "vllm", "NCCL", "model.path", "model.reference_path", "draft", "data.train_file")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "VLLM_", "OMP_", "PYTORCH_")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASS", "PW", "AUTH", "CRED")
 
 
 def facts(config: Config, address: str) -> dict[str, str]:
@@ -62,7 +63,7 @@ def facts(config: Config, address: str) -> dict[str, str]:
             parts = [file for part in sources(config.data.train_file) for file in data_files(part)]
             found["data.train_file"] = _digest(parts)
     return found | {
-        name: value
+        name: re.sub(r"//[^/@]*@", "//...@", value)
         for name, value in os.environ.items()
         if name.startswith(_PREFIXES) and not any(word in name for word in _SECRET)
     }

@@ -16,17 +16,18 @@ from asyncspec.commands.meeting import Finding, Node, run_folder
 from asyncspec.commands.placement import judge
 from asyncspec.commands.this_host import check_this_host
 from asyncspec.config import Config, resolve_path, topology, work
-from asyncspec.errors import ConfigError
+from asyncspec.errors import ConfigError, first_line
 from asyncspec.models import sizes
 from asyncspec.models.shape import PolicyShape
 from asyncspec.wire.addresses import use_ports
 
 
-def examine(config: Config, launcher: str) -> int:
+def examine(config: Config, launcher: str, wrong: str = "") -> int:
     """Run the checks, print the findings, and return 0 if all checks passed, else 1.
 
     Args:
         launcher: ray: check the nodes of a Ray cluster; else those of torchrun, or this host.
+        wrong: what this node lacks, in a line.
 
     Raises:
         ConfigError: torchrun's number of ranks is not the number of nodes.
@@ -45,11 +46,16 @@ def examine(config: Config, launcher: str) -> int:
     if launcher == "ray":
         from asyncspec.commands import on_ray
 
-        return _report(config, placed, names, on_ray.everyone(config))
+        return _report(config, placed, names, on_ray.everyone(config), on_ray=True)
     here = check_this_host(config)
+    here.findings += [Finding(False, wrong)] if wrong else []
     if size == 1:
         return _report(config, placed, names, [here])
-    everyone = meeting.under_torchrun(config, here, rank, size)
+    try:
+        everyone = meeting.under_torchrun(config, here, rank, size)
+    except RuntimeError as error:  # of torch's store: a node has not come
+        here.findings.append(Finding(False, f"not all of {size} nodes came to the meeting: {first_line(error)}"))
+        everyone = [here]
     return _report(config, placed, names, everyone) if rank == 0 else int(not all(f.ok for f in here.findings))
 
 
@@ -85,7 +91,9 @@ def _differences(console, nodes: list[Node]) -> list[Finding]:
     ]
 
 
-def _report(config: Config, placed: list[list[str]], names: dict[str, str], nodes: list[Node]) -> int:
+def _report(
+    config: Config, placed: list[list[str]], names: dict[str, str], nodes: list[Node], on_ray: bool = False
+) -> int:
     from rich.table import Table
     from rich.text import Text
 
@@ -131,7 +139,7 @@ def _report(config: Config, placed: list[list[str]], names: dict[str, str], node
                 soft_wrap=True,
             )
         shown.add(finding.text)
-    if 1 < len(nodes) < len(placed):
+    if (on_ray or len(nodes) > 1) and len(nodes) < len(placed):
         findings.append(("", Finding(False, f"{len(nodes)} nodes; expected {len(placed)}, as in deployment.nodes")))
         console.print(Text(*_MARKS[False, False]), findings[-1][1].text)
     elif len(nodes) < len(placed):

@@ -16,6 +16,7 @@ from asyncspec.config import Config
 from asyncspec.wire.addresses import host_and_port, listening, url
 
 ROUND_TRIPS = 20
+MEETING_S = 120.0  # for all nodes to come
 
 
 @dataclass
@@ -55,7 +56,7 @@ def under_torchrun(config: Config, here: Node, rank: int, size: int) -> list[Nod
     from asyncspec.launch import torchrun
 
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
+    store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=MEETING_S))
     here.address = torchrun.address(store, "doctor/own/".__add__, rank, size)
     return meet(config, here, rank, size, store)
 

@@ -29,7 +29,7 @@ def everyone(config: Config) -> list[Node]:
         address = ray.util.get_node_ip_address()
         listener = listening(address)
         port = listener.getsockname()[1]
-        limit = timedelta(seconds=config.deployment.start_timeout_s)
+        limit = timedelta(seconds=meeting.MEETING_S)
         store = TCPStore(
             address,
             port,
@@ -67,7 +67,7 @@ def _meet(config_yaml: str, directory: str, rank: int, size: int, address: str, 
     config = from_yaml(config_yaml)
     fetch_all(config)
     use_ports(config.deployment.ports)
-    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=config.deployment.start_timeout_s))
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=meeting.MEETING_S))
     here = check_this_host(config)
     here.address = ray.util.get_node_ip_address()
     return [asdict(node) for node in meeting.meet(config, here, rank, size, store)]

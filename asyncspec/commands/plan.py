@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncspec.commands.output import output_directory
-from asyncspec.commands.plan_job import MOST_DRAFT, MOST_LAG, MOST_PROMPT, basis, job_of, need
+from asyncspec.commands.plan_job import METHODS, MOST_DRAFT, MOST_LAG, MOST_PROMPT, basis, job_of, need
 from asyncspec.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SCALES, LAGS = (0.25, 0.5, 1.0, 2.0, 4.0), (0, 1, 2, 4)
 DRAFT_LENGTHS, ACCEPTANCES = (1, 2, 3, 4, 5, 6, 7, 8), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 TRIED = 4  # choices that are simulated for a point of a picture
-METHODS = ("eagle3", "mtp", "none")
 
 
 def add_parser(commands) -> None:

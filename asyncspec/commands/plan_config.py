@@ -16,8 +16,8 @@ def predict(args) -> int:
     """Simulate a configuration with the lengths and the acceptance of the flags, and print what it waits for."""
     from rich.table import Table
 
-    from asyncspec.commands.plan_job import basis, job_of
-    from asyncspec.config import load
+    from asyncspec.commands.plan_job import METHODS, basis, job_of
+    from asyncspec.config import load, resolve_path, vllm_options
     from asyncspec.console import terminal
     from asyncspec.simulate.planner import outcome, slots_of
 
@@ -35,9 +35,16 @@ def predict(args) -> int:
     args.prompts, args.group_size = config.rl.groups_per_step, config.rl.group_size
     args.lag = config.policy_lag if args.lag is None else args.lag
     args.most_tokens = config.sampling.max_response_tokens if args.most_tokens is None else args.most_tokens
-    if config.drafting:
-        args.method = config.speculation.method if config.speculation.method == "mtp" else "eagle3"
-    args.precision = "fp8" if "fp8" in config.engine.vllm else args.precision
+    method = config.speculation.method
+    if method not in METHODS:
+        raise UserError(
+            f"--config {args.config}: speculation.method={method}: expected {', '.join(METHODS)}, which are simulated"
+        )
+    args.method = method
+    options = vllm_options.parse(config.engine.vllm)
+    args.precision = "fp8" if options.get("quantization") == "fp8" else "bfloat16"
+    if args.model is None and resolve_path(config.model.path).is_dir():
+        args.model = str(resolve_path(config.model.path))
     job = job_of(args)
     fitting = slots_of(replace(job, prompts=job.prompts * 1000), choice.degree, choice.replicas)
     if not fitting:

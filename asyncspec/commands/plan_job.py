@@ -10,6 +10,7 @@ from asyncspec.errors import UserError
 if TYPE_CHECKING:
     from asyncspec.simulate.planner import Job, Outcome
 
+METHODS = ("eagle3", "mtp", "none")
 MOST_PROMPT, MOST_DRAFT = 2048, 16  # tokens of a prompt, and of a round
 MOST_GPUS, MOST_ROLLOUTS, MOST_LAG, MOST_TOKENS = 16_384, 65_536, 16, 1 << 20  # that are simulated within minutes
 

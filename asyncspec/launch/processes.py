@@ -26,7 +26,7 @@ import msgspec
 from asyncspec.actors.base import LEFT_BEHIND, RAISED, RESTART, STOPPING, ActorSpec
 from asyncspec.actors.crew import actor_names
 from asyncspec.config import Config, hub_names, topology, use_names, work
-from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S, RESTART_S
+from asyncspec.deadlines import DOWNLOAD_S, LATE_WORD_S, OUTCOME_S, RESTART_S
 from asyncspec.errors import ConfigError, UserError, first_line
 from asyncspec.launch import roles, torchrun
 from asyncspec.launch.forkserver import ForkServer
@@ -36,6 +36,8 @@ from asyncspec.launch.watch import Supervisor, died_of
 from asyncspec.wire import transport
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+AGAIN = "again"  # how a run has ended, for torchrun's other workers: all actors are to start again
 
 
 def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> int:
@@ -113,7 +115,7 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
 
     def ended(now: bool) -> bool:
         if now and rank == 0:
-            store.set(key("ended"), "")
+            store.set(key("ended"), AGAIN if supervisor.resuming else "")
         return now or store.check([key("ended")])
 
     supervisor = Supervisor(
@@ -127,12 +129,37 @@ def launch(config: Config, rank: int, world_size: int, resume: bool = False) -> 
         spare,
     )
     try:
-        return watch(config, forks, children, supervisor, address, ended)
+        code = watch(config, forks, children, supervisor, address, ended)
+        return code if interrupt.count else _together(code, store, key, rank, world_size)
     finally:
         supervisor.close()
         forks.close()
         if rank == 0:
             lock.release()
+
+
+def _together(code: int, store, key: Callable[[str], str], rank: int, size: int) -> int:
+    """Return this worker's exit code: 1 if all are to start again, since torchrun starts only those again that fail.
+    The first worker ends last: torchrun would take a node that is still at work for one that has joined late.
+
+    Args:
+        code: what `watch` returned.
+        key: callable(name) -> the name's key in the store.
+    """
+    names = [key("ended")] if rank else [key(f"left/{other}") for other in range(1, size)]
+    if rank == 0 and store.get(key("ended")).decode() != AGAIN:
+        return code
+    try:
+        store.wait(names, timedelta(seconds=OUTCOME_S))
+    except RuntimeError:  # a node, or the first one, is gone
+        return code
+    if rank == 0:
+        time.sleep(LATE_WORD_S)
+        return code
+    if store.get(key("ended")).decode() != AGAIN:
+        return code
+    store.set(key(f"left/{rank}"), "")
+    return 1
 
 
 def _await_downloads(config: Config, store, key: Callable[[str], str], rank: int, world_size: int) -> None:

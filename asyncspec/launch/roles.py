@@ -248,7 +248,10 @@ def hold(run_dir: str) -> Lock:
     try:
         return Lock(Path(run_dir) / "lock")
     except OSError as error:
-        raise ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to") from None
+        raise ConfigError(
+            f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to, and a file system that "
+            "can lock now"
+        ) from None
     except Taken:
         raise ConfigError(
             f"run_dir={run_dir!r}: another process is training in it; expected a run that has ended"

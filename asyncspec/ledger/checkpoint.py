@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncspec.errors import Damaged, first_line
-from asyncspec.files import replace_folder
+from asyncspec.files import BEFORE, put_back, replace_folder
 
 if TYPE_CHECKING:
     from asyncspec.ledger.storage import File, Plan, Word
@@ -309,6 +309,8 @@ def drop_after(run_dir: Path, kind: str, version: int) -> None:
 
 def drop_cut_short(run_dir: Path, kind: str) -> None:
     """Remove unfinished checkpoints, left by a writer that died."""
+    for path in (run_dir / FOLDER).glob(f"{kind}-*{BEFORE}"):
+        put_back(path.with_name(path.name.removesuffix(BEFORE)))
     for path in (run_dir / FOLDER).glob(f"{kind}-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 

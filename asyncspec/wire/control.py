@@ -21,9 +21,9 @@ from asyncspec.wire.codec import WireError, decode, encode
 from asyncspec.wire.messages import Beat, Message
 from asyncspec.wire.transport import Watched, bind, connect, make_socket, raise_limits, receive_frames
 
-MAX_CONTROL_BYTES = 64 << 20  # largest frame that is accepted
+MAX_CONTROL_BYTES = 64 << 20  # largest frame that the controller accepts; a ticket may be larger
 # The first frame: the client's session, the message's number, and the newest number that the sender has seen. Without
-# a second frame it opens a connection, or opens it again.
+# a second frame it opens a connection, or opens it again, and the number is the oldest that the client still has.
 HEADER = struct.Struct("<8sQQ")
 
 
@@ -48,7 +48,7 @@ class _Stream:
         return [self._header(self._sent), *frames]
 
     def opening(self) -> bytes:
-        return self._header(0)
+        return self._header(next(iter(self._unseen), self._sent + 1))
 
     def again(self) -> list[list]:
         """Return the frames of each message that the other end may not have seen, oldest first."""
@@ -97,7 +97,7 @@ class ControlServer:
                 sender, (session, number, seen) = frames[0], _unpacked(frames[1] if len(frames) > 1 else b"")
                 stream = self._streams.get(sender)
                 if len(frames) == 2:
-                    self._opened(sender, session, seen)
+                    self._opened(sender, session, number, seen)
                 elif stream is None or stream.session != session:
                     raise WireError(f"session {session.hex()}: expected one that was opened")
                 elif stream.takes(number, seen):
@@ -106,11 +106,12 @@ class ControlServer:
                 self.rejected += 1
         return None
 
-    def _opened(self, sender: bytes, session: bytes, seen: int) -> None:
+    def _opened(self, sender: bytes, session: bytes, oldest: int, seen: int) -> None:
         """Begin a client's stream, or go on with it."""
         stream = self._streams.get(sender)
         if stream is None or stream.session != session:
             stream = self._streams[sender] = _Stream(session)
+            stream.seen = max(0, oldest - 1)
         stream.takes(0, seen)
         for frames in stream.again():
             self._send(sender, frames)
@@ -138,7 +139,7 @@ class ControlClient(Watched):
     """The end of an actor or a launcher."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.socket = make_socket(zmq.DEALER, serving=False, largest=MAX_CONTROL_BYTES)
+        self.socket = make_socket(zmq.DEALER, serving=False)
         self.socket.linger = int(1e3 * CONTROL_LINGER_S)
         self.socket.identity = name.encode()
         self._watch()
