@@ -233,9 +233,9 @@ def _doctor(args) -> int:
     try:
         config, wrong = configuration.load(args.config, args.overrides), ""
     except UserError as error:
-        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1 or not int(os.environ.get("RANK") or 0):
             raise
-        # The other nodes wait for this one, and may have the files that it lacks.
+        # The first node reports what this one lacks, and needs only its own files for that.
         config, wrong = configuration.load(args.config, args.overrides, files=False), str(error)
     return examine(config, args.launcher, wrong)
 

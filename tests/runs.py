@@ -133,6 +133,29 @@ def in_ranks(count, target, *args, told=1):
     return found
 
 
+def torchrun_on(hosts, folder, flags_of, *arguments, before=lambda node: ()):
+    """Start torchrun with one worker on each host. Return (process, the file of its output) of each.
+
+    Args:
+        hosts: network namespaces, see bench.namespaces.
+        flags_of: callable(node) -> further flags of torchrun.
+        arguments: what torchrun starts.
+        before: callable(node) -> what Python is given before torchrun.
+    """
+    running, flags = [], ["--nnodes", str(hosts.count), "--nproc-per-node", "1"]
+    for node in range(hosts.count):
+        command = [*before(node), "-m", "torch.distributed.run", *flags, *flags_of(node), *arguments]
+        output = folder / f"{node}.log"
+        running.append((hosts.start(node, command, output), output))
+    return running
+
+
+def at_master(hosts, port):
+    """Return the flags of torchrun for `torchrun_on` with which all hosts meet on the first one."""
+    where = ["--master-addr", hosts.address(0), "--master-port", str(port)]
+    return lambda node: [*where, "--node-rank", str(node)]
+
+
 class Running:
     """A run in progress; its output goes to a file beside its directory."""
 

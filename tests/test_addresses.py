@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from runs import Running, check_finished, pid_of, rows
+from runs import Running, at_master, check_finished, pid_of, rows, torchrun_on
 
 from asyncspec.bench.namespaces import Hosts
 from asyncspec.errors import UserError
@@ -84,11 +84,7 @@ def test_a_cluster_that_has_only_ipv6_trains(tmp_path):
     job = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "rl.groups_per_step=4", "data.eval_prompts=8"]
     job += ["deployment.nodes=trainer:2+logprob,generator", "deployment.ports=29700-29719"]
     try:
-        running = []
-        for node in range(2):
-            flags = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-port", "29514"]
-            arguments = ["-m", "torch.distributed.run", *flags, "--master-addr", hosts.address(0), str(SCRIPT), *job]
-            running.append((hosts.start(node, arguments, tmp_path / f"{node}.log"), tmp_path / f"{node}.log"))
+        running = torchrun_on(hosts, tmp_path, at_master(hosts, 29514), str(SCRIPT), *job)
         for process, output in running:
             assert process.wait(240) == 0, output.read_text()
     finally:
@@ -153,14 +149,13 @@ def test_all_nodes_of_torchrun_start_again_when_the_trainer_has_died(tmp_path):
     job = ["--config", "mock_rl_think_8b", "--run-dir", str(run_dir), "--steps", "8", "checkpoint.every=2"]
     job += ["rl.groups_per_step=8", "rl.group_size=4", "engine.slots=16", "mock.gpus=1", "mock.time_scale=0.01"]
     job += ["deployment.nodes=trainer+logprob,generator", "deployment.ports=29720-29739"]
+
+    def flags_of(node):
+        where = ["--rdzv-endpoint", f"{hosts.address(0)}:29517", "--rdzv-conf", f"is_host={int(not node)}"]
+        return ["--max-restarts", "2", "--rdzv-backend", "c10d", *where, "--local-addr", hosts.address(node)]
+
     try:
-        running = []
-        for node in range(2):
-            flags = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
-            flags += ["--rdzv-endpoint", f"{hosts.address(0)}:29517", "--rdzv-conf", f"is_host={int(not node)}"]
-            flags += ["--local-addr", hosts.address(node)]
-            arguments = ["-m", "torch.distributed.run", *flags, str(SCRIPT), *job]
-            running.append((hosts.start(node, arguments, tmp_path / f"{node}.log"), tmp_path / f"{node}.log"))
+        running = torchrun_on(hosts, tmp_path, flags_of, str(SCRIPT), *job)
         deadline = time.monotonic() + 120
         while len(rows(run_dir)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)

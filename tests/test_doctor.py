@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from policies import POLICY_8B
-from runs import TORCHRUN
+from runs import TORCHRUN, at_master, torchrun_on
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -299,29 +299,38 @@ def test_missing_nodes_give_one_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_first_node_reports_what_another_one_lacks(tmp_path):
+    model = "$([ $RANK = 1 ] && echo model.path=missing)"
+    command = f"asyncspec doctor deployment.nodes=trainer+logprob,generator {model}"
+    launcher = [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c", command]
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode and "WRONG node 1: model.path='missing': expected a Hugging Face directory" in said, said
+    assert "WRONG model.path differs between nodes; expected the same on all of them" in said
+
+
+@pytest.mark.slow
 def test_nodes_are_told_in_what_they_differ(tmp_path):
     """Hosts in network namespaces: one has another variable and another MTU. No key is shown."""
     try:
         hosts = Hosts(2)
     except UserError as error:
         pytest.skip(str(error))
-    start = """
+    script = """
 import os, sys
 os.chdir(sys.argv[1])
 if sys.argv[2] == "1":
     os.environ |= {"NCCL_IB_DISABLE": "1", "VLLM_API_KEY": "secret"}
 os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
 """
+    start = ["-c", script, str(tmp_path)]
 
     try:
         subprocess.run(["ip", "-n", f"{hosts.name}n1", "link", "set", f"{hosts.name}i1", "mtu", "1400"], check=True)
-        running = []
-        for node in range(2):
-            where = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-port", "29516"]
-            rest = ["--no-python", "asyncspec", "doctor", "deployment.nodes=trainer+logprob,generator"]
-            command = ["-m", "torch.distributed.run", *where, "--master-addr", hosts.address(0), *rest]
-            output = tmp_path / f"{node}.log"
-            running.append((hosts.start(node, ["-c", start, str(tmp_path), str(node), *command], output), output))
+        command = ["--no-python", "asyncspec", "doctor", "deployment.nodes=trainer+logprob,generator"]
+        running = torchrun_on(
+            hosts, tmp_path, at_master(hosts, 29516), *command, before=lambda node: [*start, str(node)]
+        )
         codes, said = [process.wait(120) for process, _ in running], running[0][1].read_text()
     finally:
         hosts.close()

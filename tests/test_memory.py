@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from runs import in_ranks
 
-from asyncspec.bench.memory import MemoryBenchmark
+from asyncspec.bench.memory import SHAPES, MemoryBenchmark
 from asyncspec.config import load, resolve_path
 from asyncspec.launch import estimate
 from asyncspec.models import sizes
@@ -19,16 +19,7 @@ from asyncspec.rl.learner import Learner
 from asyncspec.rl.scorer import Scorer
 
 TINY = resolve_path("asset:tiny/policy")
-SIZES = {
-    "dim": 768,
-    "n_layers": 12,
-    "n_heads": 12,
-    "n_kv_heads": 4,
-    "head_dim": 64,
-    "hidden_dim": 2048,
-    "vocab_size": 32768,
-    "tied": False,
-}
+SIZES = SHAPES["untied"] | {"n_layers": 12}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncspec.config import Config
 from asyncspec.drafts.supervision import from_pass, supervise
-from asyncspec.launch import estimate
+from asyncspec.launch import estimate, pass_memory
 from asyncspec.models import head, packed, sizes
 from asyncspec.models.attention import Packing
 from asyncspec.models.policy import build
@@ -157,8 +157,8 @@ def test_the_estimate_of_a_pass_is_within_a_tenth_of_what_a_gpu_needed(tokens, r
     gathered = 2 * 151936 * 1024  # the embedding in 16 bits, which FSDP gathers
     parts = (
         8 * sizes.parameters(qwen3),
-        estimate.activations(qwen3, 2, tokens, recompute),
-        estimate.head(qwen3, 2, 1),
+        pass_memory.activations(qwen3, 2, tokens, recompute),
+        pass_memory.head(qwen3, 2, 1),
     )
     assert (sum(parts) + gathered) / 2**30 == pytest.approx(measured, rel=0.1)
 

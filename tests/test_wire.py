@@ -1,14 +1,11 @@
-"""Queues and the control channel."""
+"""Queues between actors, and who may connect."""
 
-import os
-import socket
-import threading
 import time
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
+from connections import CutConnection, settle
 from groups import ticket_of
 
 from asyncspec.bench import fuzz
@@ -16,21 +13,9 @@ from asyncspec.clock import now
 from asyncspec.deadlines import QUEUE_SILENT_S
 from asyncspec.wire import codec, transport, waiting
 from asyncspec.wire import messages as m
-from asyncspec.wire.control import HEADER, MAX_CONTROL_BYTES, ControlClient, ControlServer
+from asyncspec.wire.control import ControlClient, ControlServer
 
 TICKET = ticket_of(7, [3, 12, 4, 13], [2**61, 5], step=3, min_version=2)
-
-
-def settle(*ends, until, seconds=5):
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline
-        waiting.wait(ends, 0.01)
-        for end in ends:
-            if isinstance(end, transport.Outbox):
-                end.flush()
-            elif isinstance(end, transport.Inbox):
-                len(end)
 
 
 @pytest.fixture
@@ -153,56 +138,6 @@ def test_a_message_that_is_held_back_is_told_when_it_is_let_go():
         end.close()
 
 
-class CutConnection:
-    """A proxy for an address whose connections can be cut, like in a network that fails for a moment."""
-
-    def __init__(self, address):
-        self._to = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open, self._silent = [], []
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        while True:
-            try:
-                near, far = self._listener.accept()[0], socket.create_connection(self._to)
-            except OSError:
-                return
-            self._open += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
-
-    def _pass_on(self, source, sink):
-        try:
-            while data := source.recv(1000):
-                if source not in self._silent:
-                    sink.sendall(data)
-        except OSError:
-            pass
-        for end in (source, sink):  # closing it would not wake a thread that reads from it
-            self._shut(end)
-
-    @staticmethod
-    def _shut(end):
-        try:
-            end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-
-    def cut(self):
-        while self._open:
-            self._shut(self._open.pop())
-
-    def fall_silent(self):
-        """Drop everything that is sent on the open connections from now on, without telling either end."""
-        self._silent, self._open = [*self._silent, *self._open], []
-
-    def close(self):
-        self._listener.close()
-        self.cut()
-
-
 def test_messages_in_flight_when_a_connection_is_cut_arrive_once_and_in_order():
     inbox, rng = transport.Inbox("127.0.0.1", credits=4), np.random.default_rng(0)
     way = CutConnection(inbox.address)
@@ -244,72 +179,6 @@ def test_a_connection_that_falls_silent_is_replaced():
         end.close()
 
 
-def test_nothing_on_the_control_channel_is_lost_or_doubled_when_its_connection_is_cut():
-    """Neither at the server nor at the client, whichever sends while the connection is down."""
-    server, rng = ControlServer("127.0.0.1"), np.random.default_rng(1)
-    way = CutConnection(server.address)
-    client = ControlClient(way.address, "generator0")
-    client.send(m.Ready("first"))
-    settle(server, until=lambda: server.receive() is not None)
-    came, got, cuts, sent, deadline = [], [], 0, 0, time.monotonic() + 60
-    while len(came) + len(got) < 800 and time.monotonic() < deadline:
-        if sent < 400:
-            client.send(m.Ready(str(sent)))
-            assert server.send("generator0", m.Stop(str(sent)))
-            server.send("generator0", m.Beat("controller"))  # which may be lost
-            sent += 1
-        if rng.random() < 0.5 and (item := server.receive()) is not None:
-            came.append(item[1].name)
-        if rng.random() < 0.5 and isinstance(item := client.receive(), m.Stop):
-            got.append(item.reason)
-        if len(came) >= 40 * (cuts + 1) and cuts < 8:
-            way.cut()
-            cuts += 1
-        waiting.wait([server, client], 0.002)
-    assert came == got == [str(i) for i in range(400)] and cuts == 8
-    assert server.rejected == client.rejected == 0
-    client.send(m.Ready("last"))  # tells the server that the client has seen all of it
-    settle(server, until=lambda: server.receive() is not None)
-    assert not server._streams[b"generator0"].again()
-    for item in (client, way):
-        item.close()
-    server.socket.close(0)
-
-
-def test_a_client_of_a_name_that_was_taken_gets_nothing_that_was_meant_for_the_one_before():
-    server = ControlServer("127.0.0.1")
-    before = ControlClient(server.address, "node1")
-    before.send(m.Ready("before"))
-    settle(server, until=lambda: server.receive() is not None)
-    before.close(0)
-    server.send("node1", m.Stop("before"))
-    after = ControlClient(server.address, "node1")
-    after.send(m.Ready("after"))
-    settle(server, until=lambda: server.receive() == ("node1", m.Ready("after")))
-    server.send("node1", m.Stop("after"))
-    waiting.wait([after], 5)
-    assert after.receive() == m.Stop("after") and after.receive() is None
-    after.close(0)
-    server.socket.close(0)
-
-
-def test_a_controller_needs_two_descriptors_for_each_actor():
-    """One for its control channel and one for its heart."""
-    server, before = ControlServer("127.0.0.1"), len(os.listdir("/proc/self/fd"))
-    sockets = []
-    for number in range(200):
-        for name in (f"generator{number}", f"generator{number}~beat"):
-            sockets.append(transport.context().socket(zmq.DEALER))
-            sockets[-1].identity = name.encode()
-            sockets[-1].connect(server.address)
-            sockets[-1].send(HEADER.pack(b"session0", 0, 0))
-    settle(server, until=lambda: server.receive() is None and len(server._streams) == 400, seconds=30)
-    own = 2 * 400  # each socket of this process, and its end of the connection
-    assert len(os.listdir("/proc/self/fd")) - before - own <= 2 * 200
-    for socket_ in (server.socket, *sockets):
-        socket_.close(0)
-
-
 def test_messages_of_a_kind_that_the_consumer_does_not_take_are_rejected():
     inbox = transport.Inbox("127.0.0.1", credits=2, takes=(m.Ticket,))
     outbox = transport.Outbox(inbox.address)
@@ -320,22 +189,6 @@ def test_messages_of_a_kind_that_the_consumer_does_not_take_are_rejected():
     settle(inbox, outbox, until=lambda: outbox.credits == 2)
     inbox.close()
     outbox.close()
-
-
-def test_an_actor_notices_that_the_controller_is_gone():
-    server = ControlServer("127.0.0.1")
-    client = ControlClient(server.address, "trainer")
-    client.send(m.Ready("trainer"))
-    settle(server, until=lambda: server.receive() is not None)
-    assert client.lost_for() == 0
-    server.socket.close(0)
-    deadline = time.monotonic() + 30
-    while not client.lost_for() and time.monotonic() < deadline:
-        assert client.receive() is None
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert 0.1 <= client.lost_for() < 30
-    client.close(0)
 
 
 @pytest.mark.slow
@@ -353,20 +206,6 @@ def test_damaged_frames_through_real_sockets_are_refused_and_good_ones_arrive():
     # A changed letter in a name still leaves a valid message. So damaged frames did reach the decoder.
     assert insider["accepted"] > 500
     assert stranger["accepted"] == 0
-
-
-def test_control_reaches_named_actors_and_reports_who_is_absent():
-    server = ControlServer("127.0.0.1")
-    client = ControlClient(server.address, "trainer")
-    client.send(m.Ready("trainer"))
-    settle(server, until=lambda: waiting.wait([server], 1) is None)
-    assert server.receive() == ("trainer", m.Ready("trainer"))
-    assert server.send("trainer", m.Stop("enough"))
-    waiting.wait([client], 2)
-    assert client.receive() == m.Stop("enough")
-    assert not server.send("nobody", m.Stop("x"))
-    client.close()
-    server.close()
 
 
 def test_peers_without_the_runs_keys_cannot_connect(tmp_path):
@@ -398,51 +237,3 @@ def test_peers_without_the_runs_keys_cannot_connect(tmp_path):
         transport.use_keys(None)
         for item in (inbox.socket, server.socket, *(c for pair in clients.values() for c in pair)):
             item.close(0)
-
-
-def test_a_ticket_may_be_larger_than_what_the_controller_accepts():
-    """Its row may hold a problem's test cases."""
-    server = ControlServer("127.0.0.1")
-    client = ControlClient(server.address, "generator0")
-    client.send(m.Ready("generator0"))
-    settle(server, until=lambda: server.receive() is not None)
-    large = msgspec.structs.replace(TICKET, row="x" * (MAX_CONTROL_BYTES + 1000))
-    assert server.send("generator0", large) and server.send("generator0", m.Stop("after"))
-    got, deadline = [], time.monotonic() + 20
-    while len(got) < 2 and time.monotonic() < deadline:
-        waiting.wait([client], 0.1)
-        got += [item for item in [client.receive()] if item is not None]
-    assert got == [large, m.Stop("after")]
-    client.close(0)
-    server.socket.close(0)
-
-
-def test_a_client_is_heard_again_after_another_one_has_used_its_name():
-    server = ControlServer("127.0.0.1")
-    way = CutConnection(server.address)
-    first = ControlClient(way.address, "generator0")
-    for name in ("0", "1"):
-        first.send(m.Ready(name))
-        settle(server, until=lambda: server.receive() is not None)
-    server.send("generator0", m.Stop("so that both are known to have arrived"))
-    settle(first, until=lambda: first.receive() is not None)
-    second = ControlClient(server.address, "generator0")
-    second.send(m.Ready("other"))
-    settle(server, until=lambda: server.receive() == ("generator0", m.Ready("other")))
-    second.close(0)
-    way.cut()
-    first.send(m.Ready("2"))
-    heard = []
-    settle(
-        server,
-        until=lambda: (
-            [heard.append(item[1].name) for item in [server.receive()] if item]
-            and "2" in heard
-            or first.receive() is not None
-        ),
-        seconds=20,
-    )
-    assert heard == ["2"]
-    first.close(0)
-    way.close()
-    server.socket.close(0)

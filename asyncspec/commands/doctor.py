@@ -21,6 +21,9 @@ from asyncspec.models import sizes
 from asyncspec.models.shape import PolicyShape
 from asyncspec.wire.addresses import use_ports
 
+# (ok, warning) of a finding -> what stands before it, and its color
+_MARKS = {(True, False): ("ok  ", "green"), (True, True): ("note", "yellow"), (False, False): ("WRONG", "red")}
+
 
 def examine(config: Config, launcher: str, wrong: str = "") -> int:
     """Run the checks, print the findings, and return 0 if all checks passed, else 1.
@@ -57,9 +60,6 @@ def examine(config: Config, launcher: str, wrong: str = "") -> int:
         here.findings.append(Finding(False, f"not all of {size} nodes came to the meeting: {first_line(error)}"))
         everyone = [here]
     return _report(config, placed, names, everyone) if rank == 0 else int(not all(f.ok for f in here.findings))
-
-
-_MARKS = {(True, False): ("ok  ", "green"), (True, True): ("note", "yellow"), (False, False): ("WRONG", "red")}
 
 
 def _has(node: Node) -> str:

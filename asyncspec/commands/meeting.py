@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+
+import msgspec
 
 from asyncspec.commands.differences import facts
 from asyncspec.config import Config
@@ -87,13 +88,14 @@ def meet(config: Config, here: Node, rank: int, size: int, store) -> list[Node]:
         here.skew_s = _skew(store, rank)
     else:
         _tell_time(store, size)
-    store.set(f"doctor/node/{rank}", json.dumps(asdict(here)))
-    said = [json.loads(store.get(f"doctor/node/{other}")) for other in range(size)] if rank == 0 else []
+    store.set(f"doctor/node/{rank}", msgspec.json.encode(here))
+    numbers = range(size) if rank == 0 else ()
+    said = [msgspec.json.decode(store.get(f"doctor/node/{other}"), type=Node) for other in numbers]
     store.set(f"doctor/done/{rank}", "")
     for other in range(size):  # no listener closes before all nodes have tried it
         store.get(f"doctor/done/{other}")
     listener.close()
-    return [Node(**{**node, "findings": [Finding(**f) for f in node["findings"]]}) for node in said]
+    return said
 
 
 def _same_files(config: Config, store, rank: int, size: int) -> Finding:

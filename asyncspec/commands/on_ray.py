@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from datetime import timedelta
 
+import msgspec
+
 from asyncspec.commands import meeting
-from asyncspec.commands.meeting import Finding, Node
+from asyncspec.commands.meeting import Node
 from asyncspec.config import Config, fetch_all, from_yaml, to_yaml
 from asyncspec.launch.ray import connect, ray  # which says in one line that ray is not installed
 from asyncspec.wire.addresses import listening, use_ports
@@ -29,14 +30,9 @@ def everyone(config: Config) -> list[Node]:
         address = ray.util.get_node_ip_address()
         listener = listening(address)
         port = listener.getsockname()[1]
-        limit = timedelta(seconds=meeting.MEETING_S)
+        limit, descriptor = timedelta(seconds=meeting.MEETING_S), listener.detach()
         store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=limit,
-            master_listen_fd=listener.detach(),
+            address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor
         )
         asked = [
             ray.remote(_meet)
@@ -46,7 +42,7 @@ def everyone(config: Config) -> list[Node]:
         ]
         said = ray.get(asked)[0]
         del store  # which they have used until now
-        return [Node(**{**node, "findings": [Finding(**f) for f in node["findings"]]}) for node in said]
+        return msgspec.convert(said, list[Node])
     finally:
         ray.shutdown()
 
@@ -70,4 +66,4 @@ def _meet(config_yaml: str, directory: str, rank: int, size: int, address: str, 
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=meeting.MEETING_S))
     here = check_this_host(config)
     here.address = ray.util.get_node_ip_address()
-    return [asdict(node) for node in meeting.meet(config, here, rank, size, store)]
+    return msgspec.to_builtins(meeting.meet(config, here, rank, size, store))

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from asyncspec.actors.broadcasts import broadcast_backend
 from asyncspec.actors.crew import computing
 from asyncspec.commands.meeting import Finding, Node
-from asyncspec.config import Config, topology
+from asyncspec.config import Config, topology, work
 from asyncspec.launch import estimate
+from asyncspec.launch.pass_memory import bytes_of
 
 MOST_SKEW_S = 60.0  # of wall clocks; the timeline measures and corrects its own, but file times and logs do not
 HEADROOM = 1.15  # of what is needed that must be there: allocators keep freed memory
@@ -174,7 +175,7 @@ def _broadcasts(config: Config, policy: dict, names: dict[str, str], devices: di
             if nccl
             else ", through host memory: " + ("some members have no GPU" if "cpu" in at else "some members share a GPU")
         )
-        size = estimate.bytes_of(config) * estimate.trained(config, policy) if kind == "policy" else 0.0
+        size = bytes_of(config) * work.trained(config, policy) if kind == "policy" else 0.0
         slow = not nccl and size > SMALL
         why += f", {size / 1e9:.1f} GB for each version; expected a GPU for each of them alone" if slow else ""
         findings.append(Finding(True, f"{kind} weights travel over {'NCCL' if nccl else 'gloo'}{why}", warning=slow))
