@@ -248,10 +248,8 @@ def hold(run_dir: str) -> Lock:
     try:
         return Lock(Path(run_dir) / "lock")
     except OSError as error:
-        raise ConfigError(
-            f"run_dir={run_dir!r}: lock: {error.strerror}; expected a directory to write to, and a file system that "
-            "can lock now"
-        ) from None
+        expected = "a file system that can lock now" if error.errno == errno.ENOLCK else "a directory to write to"
+        raise ConfigError(f"run_dir={run_dir!r}: lock: {error.strerror}; expected {expected}") from None
     except Taken:
         raise ConfigError(
             f"run_dir={run_dir!r}: another process is training in it; expected a run that has ended"
