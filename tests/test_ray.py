@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import yaml
@@ -28,9 +29,9 @@ def own_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """A Ray cluster of three nodes, all on this host."""
+@contextmanager
+def three_nodes():
+    """Run a Ray cluster of three nodes, all on this host."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -38,6 +39,20 @@ def cluster():
         cluster.add_node(num_cpus=1)
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster for tests that leave its nodes alone."""
+    with three_nodes() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster_to_break():
+    """A cluster for a test that kills nodes."""
+    with three_nodes() as cluster:
+        yield cluster
 
 
 def parent_of(pid):
@@ -99,8 +114,10 @@ def test_a_run_that_finds_no_room_on_the_cluster_gives_one_line(tmp_path, cluste
     )
 
 
-def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(tmp_path, cluster, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
+    tmp_path, cluster_to_break, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", cluster_to_break.address)
     run_dir = tmp_path / "run"
     run = Running.new(
         run_dir,
@@ -121,7 +138,7 @@ def test_nodes_are_placed_apart_and_replaced_and_no_actor_outlives_the_launcher(
     run.wait_for(lambda: "generator0.1 has joined" in run.output, "a replacement")
     replacement = pid_of(run_dir, "generator0.1")
     assert parent_of(replacement) == raylets["generator0"]  # on its node
-    head = cluster.head_node.all_processes["raylet"][0].process.pid
+    head = cluster_to_break.head_node.all_processes["raylet"][0].process.pid
     lost = next(raylets[name] for name in ("trainer", "generator0") if raylets[name] != head)
     for pid in [lost, *descendants(lost)]:  # a node, and every process on it
         os.kill(pid, signal.SIGKILL)
